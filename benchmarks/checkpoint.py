@@ -97,21 +97,22 @@ def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     """Time ortlaunch's save, its check against the manifest, and its load; return the bytes."""
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
-    from ortlaunch.worker.checkpoint.verify import checkpoint_damage
+    from ortlaunch.worker.checkpoint.verify import gather_checkpoint_damage_or_empty
 
     run = RunDir(folder / "ours")
     state = {"step": 1, "samples": 1}
     turn.time(
         "ours: save, flushed",
-        lambda: checkpoint.save_checkpoint(run, {}, turn.group, stepper, 1, state),
+        lambda: checkpoint.write_checkpoint_of_step(run, {}, turn.group, stepper, 1, state),
     )
     found = size_of(run.checkpoint_folder(1))
     turn.time(
-        "ours: check of sums", lambda: checkpoint_damage(run.checkpoint_folder(1), turn.group)
+        "ours: check of sums",
+        lambda: gather_checkpoint_damage_or_empty(run.checkpoint_folder(1), turn.group),
     )
     turn.time(
         "ours: load",
-        lambda: checkpoint.load_checkpoint(
+        lambda: checkpoint.load_checkpoint_and_return_loop_state(
             run.checkpoint_folder(1), stepper.named_state(), turn.group
         ),
     )
@@ -160,7 +161,10 @@ def trained(
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
     from ortlaunch.worker.checkpoint.background import BackgroundTask
-    from ortlaunch.worker.checkpoint.transaction import take_agreed_snapshot, write_snapshot
+    from ortlaunch.worker.checkpoint.transaction import (
+        take_snapshot_on_all_ranks,
+        write_snapshot_as_checkpoint,
+    )
 
     run = RunDir(folder / way)
     state = {"step": 1, "samples": 1}
@@ -168,7 +172,7 @@ def trained(
 
     def whole(taken: Any) -> None:
         began = time.perf_counter()
-        write_snapshot(run, {}, apart, taken, 1, 1)
+        write_snapshot_as_checkpoint(run, {}, apart, taken, 1, 1)
         turn.seconds.setdefault("async: written within", []).append(time.perf_counter() - began)
 
     def act() -> None:
@@ -176,10 +180,10 @@ def trained(
         for i in range(steps):
             step(stepper, width)
             if i == 0 and way == "sync":
-                checkpoint.save_checkpoint(run, {}, turn.group, stepper, 1, state)
+                checkpoint.write_checkpoint_of_step(run, {}, turn.group, stepper, 1, state)
             if i == 0 and way == "async":
                 began = time.perf_counter()
-                taken = take_agreed_snapshot(
+                taken = take_snapshot_on_all_ranks(
                     run, turn.group, stepper, 1, state, copies_to_host=True
                 )
                 turn.seconds.setdefault("async: copy in memory", []).append(
@@ -191,7 +195,7 @@ def trained(
     forget_peak()
     turn.time(f"steps, {way}", act)
     if written is not None:
-        turn.time("async: wait at the end", written.wait_and_raise)
+        turn.time("async: wait at the end", written.wait_and_raise_its_error)
     turn.seconds.setdefault(f"peak, {way}", []).append(peak())
 
 

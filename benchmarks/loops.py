@@ -143,9 +143,9 @@ def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
     """Run ORTModule as Microsoft ships it, with only the patches for today's torch (compat.py)."""
-    from ortlaunch.ortmodule.repaired import import_ortmodule
+    from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
 
-    ortmodule = import_ortmodule()
+    ortmodule = import_repaired_ortmodule()
     from ortlaunch.worker.model.model import LossModule
 
     bare(ortmodule.ORTModule(LossModule(model(options))), gate, options)
@@ -160,13 +160,13 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     """Run ortlaunch's worker on a prepared run folder, with `work` in place of its task."""
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.rank import Rank
-    from ortlaunch.resolve.prepare import write_and_announce_run
+    from ortlaunch.resolve.prepare import write_run_files_and_print_plan
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.worker.__main__ import run_rank
+    from ortlaunch.worker.__main__ import join_ranks_and_run_task
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), "run"))
-    write_and_announce_run(resolved(options), run)
+    write_run_files_and_print_plan(resolved(options), run)
     # The worker's own loop, with a gate before each step.
     step = loop.train_step
 
@@ -177,7 +177,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     loop.train_step = gated
     loop.run = work or loop.run
     rank = Rank.from_environ({})
-    run_rank(run, rank, Watchdog(rank, run))
+    join_ranks_and_run_task(run, rank, Watchdog(rank, run))
 
 
 @contextlib.contextmanager
@@ -211,26 +211,28 @@ def recipe_of(options: dict[str, Any]) -> Iterator[Path]:
 def resolved(options: dict[str, Any]) -> ResolvedRun:
     """Return the contest as a run of ortlaunch's."""
     from ortlaunch.planning.world import LaunchOptions
-    from ortlaunch.resolve.resolve import resolve_command
+    from ortlaunch.resolve.resolve import load_and_resolve_recipe
 
     with recipe_of(options) as path:
-        return resolve_command(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
+        return load_and_resolve_recipe(
+            path, (), LaunchOptions("local", 1, None, None, None), os.environ
+        )
 
 
 def auto(gate: Gate, options: dict[str, Any]) -> None:
     """Have `engine: auto` measure; the last line is its choice, and the seconds of it all."""
-    from ortlaunch.bench.auto import measure_engine_choice
-    from ortlaunch.run_folder.records import as_json
+    from ortlaunch.bench.auto import measure_engines_and_choose
+    from ortlaunch.run_folder.records import json_values_of_record
 
     run = resolved({**options, "engine": "auto"})
     begun = time.perf_counter()
-    choice = measure_engine_choice(run, print)
+    choice = measure_engines_and_choose(run, print)
     cost = time.perf_counter() - begun
     rows = json.loads(Path(str(choice.bench), "bench.json").read_text())["variants"]
     starts = {
         row["engine"]: row["first_step"]["since_launch"] for row in rows if "first_step" in row
     }
-    print(json.dumps({**as_json(choice), "cost": cost, "starts": starts}))
+    print(json.dumps({**json_values_of_record(choice), "cost": cost, "starts": starts}))
 
 
 def predict(gate: Gate, options: dict[str, Any]) -> None:
@@ -289,10 +291,10 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    from ortlaunch.worker.engine.stepping import _disable_unneeded_parts
+    from ortlaunch.worker.engine.stepping import _disable_deepspeed_shm_and_muon
 
     # Without it DeepSpeed compiles operators for half a minute, which is not measured here.
-    _disable_unneeded_parts(deepspeed)
+    _disable_deepspeed_shm_and_muon(deepspeed)
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -110,7 +110,7 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
     """The session of the tiny BERT as `train` builds it, on the ranks of the context."""
     from ortlaunch.planning.hosts import Host
     from ortlaunch.planning.make_plan import make_plan
-    from ortlaunch.planning.workload import plan_workload
+    from ortlaunch.planning.workload import solve_batch_and_estimate_memory
     from ortlaunch.planning.world import World
     from ortlaunch.recipe import load_recipe
     from ortlaunch.run_folder.folder import RunDir
@@ -125,16 +125,22 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
         threads=1,
     )
     plan = make_plan(
-        recipe, world, plan_workload(recipe, world), modules_folder=".", worker_argv=["-"]
+        recipe,
+        world,
+        solve_batch_and_estimate_memory(recipe, world),
+        modules_folder=".",
+        worker_argv=["-"],
     )
     if recipe.engine.name == "ort":
-        from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
+        from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
 
-        prepare_ortmodule(recipe.engine)
-    from ortlaunch.worker.session import build_session
+        import_ortmodule_with_settings(recipe.engine)
+    from ortlaunch.worker.session import load_data_and_build_session
     from ortlaunch.worker.supervision.progress import Progress
 
-    return build_session(recipe, plan, RunDir(folder), context, Progress(rank=1), None)
+    return load_data_and_build_session(
+        recipe, plan, RunDir(folder), context, Progress(rank=1), None
+    )
 
 
 def memory(field: str) -> float:
@@ -160,19 +166,19 @@ def training_step(*, agreed: bool) -> Step:
     """A step of the tiny BERT on two ranks, with or without the agreement at its end."""
     folder = scratch()
     context = two_ranks()
-    from ortlaunch.worker.process_group.agreement import open_agreement
+    from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
     from ortlaunch.worker.tasks.train import TrainState, train_step
 
     # Eager, because the agreement does not depend on the engine and ort's start takes longer.
     session = session_of(folder, context, "engine.name=eager")
     state = TrainState()
-    manager = open_agreement(context)
+    manager = accept_save_and_stop_requests(context)
     edge = manager.__enter__()
 
     def step() -> None:
         train_step(session, state, edge if agreed else None)
         if agreed:
-            edge.finish_agreement()
+            edge.wait_for_agreed_request()
         # The race has no fixed number of steps, so the steps of the recipe are repeated.
         state.step = (state.step + 1) % session.recipe.train.steps
 
@@ -183,23 +189,29 @@ def training_step(*, agreed: bool) -> Step:
 def agreement_alone() -> Step:
     """Begin and end with nothing between them: the wait for the slower rank is in it."""
     context = two_ranks()
-    from ortlaunch.worker.process_group.agreement import open_agreement
+    from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
 
-    manager = open_agreement(context)
+    manager = accept_save_and_stop_requests(context)
     edge = manager.__enter__()
 
     def step() -> None:
         _ = manager
-        edge.agree_now()
+        edge.agree_on_request_now()
 
     return step
 
 
 def marks(passed: bool) -> Step:
     """The heartbeat marks of 10,000 steps of a rank, or the bare loop; us a step."""
-    from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, READING, STEPPING, Pulse
+    from ortlaunch.worker.supervision.pulse import (
+        BACKWARD,
+        FORWARD,
+        READING,
+        STEPPING,
+        SharedProgress,
+    )
 
-    pulse = Pulse()
+    pulse = SharedProgress()
     pulse.begin_steps(0)
     stages = (READING, FORWARD, BACKWARD, STEPPING) if passed else ()
 
@@ -209,7 +221,7 @@ def marks(passed: bool) -> Step:
             for stage in stages:
                 pulse.begin_stage(stage)
             if passed:
-                pulse.count_step()
+                pulse.count_step_and_record_duration()
         # Seconds of 10,000 steps in microseconds a step.
         return (time.process_time() - began) * 100
 
@@ -220,12 +232,12 @@ def supervisors(count: int) -> Step:
     """Processor ms a second of supervisors of idle ranks, 10 inspections a second; 0: the loop."""
     from ortlaunch.planning.hosts import Host
     from ortlaunch.planning.make_plan import make_plan
-    from ortlaunch.planning.workload import plan_workload
+    from ortlaunch.planning.workload import solve_batch_and_estimate_memory
     from ortlaunch.planning.world import World
     from ortlaunch.rank import Rank
     from ortlaunch.recipe import load_recipe
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.worker.supervision.child import Child
+    from ortlaunch.worker.supervision.child import RankProcess
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(scratch())
@@ -233,18 +245,22 @@ def supervisors(count: int) -> Step:
     recipe = load_recipe(ROOT / "recipes/bert-large/tiny.yaml").recipe
     run.plan.write_text(
         make_plan(
-            recipe, world, plan_workload(recipe, world), modules_folder=".", worker_argv=["-"]
+            recipe,
+            world,
+            solve_batch_and_estimate_memory(recipe, world),
+            modules_folder=".",
+            worker_argv=["-"],
         ).to_json()
     )
     dogs = [Watchdog(Rank(rank, 2, rank, 2), run) for rank in range(count)]
-    children = [Child(sleeper(), run, rank, None) for rank in range(count)]
+    children = [RankProcess(sleeper(), run, rank, None) for rank in range(count)]
     if dogs:
         hub = dogs[0].exchange.socket
         assert hub is not None
         hub.bind(("127.0.0.1", 0))
         address, port = hub.getsockname()
         for dog in dogs:
-            dog.pulse.meeting_point = {
+            dog.shared_progress.meeting_point = {
                 "address": address,
                 "port": port,
                 "host": "here",
@@ -255,7 +271,7 @@ def supervisors(count: int) -> Step:
         began = time.process_time()
         for _ in range(50):
             for dog, child in zip(dogs, children):
-                dog.exchange_beats_and_judge(child)
+                dog.exchange_heartbeats_and_end_stalled_rank(child)
             time.sleep(0.1)
         # 50 rounds of 0.1 s are 5 s.
         return (time.process_time() - began) / 5 * 1000
@@ -265,12 +281,12 @@ def supervisors(count: int) -> Step:
 
 def sleeper() -> int:
     """A process that does nothing until this one ends."""
-    from ortlaunch.die_with_parent import die_with_parent
+    from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
 
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        die_with_parent(signal.SIGKILL, parent)
+        request_signal_at_parent_end_or_exit(signal.SIGKILL, parent)
         time.sleep(10_000)
         os._exit(0)
     return pid
@@ -278,13 +294,16 @@ def sleeper() -> int:
 
 def beats_of(ranks: int) -> Step:
     """CPU use of rank 0 for heartbeats of simulated ranks, in % of a core; none may be silent."""
-    from ortlaunch.die_with_parent import die_with_parent
+    from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, heartbeat_seconds
-    from ortlaunch.worker.supervision.stall_rules import Beat
+    from ortlaunch.worker.supervision.heartbeats import (
+        HeartbeatExchange,
+        seconds_between_heartbeats,
+    )
+    from ortlaunch.worker.supervision.stall_rules import Heartbeat
 
-    def beat(rank: int) -> Beat:
-        return Beat(
+    def beat(rank: int) -> Heartbeat:
+        return Heartbeat(
             rank,
             f"host{rank // 8}",
             1,
@@ -301,22 +320,24 @@ def beats_of(ranks: int) -> Step:
         )
 
     hub = HeartbeatExchange(Rank(0, ranks, 0, 8))
-    every = heartbeat_seconds(ranks)
+    every = seconds_between_heartbeats(ranks)
     assert hub.socket is not None
     hub.socket.bind(("127.0.0.1", 0))
     address, port = hub.socket.getsockname()
     meeting = {"address": address, "port": port, "host": "here", "key": "ab" * 16}
-    hub.start_sending(meeting)
+    hub.connect_to_rank_0_once(meeting)
     parent = os.getpid()
     if os.fork() == 0:
-        die_with_parent(signal.SIGKILL, parent)  # it has this side's standard output open
+        request_signal_at_parent_end_or_exit(
+            signal.SIGKILL, parent
+        )  # it has this side's standard output open
         others = HeartbeatExchange(Rank(1, ranks, 1, 8))
-        others.start_sending(meeting)
+        others.connect_to_rank_0_once(meeting)
         began = time.monotonic()
         while True:
             for rank in range(1, ranks):
                 time.sleep(max(0.0, began + rank / ranks * every - time.monotonic()))
-                others.send_beat(beat(rank))
+                others.send_heartbeat(beat(rank))
             began += every
 
     def step() -> float:
@@ -324,11 +345,11 @@ def beats_of(ranks: int) -> Step:
         used = 0.0
         while time.monotonic() < ends:
             time.sleep(0.1)
-            hub.send_beat(beat(0))
+            hub.send_heartbeat(beat(0))
             began = time.process_time()
-            hub.receive_messages()
+            hub.receive_and_process_messages()
             used += time.process_time() - began
-        beats = hub.beats_to_judge(beat(0)) or []
+        beats = hub.heartbeats_to_judge_or_none(beat(0)) or []
         silent = sum(one.is_silent for one in beats)
         if len(beats) < ranks or silent:
             raise SystemExit(f"of {ranks} ranks {len(beats)} were heard, {silent} count as silent")
@@ -393,7 +414,7 @@ def head(way: str) -> Callable[[], None]:
     import torch
     from torch.nn import functional
 
-    from ortlaunch.worker.model.chunked_loss import chunked_loss
+    from ortlaunch.worker.model.chunked_loss import chunked_cross_entropy
 
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -411,7 +432,7 @@ def head(way: str) -> Callable[[], None]:
         if way == "whole":
             loss = functional.cross_entropy(functional.linear(hidden, weight), labels)
         else:
-            loss = chunked_loss(hidden, weight, None, labels, 160, True)
+            loss = chunked_cross_entropy(hidden, weight, None, labels, 160, True)
         loss.backward()
 
     return matmuls if way == "matmuls" else trained
@@ -456,7 +477,7 @@ def minilm_head(engine: str, chunked: bool) -> Step:
     labels[torch.rand(32, 96) > 0.15] = -100
     module: Any = LossModule(Head().train())
     if chunked:
-        module.chunk(ChunkedHead("cls.predictions.decoder", 160, False))
+        module.chunk_head_or_restore_it(ChunkedHead("cls.predictions.decoder", 160, False))
     if engine == "ort":
         module = ORTModule(module, Settings(threads=torch.get_num_threads()))
 
@@ -476,9 +497,9 @@ def order(computed: bool, samples: int) -> Callable[[list[int]], object]:
     import numpy as np
 
     if computed:
-        from ortlaunch.worker.data.order import Order
+        from ortlaunch.worker.data.order import SampleOrder
 
-        return Order(samples, 7).at
+        return SampleOrder(samples, 7).at
     # Drawn once, before the turns; the permutation is kept in memory.
     held = np.random.Generator(np.random.Philox([7, 0])).permutation(samples)
     return lambda places: [(int(held[place]), 0) for place in places]
@@ -507,25 +528,29 @@ def corpus_in_memory(megabytes: int) -> Step:
     import numpy as np
 
     from ortlaunch.launch_plan import BatchPlan
-    from ortlaunch.worker.data import Batches, Blocks
-    from ortlaunch.worker.data.ahead import Reader
-    from ortlaunch.worker.data.shards import ShardWriter, join_shards
+    from ortlaunch.worker.data import Batches, TokenWindows
+    from ortlaunch.worker.data.ahead import ReadAheadSettings
+    from ortlaunch.worker.data.shards import ShardWriter, map_shards_as_one_sequence
 
     path = scratch() / "tokens"
     generator = np.random.default_rng(0)
     shards = ShardWriter(path, 0)
     for _ in range(megabytes):
-        shards.append_tokens(generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32))
+        shards.append_and_seal_full_shards(
+            generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32)
+        )
     # One micro batch a step on one rank: 32 samples of 512 tokens.
     shards.close()
     batches = Batches(
-        Blocks(join_shards(path), 512, with_mask=True), BatchPlan(32, 32, 1, 1, None), 7
+        TokenWindows(map_shards_as_one_sequence(path), 512, with_mask=True),
+        BatchPlan(32, 32, 1, 1, None),
+        7,
     )
     # Anonymous memory only: pages of the mapped file belong to the kernel's cache.
     before = memory("RssAnon")
 
     def step() -> float:
-        with batches.read_ahead(0, Reader(0)):
+        with batches.read_rank_batches_ahead(0, ReadAheadSettings(0)):
             for number in range(1_000):
                 batches.micro_batch(number, 0, 0)
         return memory("RssAnon") - before
@@ -573,8 +598,8 @@ def tokenized_by(way: str) -> Step:
     import datasets
 
     from ortlaunch.recipe.fields.data import Corpus, Data
-    from ortlaunch.worker.data.token_cache import tokenize_documents
-    from ortlaunch.worker.data.tokenizer import load_tokenizer
+    from ortlaunch.worker.data.token_cache import load_or_tokenize_documents
+    from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
 
     # Text that every Python installation has: manuals and the standard library's sources.
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -591,13 +616,15 @@ def tokenized_by(way: str) -> Step:
         "tokenizer": {"train": "bpe", "vocab_size": 8000},
         "sequence_length": 8,
     }
-    words = load_tokenizer(Data.model_validate(data))
+    words = load_tokenizer_or_none(Data.model_validate(data))
 
     def step() -> None:
         if way == "ortlaunch":
             # An empty cache in each turn, otherwise the second one would find the tokens.
             os.environ["ORTLAUNCH_CACHE"] = str(scratch())
-            tokenize_documents(Corpus(format="text", path=(str(path),)), words, end_of_text=False)
+            load_or_tokenize_documents(
+                Corpus(format="text", path=(str(path),)), words, adds_end_mark=False
+            )
         else:
             rows = datasets.load_dataset(
                 "text",
@@ -619,15 +646,15 @@ def tokenized_by(way: str) -> Step:
 
 def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     """Overflow check and gradient norm of BERT-base on two ranks, DeepSpeed's or ours."""
-    from ortlaunch.worker.engine.allocator import keep_freed_memory
+    from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe
 
-    keep_freed_memory(os.environ)
+    make_malloc_keep_memory_and_describe(os.environ)
     two_ranks()
     import deepspeed
     import torch
     import transformers
 
-    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_gradient_norm
+    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_deepspeed_overflow_check_and_norm
 
     # Otherwise DeepSpeed compiles this operator for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -651,7 +678,7 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     )[0]
     optimizer = engine.optimizer
     if ours:
-        applied = fuse_gradient_norm(optimizer)
+        applied = fuse_deepspeed_overflow_check_and_norm(optimizer)
         assert applied.applied, applied.why
     # One backward pass fills the gradients; each act then reads them again.
     engine.backward(engine())
@@ -728,13 +755,13 @@ def torch_in_graph(name: str, way: str) -> Step:
     import torch
 
     from ortlaunch.ortmodule import ORTModule, Settings
-    from ortlaunch.ortmodule.witness import Witness
+    from ortlaunch.ortmodule.witness import PassAndGraphCounters
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module, batch = network(name)
     if way != "eager":
-        Witness().start_counting()
+        PassAndGraphCounters().start_counting_in_this_process()
         module = ORTModule(module, Settings(torch_operators=way))  # type: ignore[arg-type]
     # The first pass includes the export.
     module(batch).backward()
@@ -761,16 +788,16 @@ def attending(name: str, engine: str) -> Step:
 
     from ortlaunch import machine
     from ortlaunch.ortmodule import ORTModule, Settings, options
-    from ortlaunch.worker.engine.allocator import keep_freed_memory, trim_heap
+    from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe, trim_heap
     from ortlaunch.worker.model.model import LossModule
 
-    keep_freed_memory(os.environ)
+    make_malloc_keep_memory_and_describe(os.environ)
     if machine.is_onednn_faster():
         # torch calls oneDNN at this setting.
         torch.set_float32_matmul_precision("medium")
     kind, length, batch, changes = ATTENTION[name]
     if engine == "ort":
-        options.import_with_settings(Settings())
+        options.import_ortmodule_with_settings(Settings())
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

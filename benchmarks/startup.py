@@ -76,7 +76,7 @@ def comes_back(folder: Path, command: list[str]) -> bool:
     text = subprocess.run(
         [*command, "--json"], cwd=folder, capture_output=True, text=True, check=True
     ).stdout
-    plan = Plan.from_json(text)
+    plan = Plan.from_plan_json_text(text)
     return plan.world_size == HOSTS * SLOTS and plan.to_json() + "\n" == text
 
 

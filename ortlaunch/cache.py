@@ -28,7 +28,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NOTES: list[str] = []
 
 
-def cache_root() -> Path:
+def cache_root_without_creating() -> Path:
     """Return the cache folder, without creating it.
 
     Raises:
@@ -50,36 +50,40 @@ def cache_root() -> Path:
         ) from None
 
 
-def make_cache_folder(*names: str) -> Path:
+def create_private_cache_folder(*sub_folder_names: str) -> Path:
     """Return a folder of the cache, and create it if it is absent.
 
     Raises:
         FileError: another user could write to it, or it cannot be created.
     """
     try:
-        cache_root().parent.mkdir(parents=True, exist_ok=True)
-        for folder in _folders_down_to(names):
+        cache_root_without_creating().parent.mkdir(parents=True, exist_ok=True)
+        for folder in _folders_down_to(sub_folder_names):
             folder.mkdir(mode=0o755, exist_ok=True)
             require_not_writable_by_others(folder)
     except OSError as error:
         reason = f"{error.strerror}: {error.filename}; set ORTLAUNCH_CACHE to another folder"
-        raise FileError(f"{cache_root()}: cannot be made: {reason}", 2) from error
-    return cache_root().joinpath(*names)
+        raise FileError(f"{cache_root_without_creating()}: cannot be made: {reason}", 2) from error
+    return cache_root_without_creating().joinpath(*sub_folder_names)
 
 
 def _folders_down_to(names: Sequence[str]) -> Iterator[Path]:
     """Yield the cache folder and each folder on the path below it."""
     for count in range(len(names) + 1):
-        yield cache_root().joinpath(*names[:count])
+        yield cache_root_without_creating().joinpath(*names[:count])
 
 
-def cache_record_path(record_kind: str, key: object) -> Path:
+def cache_file_path_by_hashed_key(record_folder_name: str, json_key: object) -> Path:
     """Return the file of the cache for the record of a kind that this key, of JSON values, has."""
     # Imported here, because every command imports this module.
     import hashlib
 
-    text = json.dumps(key, sort_keys=True)
-    return cache_root() / record_kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    text = json.dumps(json_key, sort_keys=True)
+    return (
+        cache_root_without_creating()
+        / record_folder_name
+        / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    )
 
 
 def require_not_writable_by_others(path: Path) -> None:
@@ -88,7 +92,7 @@ def require_not_writable_by_others(path: Path) -> None:
     Raises:
         FileError: the path belongs to another user, or others may write to it.
     """
-    if reason := reason_others_can_write(path):
+    if reason := reason_others_can_write_or_empty(path):
         advice = f"type: rm -r {shlex.quote(str(path))} (its contents are rebuilt)"
         if reason.startswith("belongs"):
             advice = "set ORTLAUNCH_CACHE to a folder of your own"
@@ -96,9 +100,9 @@ def require_not_writable_by_others(path: Path) -> None:
         raise FileError(f"{path}: {reason}, {owner_text}; {advice}", 2)
 
 
-def reason_others_can_write(path: Path) -> str:
+def reason_others_can_write_or_empty(file_or_folder: Path) -> str:
     """Return the reason why another user can write to a path; "" if none can."""
-    status = path.stat()
+    status = file_or_folder.stat()
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to user {status.st_uid}"
     others = stat.S_IWOTH if _is_private_group(status.st_gid) else _WRITABLE_BY_OTHERS
@@ -113,26 +117,28 @@ def _is_private_group(group_id: int) -> bool:
     return False
 
 
-def single_file_seal_path(file: Path) -> Path:
+def single_file_checksum_record_path(file: Path) -> Path:
     """Return the path of the seal of a single file; a seal of several files replaces it."""
     return file.with_name(f"{file.name}.seal")
 
 
-def seal_files(seal_path: Path, files: Sequence[Path]) -> None:
+def write_checksum_record_and_protect_files(
+    checksum_record_path: Path, files: Sequence[Path]
+) -> None:
     """Write a seal of files, and remove the write permission of others.
 
     Args:
-        seal_path: the path of the seal.
+        checksum_record_path: the path of the seal.
         files: files in the folder of the seal, or below it.
     """
     sums_by_name: Json = {}
     for file in files:
         # A large file with a valid seal of its own need not be read again.
-        single_seal = single_file_seal_path(file)
+        single_seal = single_file_checksum_record_path(file)
         if (
-            single_seal != seal_path
+            single_seal != checksum_record_path
             and single_seal.exists()
-            and not reason_seal_is_invalid(single_seal)
+            and not reason_files_differ_from_checksum_record(single_seal)
         ):
             sums_by_name |= read_own_json(single_seal)
             continue
@@ -140,57 +146,65 @@ def seal_files(seal_path: Path, files: Sequence[Path]) -> None:
             # Otherwise a power failure could leave a seal without the contents of its file.
             os.fsync(opened.fileno())
         file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
-        sums_by_name[str(file.relative_to(seal_path.parent))] = {
-            "sha256": _sha256(file),
-            **_file_stamp(file),
+        sums_by_name[str(file.relative_to(checksum_record_path.parent))] = {
+            "sha256": _sha256_of_file(file),
+            **_size_times_and_inode(file),
         }
-    write_json_atomically(seal_path, sums_by_name)
-    seal_path.chmod(stat.S_IMODE(seal_path.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
-    for single_seal in {*map(single_file_seal_path, files)} - {seal_path}:
+    write_json_atomically(checksum_record_path, sums_by_name)
+    checksum_record_path.chmod(
+        stat.S_IMODE(checksum_record_path.stat().st_mode) & ~_WRITABLE_BY_OTHERS
+    )
+    for single_seal in {*map(single_file_checksum_record_path, files)} - {checksum_record_path}:
         single_seal.unlink(missing_ok=True)
 
 
-def reason_seal_is_invalid(seal_path: Path) -> str:
+def reason_files_differ_from_checksum_record(checksum_record_path: Path) -> str:
     """Return why a seal or one of its files is invalid; "" if all are as they were sealed."""
-    reason = _reason_file_is_unsafe(seal_path)
+    reason = _reason_file_is_unsafe(checksum_record_path)
     if reason:
-        return f"{seal_path}: {reason}"
+        return f"{checksum_record_path}: {reason}"
     try:
         stamps_by_file = {
-            seal_path.parent / name: dict(recorded_stamp)
-            for name, recorded_stamp in read_own_json(seal_path).items()
+            checksum_record_path.parent / name: dict(recorded_stamp)
+            for name, recorded_stamp in read_own_json(checksum_record_path).items()
         }
         reasons = (
-            (file, _reason_file_is_unsafe(file) or _difference_from_seal(file, recorded_stamp))
+            (
+                file,
+                _reason_file_is_unsafe(file)
+                or _difference_from_checksum_record(file, recorded_stamp),
+            )
             for file, recorded_stamp in stamps_by_file.items()
         )
         reason = next((f"{file}: {reason}" for file, reason in reasons if reason), "")
         has_other_dates = not reason and any(
-            _file_stamp(file).items() - recorded_stamp.items()
+            _size_times_and_inode(file).items() - recorded_stamp.items()
             for file, recorded_stamp in stamps_by_file.items()
         )
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{seal_path}: is not a checksum file"
+        return f"{checksum_record_path}: is not a checksum file"
     # Same contents with other dates, such as of a copied cache: the next check will be fast again.
     if has_other_dates:
         # The user may have no permission to write to the cache.
         with contextlib.suppress(OSError):
-            seal_files(seal_path, [*stamps_by_file])
+            write_checksum_record_and_protect_files(checksum_record_path, [*stamps_by_file])
     return reason
 
 
-def rebuild_if_changed(seal_path: Path, write_files: Callable[[], Sequence[Path]]) -> None:
+def rewrite_files_unless_checksums_match(
+    checksum_record_path: Path, write_files: Callable[[], Sequence[Path]]
+) -> None:
     """Call `write_files` to write the files of a seal, unless they are valid; note a change of theirs."""
-    if reason := reason_seal_is_invalid(seal_path):
-        if seal_path.exists():
+    if reason := reason_files_differ_from_checksum_record(checksum_record_path):
+        if checksum_record_path.exists():
             _NOTES.append(f"{reason}; rebuilt")
-        seal_path.unlink(missing_ok=True)
+        checksum_record_path.unlink(missing_ok=True)
         try:
-            seal_files(seal_path, write_files())
+            write_checksum_record_and_protect_files(checksum_record_path, write_files())
         except OSError as error:
             # A write to a full disk fails without a file name.
             if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                error.filename = str(seal_path)
+                error.filename = str(checksum_record_path)
             raise
 
 
@@ -206,26 +220,26 @@ def take_cache_notes() -> list[str]:
 
 
 def _reason_file_is_unsafe(path: Path) -> str:
-    return reason_others_can_write(path) if path.exists() else "is gone"
+    return reason_others_can_write_or_empty(path) if path.exists() else "is gone"
 
 
-def _difference_from_seal(file: Path, recorded_stamp: dict[str, object]) -> str:
+def _difference_from_checksum_record(file_path: Path, recorded_stamp: dict[str, object]) -> str:
     """Return how a file differs from its seal; "" if it does not."""
     # Its contents are read only if size, dates or inode differ.
-    stamp = _file_stamp(file)
+    stamp = _size_times_and_inode(file_path)
     if stamp["bytes"] != recorded_stamp["bytes"]:
         return f"has {stamp['bytes']} bytes, and had {recorded_stamp['bytes']}"
     is_same = (
         all(recorded_stamp[name] == value for name, value in stamp.items())
-        or _sha256(file) == recorded_stamp["sha256"]
+        or _sha256_of_file(file_path) == recorded_stamp["sha256"]
     )
     return "" if is_same else "differs from the recorded checksum"
 
 
-def _file_stamp(file: Path) -> dict[str, int]:
+def _size_times_and_inode(file_path: Path) -> dict[str, int]:
     """Return properties of a file that change with its contents."""
     # A program can set mtime, but only the kernel sets ctime.
-    status = file.stat()
+    status = file_path.stat()
     return {
         "bytes": status.st_size,
         "mtime": status.st_mtime_ns,
@@ -234,12 +248,12 @@ def _file_stamp(file: Path) -> dict[str, int]:
     }
 
 
-def _sha256(file: Path) -> str:
+def _sha256_of_file(file_path: Path) -> str:
     # Imported here, because every command imports this module.
     import hashlib
 
     digest = hashlib.sha256()
-    with file.open("rb") as opened:
+    with file_path.open("rb") as opened:
         for piece in iter(lambda: opened.read(1 << 20), b""):
             digest.update(piece)
     return digest.hexdigest()

@@ -86,7 +86,7 @@ class Failure:
         return "the run" if self.rank is None else f"rank {self.rank} on host {self.host}"
 
     @property
-    def memory_aware_cause(self) -> Cause:
+    def cause_or_out_of_memory_if_killed(self) -> Cause:
         """The cause, with OUT_OF_MEMORY if the kernel ended the process for memory."""
         # These causes name only that a process is gone; the kernel's count gives the reason.
         vanished_causes = (Cause.RANK_VANISHED, Cause.LAUNCHER_KILLED, Cause.NEVER_BEGAN)
@@ -97,10 +97,10 @@ class Failure:
         )
 
     @property
-    def may_be_memory(self) -> bool:
+    def is_or_may_be_out_of_memory(self) -> bool:
         """Whether the cause is or may be memory: the kernel ends a process by SIGKILL, often
         without a record."""
         return (
-            self.memory_aware_cause in (Cause.OUT_OF_MEMORY, Cause.RANK_VANISHED)
+            self.cause_or_out_of_memory_if_killed in (Cause.OUT_OF_MEMORY, Cause.RANK_VANISHED)
             or self.signal == 9
         )

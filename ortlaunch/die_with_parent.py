@@ -14,7 +14,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(signal_number: int, parent_pid: int) -> None:
+def request_signal_at_parent_end_or_exit(signal_number: int, parent_pid: int) -> None:
     """Have the kernel send a signal to this process when its parent ends.
 
     Args:
@@ -28,7 +28,9 @@ def die_with_parent(signal_number: int, parent_pid: int) -> None:
         os._exit(128 + signal_number)
 
 
-def main(parent_pid: str, variable_name: str, pid_namespace: str, *command: str) -> None:
+def execute_command_that_ends_with_parent(
+    parent_pid: str, variable_name: str, pid_namespace: str, *command: str
+) -> None:
     """Execute the command, which gets SIGTERM when the parent ends, and its process id in a
     variable.
 
@@ -38,7 +40,7 @@ def main(parent_pid: str, variable_name: str, pid_namespace: str, *command: str)
         pid_namespace: the namespace of process ids, which precedes the id in the variable.
         command: program and arguments.
     """
-    die_with_parent(signal.SIGTERM, int(parent_pid))
+    request_signal_at_parent_end_or_exit(signal.SIGTERM, int(parent_pid))
     # Schedulers send these signals as a notice, which would end torchrun. An ignored signal stays
     # ignored after exec until the program handles it.
     for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -48,4 +50,4 @@ def main(parent_pid: str, variable_name: str, pid_namespace: str, *command: str)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    execute_command_that_ends_with_parent(*sys.argv[1:])

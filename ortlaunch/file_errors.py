@@ -12,7 +12,7 @@ import site
 from collections.abc import Iterator
 from pathlib import Path
 
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_root_without_creating
 from ortlaunch.errors import FileError
 
 _NO_SPACE = "free some space"
@@ -48,12 +48,14 @@ _MACHINE_ERRORS = (
 )
 
 
-def explain_os_error(error: OSError, folder_option: str = "--run-dir") -> FileError | None:
+def one_line_file_error_or_none(
+    error: OSError, folder_option_name: str = "--run-dir"
+) -> FileError | None:
     """Return an error as one line; None if it has neither a file nor a known cause.
 
     Args:
         error: the error of the system.
-        folder_option: the option by which a user chooses another location, unless the file is in the cache.
+        folder_option_name: the option by which a user chooses another location, unless the file is in the cache.
     """
     # None means a bug, so the caller raises the error again with its traceback.
     if error.errno == errno.ENOENT and not _current_folder_exists():
@@ -68,7 +70,7 @@ def explain_os_error(error: OSError, folder_option: str = "--run-dir") -> FileEr
     message_parts = [
         path_and_reason,
         cause,
-        _advice_for_other_folder(str(path), folder_option) if movable else None,
+        _advice_for_other_folder(str(path), folder_option_name) if movable else None,
     ]
     return FileError(
         "; ".join(filter(None, message_parts)), 1 if error.errno in _MACHINE_ERRORS else 2
@@ -76,7 +78,7 @@ def explain_os_error(error: OSError, folder_option: str = "--run-dir") -> FileEr
 
 
 @contextlib.contextmanager
-def explain_errors_of_own_files(run_folder: Path) -> Iterator[None]:
+def reraise_own_file_errors_as_file_error(run_folder: Path) -> Iterator[None]:
     """Explain errors about files of the run folder and of the cache.
 
     All others, such as those of the user's code, keep their traceback.
@@ -94,7 +96,11 @@ def explain_errors_of_own_files(run_folder: Path) -> Iterator[None]:
             and _is_below(path, run_folder, *_cache_folder_or_none())
         )
         # ENOLCK has no file name.
-        file_error = explain_os_error(error) if is_own_file or error.errno == errno.ENOLCK else None
+        file_error = (
+            one_line_file_error_or_none(error)
+            if is_own_file or error.errno == errno.ENOLCK
+            else None
+        )
         if file_error is None:
             raise
         raise file_error from error
@@ -109,7 +115,7 @@ def _advice_for_other_folder(path: str, folder_option: str) -> str:
 def _cache_folder_or_none() -> list[Path]:
     """Return the cache folder; empty if this user has none."""
     with contextlib.suppress(FileError):
-        return [cache_root()]
+        return [cache_root_without_creating()]
     return []
 
 

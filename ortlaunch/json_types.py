@@ -26,30 +26,32 @@ _MOST_LEVELS = 100
 _LEAST_LARGE = 1 << 63
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular_file_or_refuse(file_path: Path) -> BinaryIO:
     """Open a file for reading in bytes.
 
     Raises:
         DamagedFile: it is a pipe or a device, which may block or never end.
     """
     # Without O_NONBLOCK, a pipe would already block here.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    handle = os.open(file_path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return os.fdopen(handle, "rb")
     os.close(handle)
-    raise DamagedFile(f"{path}: is no regular file, but a folder, a pipe or a device; remove it")
+    raise DamagedFile(
+        f"{file_path}: is no regular file, but a folder, a pipe or a device; remove it"
+    )
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(file_path: Path) -> bytes:
     """Return the contents of a file.
 
     Raises:
         DamagedFile: it is no regular file, or has more than 1 GiB.
     """
-    with open_regular(path) as file:
+    with open_regular_file_or_refuse(file_path) as file:
         if os.fstat(file.fileno()).st_size > _MOST_RECORD_BYTES:
             raise DamagedFile(
-                f"{path}: has more than {_MOST_RECORD_BYTES:,} bytes, too many for a record"
+                f"{file_path}: has more than {_MOST_RECORD_BYTES:,} bytes, too many for a record"
             )
         return file.read()
 
@@ -69,7 +71,7 @@ def parse_json(text: str | bytes) -> Any:
             else text.count(b"[") + text.count(b"{")
         )
         if opened > _MOST_LEVELS:
-            _require_few_levels(value)
+            _raise_if_nested_too_deeply(value)
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError, MemoryError) as error:
@@ -78,7 +80,7 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def _require_few_levels(value: object) -> None:
+def _raise_if_nested_too_deeply(value: object) -> None:
     """Raise RecursionError if a value has too many levels."""
     level: list[object] = [value]
     for _ in range(_MOST_LEVELS):
@@ -94,15 +96,15 @@ def _require_few_levels(value: object) -> None:
     raise RecursionError
 
 
-def fits_annotation(annotation: Any, value: object) -> bool:
+def value_fits_annotation(annotation: Any, value: object) -> bool:
     """Return whether a value has the type of an annotation, at any depth."""
     inner = get_args(annotation)
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return any(fits_annotation(member, value) for member in inner)
+        return any(value_fits_annotation(member, value) for member in inner)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
-            fits_annotation(inner[0], key) and fits_annotation(inner[1], item)
+            value_fits_annotation(inner[0], key) and value_fits_annotation(inner[1], item)
             for key, item in value.items()
         )
     if isinstance(origin, type) and issubclass(origin, Sequence):
@@ -114,13 +116,13 @@ def fits_annotation(annotation: Any, value: object) -> bool:
         return (
             isinstance(value, (list, tuple))
             and len(item_annotations) == len(value)
-            and all(map(fits_annotation, item_annotations, value))
+            and all(map(value_fits_annotation, item_annotations, value))
         )
     if annotation in (Any, object) or not isinstance(annotation, type):
         return True
     if isinstance(value, annotation) and hasattr(annotation, "_fields"):
         hints = get_type_hints(annotation)
-        return all(fits_annotation(hints[name], getattr(value, name)) for name in hints)
+        return all(value_fits_annotation(hints[name], getattr(value, name)) for name in hints)
     # JSON writers may drop the fraction of 1.0; Python's True is an int.
     if isinstance(value, int) and not isinstance(value, bool):
         return annotation in (int, float) and abs(value) < _LEAST_LARGE

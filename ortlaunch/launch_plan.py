@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from ortlaunch.errors import DamagedFile, PlanError
-from ortlaunch.json_types import fits_annotation, parse_json, read_regular
+from ortlaunch.json_types import parse_json, read_regular, value_fits_annotation
 from ortlaunch.launchers import Launcher, launcher_row
 from ortlaunch.rank import Rank
 from ortlaunch.tasks import TASKS, Task
@@ -242,7 +242,7 @@ class Plan:
             DamagedFile: the file is not a plan of this version.
         """
         try:
-            return cls.from_json(read_regular(path).decode())
+            return cls.from_plan_json_text(read_regular(path).decode())
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise DamagedFile(
                 f"{path}: is not a plan, is damaged, or is of another version of ortlaunch "
@@ -250,7 +250,7 @@ class Plan:
             ) from None
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_plan_json_text(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote."""
         value = parse_json(text)
         # Increased when the meaning of a field changes.
@@ -270,14 +270,14 @@ class Plan:
                 "argv": tuple(value["argv"]),
                 "env": tuple((key, text) for key, text in value["env"].items()),
                 "forward": tuple(value["forward"]),
-                "memory": memory and _memory_from_json(memory),
+                "memory": memory and _memory_from_json_values(memory),
             }
         )
         hints = get_type_hints(cls)
         invalid_fields = [
             name
             for name in cls.__dataclass_fields__
-            if not fits_annotation(hints[name], getattr(plan, name))
+            if not value_fits_annotation(hints[name], getattr(plan, name))
         ]
         if invalid_fields or plan.world_size != ranks or plan.task not in TASKS:
             raise ValueError(
@@ -306,11 +306,11 @@ def _plan_as_mapping(plan: Plan) -> dict[str, object]:
     return value
 
 
-def _memory_from_json(value: dict[str, Any]) -> Memory:
+def _memory_from_json_values(memory_values: dict[str, Any]) -> Memory:
     stages = tuple(
         (stage, Bytes(**{name: parts[name] for name in Bytes._fields if name in parts}))
-        for stage, parts in value["by_stage"].items()
+        for stage, parts in memory_values["by_stage"].items()
     )
-    host = HostMemory(**value.get("host", {}))
-    process = ProcessMemory(**value["process"])
-    return Memory(**{**value, "process": process, "by_stage": stages, "host": host})
+    host = HostMemory(**memory_values.get("host", {}))
+    process = ProcessMemory(**memory_values["process"])
+    return Memory(**{**memory_values, "process": process, "by_stage": stages, "host": host})

@@ -36,7 +36,7 @@ def hardware_record() -> Json:
 
 def usable_core_count() -> int:
     """Return the number of cores that this process may use, by its affinity and control groups."""
-    return min([len(os.sched_getaffinity(0)), *_core_quotas()])
+    return min([len(os.sched_getaffinity(0)), *_core_limits_of_control_groups()])
 
 
 def threads_per_rank(ranks_on_host: int) -> int:
@@ -44,9 +44,9 @@ def threads_per_rank(ranks_on_host: int) -> int:
     return max(1, usable_core_count() // ranks_on_host)
 
 
-def _core_quotas() -> Iterator[int]:
+def _core_limits_of_control_groups() -> Iterator[int]:
     """Yield the CPU limit of each control group in cores, as `docker run --cpus` sets it."""
-    for version, folder in _control_groups("cpu"):
+    for version, folder in _own_and_parent_control_group_folders("cpu"):
         with contextlib.suppress(OSError):
             files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if version == 1 else ["cpu.max"]
             quota, period = " ".join((folder / name).read_text() for name in files).split()
@@ -85,16 +85,16 @@ def _processor_flags() -> set[str]:
     return set()
 
 
-def reason_lower_precision_is_no_faster(precision: str) -> str | None:
+def reason_cpu_matmul_precision_gains_nothing(matmul_precision: str) -> str | None:
     """Return why this processor computes float32 matmuls no faster at a lower precision.
 
     None if it has the unit. Measured with torch 2.13: oneDNN uses bfloat16 inside float32 matmuls
     only with AMX, and TensorFloat32 never.
     """
     units = bfloat16_matmul_units()
-    if precision == "medium" and "amx_bf16" in units:
+    if matmul_precision == "medium" and "amx_bf16" in units:
         return None
-    if precision == "high":
+    if matmul_precision == "high":
         return "torch has no TensorFloat32 matmul on CPU"
     return (
         f"this processor has {', '.join(units) or 'no bf16 unit'}, and a float32 matmul can "
@@ -102,11 +102,11 @@ def reason_lower_precision_is_no_faster(precision: str) -> str | None:
     )
 
 
-def matmul_precision_effect(precision: str, device: str) -> str:
+def lower_matmul_precision_effect_text(matmul_precision: str, device: str) -> str:
     """Return the effect of `engine.matmul_precision` below highest on this host, as text."""
     if device == "cuda":
         return "float32 matmul runs in TensorFloat32, on GPUs with it (Ampere and newer)"
-    no_effect_reason = reason_lower_precision_is_no_faster(precision)
+    no_effect_reason = reason_cpu_matmul_precision_gains_nothing(matmul_precision)
     return (
         f"no effect: {no_effect_reason}"
         if no_effect_reason
@@ -156,23 +156,23 @@ class MemoryLimit(NamedTuple):
     free_bytes: int
 
 
-def memory_limits() -> list[MemoryLimit]:
+def machine_and_control_group_memory_limits() -> list[MemoryLimit]:
     """Return the machine's memory, then the limits of this process's control groups, innermost
     first.
 
     The only source of these numbers: for plans, for `micro_size: auto` and for copies in an export.
     """
-    return [_machine_memory_limit(), *_control_group_limits()]
+    return [_machine_memory_limit(), *_memory_limits_of_control_groups()]
 
 
 def smallest_memory_limit() -> MemoryLimit:
     """Return the smallest memory limit: the most that all processes of a run can use here."""
-    return min(memory_limits(), key=lambda limit: limit.total_bytes)
+    return min(machine_and_control_group_memory_limits(), key=lambda limit: limit.total_bytes)
 
 
 def memory_limit_with_least_free() -> MemoryLimit:
     """Return the memory limit with the least free bytes now."""
-    return min(memory_limits(), key=lambda limit: limit.free_bytes)
+    return min(machine_and_control_group_memory_limits(), key=lambda limit: limit.free_bytes)
 
 
 def _machine_memory_limit() -> MemoryLimit:
@@ -184,8 +184,8 @@ def _machine_memory_limit() -> MemoryLimit:
     return MemoryLimit(THIS_MACHINE, bytes_by_name["MemTotal"], bytes_by_name["MemAvailable"])
 
 
-def _control_group_limits() -> Iterator[MemoryLimit]:
-    for version, folder in _control_groups("memory"):
+def _memory_limits_of_control_groups() -> Iterator[MemoryLimit]:
+    for version, folder in _own_and_parent_control_group_folders("memory"):
         most, used, cache = _MEMORY_FILES[version]
         # A group may lack the controller, such as the root group.
         with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ _MEMORY_FILES = {
 }
 
 
-def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
+def _own_and_parent_control_group_folders(controller_name: str) -> Iterator[tuple[int, Path]]:
     """Yield (version, folder) of this process's control group and its parents, which limit it, too.
 
     In a container the path in /proc may be the host's and not exist; its parents then include the
@@ -219,8 +219,8 @@ def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
         _, kinds, path = line.split(":", 2)
         if kinds == "":
             tops = [(2, CONTROL_GROUPS), (2, CONTROL_GROUPS / "unified")]
-        elif controller in kinds.split(","):
-            tops = [(1, CONTROL_GROUPS / controller)]
+        elif controller_name in kinds.split(","):
+            tops = [(1, CONTROL_GROUPS / controller_name)]
         else:
             continue
         for version, top in tops:
@@ -232,9 +232,9 @@ def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
             )
 
 
-def out_of_memory_kill_count() -> int | None:
+def memory_kill_count_of_control_group() -> int | None:
     """Return how many processes of this control group the kernel ended for memory; None if unknown."""
-    for version, folder in _control_groups("memory"):
+    for version, folder in _own_and_parent_control_group_folders("memory"):
         with contextlib.suppress(OSError):
             text = (folder / {1: "memory.oom_control", 2: "memory.events"}[version]).read_text()
             if match := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
@@ -242,7 +242,7 @@ def out_of_memory_kill_count() -> int | None:
     return None
 
 
-def out_of_memory_message_of_process(pid: int) -> str | None:
+def kernel_memory_kill_message_or_none(pid: int) -> str | None:
     """Return the kernel's message about a process that its out-of-memory killer ended recently.
 
     None if there is none, or this user may not read the log. The log has process ids of the machine,
@@ -274,7 +274,7 @@ def _kernel_log_lines() -> Iterator[str]:
             os.close(log)
 
 
-def busy_processes() -> list[str]:
+def watch_and_describe_busy_processes() -> list[str]:
     """Return `name (pid): share of a core` of every other busy process, the busiest first."""
     ticks_before = _processor_ticks_by_process()
     start_seconds = time.perf_counter()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 from ortlaunch.errors import FileError, escape_control_characters
-from ortlaunch.units import COLUMNS, wrap_lines
+from ortlaunch.units import COLUMNS, wrap_long_lines_except_commands
 
 # Erases the live line of a terminal. It is the only control sequence that ortlaunch itself prints;
 # all others come from a user's code or from other programs.
@@ -39,10 +39,10 @@ def print_lines(lines: Iterable[str]) -> None:
     """Print the lines, wrapped at the terminal's columns, without buffering."""
     columns = output_columns()
     for line in lines:
-        print(wrap_lines(line, columns), flush=True)
+        print(wrap_long_lines_except_commands(line, columns), flush=True)
 
 
-class _Output:
+class _LossTolerantStream:
     """A text stream that handles failed writes."""
 
     def __init__(self, stream: TextIO, name: str, continues_when_lost: bool) -> None:
@@ -55,24 +55,24 @@ class _Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        self._write_or_lose(
+        self._write_unless_output_lost(
             lambda: self.stream.write(text if text == ERASE else escape_control_characters(text))
         )
         return len(text)
 
     def flush(self) -> None:
-        self._write_or_lose(self.stream.flush)
+        self._write_unless_output_lost(self.stream.flush)
 
-    def _write_or_lose(self, write_call: Callable[[], object]) -> None:
+    def _write_unless_output_lost(self, write_call: Callable[[], object]) -> None:
         if self.lost_error is None:
             try:
                 write_call()
             except OSError as error:
-                self._discard_output(error)
+                self._redirect_to_null_and_keep_error(error)
         if self.lost_error is not None and not self.continues_when_lost:
             raise self.lost_error
 
-    def _discard_output(self, error: OSError) -> None:
+    def _redirect_to_null_and_keep_error(self, error: OSError) -> None:
         """Discard all output from now on, buffered text included, and report the loss once."""
         # The stream's descriptor itself is replaced, so that the buffer's flush at exit succeeds.
         null = os.open(os.devnull, os.O_WRONLY)
@@ -88,16 +88,16 @@ class _Output:
 
 
 @contextlib.contextmanager
-def guard_standard_output() -> Iterator[None]:
+def wrap_standard_streams_within_block() -> Iterator[None]:
     """Guard standard output and standard error during one command; a lost stderr ends nothing."""
-    _open_closed_standard_streams()
+    _open_null_for_closed_standard_streams()
     original_streams = sys.stdout, sys.stderr
     for stream in original_streams:
         # Not a stream that a test or a notebook has put in its place.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout = _Output(sys.stdout, "standard output", continues_when_lost=False)
-    sys.stderr = _Output(sys.stderr, "standard error", continues_when_lost=True)
+    sys.stdout = _LossTolerantStream(sys.stdout, "standard output", continues_when_lost=False)
+    sys.stderr = _LossTolerantStream(sys.stderr, "standard error", continues_when_lost=True)
     try:
         yield
     finally:
@@ -106,11 +106,11 @@ def guard_standard_output() -> Iterator[None]:
 
 def continue_without_output() -> None:
     """Continue from now on if standard output is lost."""
-    if isinstance(sys.stdout, _Output):
+    if isinstance(sys.stdout, _LossTolerantStream):
         sys.stdout.continues_when_lost = True
 
 
-def _open_closed_standard_streams() -> None:
+def _open_null_for_closed_standard_streams() -> None:
     """Open the null device for closed standard streams."""
     # Otherwise the next file that is opened would get the stream's number, and output would be
     # written to it.

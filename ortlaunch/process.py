@@ -40,7 +40,7 @@ class ProcessStat(NamedTuple):
         return self.state in "ZX"
 
 
-def read_stat(pid: int) -> ProcessStat | None:
+def read_process_stat_or_none(pid: int) -> ProcessStat | None:
     """Return the state and times of a process; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -66,11 +66,11 @@ def read_stat(pid: int) -> ProcessStat | None:
 def all_processes() -> Iterator[ProcessStat]:
     """Yield every process of this host that is visible to this one."""
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        if stat := read_stat(int(name)):
+        if stat := read_process_stat_or_none(int(name)):
             yield stat
 
 
-def living_descendants(parent_pid: int) -> list[int]:
+def living_descendant_pids(parent_pid: int) -> list[int]:
     """Return the living children of a process, and their descendants."""
     living = {process.pid: process.parent for process in all_processes() if not process.has_ended}
     pids = [parent_pid]
@@ -80,16 +80,18 @@ def living_descendants(parent_pid: int) -> list[int]:
     return pids[1:]
 
 
-def stopped_process_names(parent_pid: int) -> dict[int, str]:
+def name_by_stopped_process_id(parent_pid: int) -> dict[int, str]:
     """Return the names of a process and its descendants that are stopped, by their ids.
 
     SIGSTOP and Ctrl-Z stop a process until SIGCONT.
     """
-    stats = (read_stat(pid) for pid in (parent_pid, *living_descendants(parent_pid)))
+    stats = (
+        read_process_stat_or_none(pid) for pid in (parent_pid, *living_descendant_pids(parent_pid))
+    )
     return {stat.pid: stat.name for stat in stats if stat and stat.state == "T"}
 
 
-def iterate_process_tree(pid: int) -> Iterator[int]:
+def iterate_process_and_descendant_ids(pid: int) -> Iterator[int]:
     """Yield a process and its descendants.
 
     Raises:
@@ -99,10 +101,10 @@ def iterate_process_tree(pid: int) -> Iterator[int]:
     yield pid
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in path.read_text().split():
-            yield from iterate_process_tree(int(child))
+            yield from iterate_process_and_descendant_ids(int(child))
 
 
-def bytes_read_and_written(pid: int) -> int:
+def total_bytes_read_and_written(pid: int) -> int:
     """Return the bytes that a process has read and written, in files and sockets.
 
     Raises:
@@ -113,9 +115,9 @@ def bytes_read_and_written(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines[:2])
 
 
-def flock_holders(path: Path) -> set[int]:
+def ids_of_processes_holding_flock(locked_file: Path) -> set[int]:
     """Return the ids of this user's processes that hold an flock on a file."""
-    file = os.path.realpath(path)
+    file = os.path.realpath(locked_file)
     holder_pids = set()
     for process_folder in Path("/proc").glob("[0-9]*"):
         # The process may be another user's, or may have ended.
@@ -186,15 +188,15 @@ class Process(NamedTuple):
 
 def _boot_and_start_id(pid: int) -> str | None:
     """Return boot id and start of a process; None if it has ended."""
-    stat = read_stat(pid)
+    stat = read_process_stat_or_none(pid)
     if stat is None or stat.has_ended:
         return None
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {stat.started}"
 
 
-def wait_until(is_reached: Callable[[], object], seconds: float) -> bool:
+def wait_until_true_or_timeout(is_reached: Callable[[], object], timeout_seconds: float) -> bool:
     """Wait until a call returns a true value; return whether one did within these seconds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_seconds
     while not is_reached():
         if time.monotonic() > deadline:
             return False

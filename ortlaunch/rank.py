@@ -77,7 +77,7 @@ class Rank(NamedTuple):
     @classmethod
     def from_environ(cls, env: Mapping[str, str]) -> Rank:
         """Return the rank that ``env`` describes; rank 0 of 1 without variables of a launcher."""
-        rank_and_launcher = detect_rank_and_launcher(env)
+        rank_and_launcher = rank_and_launcher_name_or_none(env)
         return rank_and_launcher[0] if rank_and_launcher else cls(0, 1, 0, 1)
 
 
@@ -97,7 +97,7 @@ class _LauncherVariables(NamedTuple):
         return " ".join(f"{name}={value}" for name, value in self.values.items())
 
 
-def detect_rank_and_launcher(env: Mapping[str, str]) -> tuple[Rank, str] | None:
+def rank_and_launcher_name_or_none(env: Mapping[str, str]) -> tuple[Rank, str] | None:
     """Return the rank and the name of its launcher; None without variables of a launcher.
 
     The launchers are "torchrun", "Open MPI", "MPICH / Intel MPI / PALS", "MVAPICH" and "Slurm".
@@ -105,18 +105,20 @@ def detect_rank_and_launcher(env: Mapping[str, str]) -> tuple[Rank, str] | None:
     Raises:
         RankError: the variables in ``env`` are incomplete or contradict each other.
     """
-    chosen_set = _choose_innermost_launcher(_variable_sets(env), env)
-    return (_rank_of_complete_set(chosen_set), chosen_set.launcher) if chosen_set else None
+    chosen_set = _choose_innermost_or_refuse_conflict(_launcher_variable_sets(env), env)
+    return (_rank_from_variables(chosen_set), chosen_set.launcher) if chosen_set else None
 
 
-def explain_rank_variables(env: Mapping[str, str]) -> str:
+def rank_variables_explanation_text(env: Mapping[str, str]) -> str:
     """Return a line for each launcher with its variables, and the launcher used or the error."""
-    sets = _variable_sets(env)
-    lines = [f"{variable_set.launcher}: {_describe_set(variable_set)}" for variable_set in sets]
+    sets = _launcher_variable_sets(env)
+    lines = [
+        f"{variable_set.launcher}: {_rank_or_problem_text(variable_set)}" for variable_set in sets
+    ]
     if "SLURM_PROCID" in env and not any(variable_set.launcher == _SLURM for variable_set in sets):
         lines.append(f"{_SLURM}: not a step of ranks: {_STEP} is {env.get(_STEP, 'not set')}")
     try:
-        rank_and_launcher = detect_rank_and_launcher(env)
+        rank_and_launcher = rank_and_launcher_name_or_none(env)
     except RankError as error:
         return "\n".join([*lines, f"error: {error}"])
     return "\n".join(
@@ -129,21 +131,21 @@ def explain_rank_variables(env: Mapping[str, str]) -> str:
     )
 
 
-def _describe_set(variable_set: _LauncherVariables) -> str:
-    if variable_set.missing:
-        return f"incomplete, {', '.join(variable_set.missing)} not set; read {variable_set.shown}"
+def _rank_or_problem_text(launcher_variables: _LauncherVariables) -> str:
+    if launcher_variables.missing:
+        return f"incomplete, {', '.join(launcher_variables.missing)} not set; read {launcher_variables.shown}"
     try:
-        rank = _rank_of_complete_set(variable_set)
+        rank = _rank_from_variables(launcher_variables)
     except RankError as error:
-        return f"unusable, {error}; read {variable_set.shown}"
+        return f"unusable, {error}; read {launcher_variables.shown}"
     rank_text = (
         f"rank {rank.rank} of {rank.world_size}, local rank {rank.local_rank} of "
         f"{rank.local_world_size}"
     )
-    return f"{rank_text}; read {variable_set.shown}"
+    return f"{rank_text}; read {launcher_variables.shown}"
 
 
-def _variable_sets(env: Mapping[str, str]) -> list[_LauncherVariables]:
+def _launcher_variable_sets(env: Mapping[str, str]) -> list[_LauncherVariables]:
     """Return the variables of each launcher, complete or not."""
     # torchrun's come last, because wrappers copy those of another launcher to its names.
     pals = any(name in env for name in _PALS_LOCAL)
@@ -154,7 +156,7 @@ def _variable_sets(env: Mapping[str, str]) -> list[_LauncherVariables]:
         _pick_launcher_variables("MVAPICH", _MVAPICH_NAMES, env),
         _pick_launcher_variables(_MPI, _HYDRA_NAMES, env) if hydra else None,
         _pick_launcher_variables(_MPI, _PALS_NAMES, env) if pals else None,
-        _slurm_step_variables(env),
+        _slurm_step_variables_or_none(env),
         _pick_launcher_variables(_TORCH, _DEEPSPEED_NAMES if is_deepspeed else _TORCH_NAMES, env),
     )
     return [variable_set for variable_set in sets if variable_set]
@@ -167,7 +169,7 @@ def _pick_launcher_variables(
     return _LauncherVariables(launcher, names, values) if values else None
 
 
-def _slurm_step_variables(env: Mapping[str, str]) -> _LauncherVariables | None:
+def _slurm_step_variables_or_none(env: Mapping[str, str]) -> _LauncherVariables | None:
     step = env.get(_STEP)
     if step is None or (re.fullmatch("[0-9]{10}", step) and int(step) > _LAST_REAL_STEP):
         return None
@@ -181,11 +183,11 @@ def _first_present_name(names: Sequence[str], env: Mapping[str, str]) -> str:
     return next((name for name in names if name in env), names[0])
 
 
-def _choose_innermost_launcher(
-    sets: Sequence[_LauncherVariables], env: Mapping[str, str]
+def _choose_innermost_or_refuse_conflict(
+    variable_sets: Sequence[_LauncherVariables], env: Mapping[str, str]
 ) -> _LauncherVariables | None:
     """Return the set of the launcher that started this process: the innermost one."""
-    complete = [variable_set for variable_set in sets if not variable_set.missing]
+    complete = [variable_set for variable_set in variable_sets if not variable_set.missing]
     elastic = [
         variable_set
         for variable_set in complete
@@ -196,51 +198,60 @@ def _choose_innermost_launcher(
     ]
     # A Slurm step around mpirun or torchrun starts their daemons, so its tasks are not the ranks.
     level = [
-        variable_set for variable_set in sets if not (nested and variable_set.launcher == _SLURM)
+        variable_set
+        for variable_set in variable_sets
+        if not (nested and variable_set.launcher == _SLURM)
     ]
     if partial := [
         variable_set
         for variable_set in level
-        if variable_set.missing and not _repeats_complete_set(variable_set, complete)
+        if variable_set.missing and not _repeats_other_complete_set(variable_set, complete)
     ]:
         raise RankError(
-            "\n".join(_partial_set_message(variable_set, complete, env) for variable_set in partial)
+            "\n".join(
+                _incomplete_variables_error_text(variable_set, complete, env)
+                for variable_set in partial
+            )
         )
     rivals = elastic or [variable_set for variable_set in level if not variable_set.missing]
     for other in rivals[1:]:
-        _refuse_disagreement(rivals[0], other)
+        _refuse_if_ranks_disagree(rivals[0], other)
     return rivals[0] if rivals else None
 
 
-def _repeats_complete_set(
-    partial: _LauncherVariables, complete: Sequence[_LauncherVariables]
+def _repeats_other_complete_set(
+    partial_set: _LauncherVariables, complete_sets: Sequence[_LauncherVariables]
 ) -> bool:
     """Return whether incomplete PMI variables only repeat a complete set of another launcher."""
     # srun uses the PMI protocol, too, but sets none of Hydra's local names.
-    if partial.launcher != _MPI:
+    if partial_set.launcher != _MPI:
         return False
     partial_values = [
-        (field, _parse_whole_number(name, partial.values[name]))
-        for field, name in enumerate(partial.names[:4])
-        if name in partial.values
+        (field, _parse_whole_number(name, partial_set.values[name]))
+        for field, name in enumerate(partial_set.names[:4])
+        if name in partial_set.values
     ]
     return any(
-        all(_rank_of_complete_set(complete_set)[field] == value for field, value in partial_values)
-        for complete_set in complete
+        all(_rank_from_variables(complete_set)[field] == value for field, value in partial_values)
+        for complete_set in complete_sets
     )
 
 
-def _partial_set_message(
-    variable_set: _LauncherVariables, complete: Sequence[_LauncherVariables], env: Mapping[str, str]
+def _incomplete_variables_error_text(
+    variable_set: _LauncherVariables,
+    complete_sets: Sequence[_LauncherVariables],
+    env: Mapping[str, str],
 ) -> str:
     names = " ".join(
         name
         for name in variable_set.values
-        if not any(name in complete_set.names for complete_set in complete)
+        if not any(name in complete_set.names for complete_set in complete_sets)
     )
     head = f"{variable_set.launcher}: {variable_set.shown} set, but {', '.join(variable_set.missing)} not"
-    if complete:
-        beside = f"beside the complete set of {complete[0].launcher} ({complete[0].shown})"
+    if complete_sets:
+        beside = (
+            f"beside the complete set of {complete_sets[0].launcher} ({complete_sets[0].shown})"
+        )
         return f"{head}, {beside}: these are left over or copied, so type: unset {names}"
     if variable_set.launcher == _TORCH and set(variable_set.values) == {"RANK", "WORLD_SIZE"}:
         nodes = (
@@ -257,12 +268,14 @@ def _partial_set_message(
     )
 
 
-def _refuse_disagreement(chosen_set: _LauncherVariables, other_set: _LauncherVariables) -> None:
+def _refuse_if_ranks_disagree(
+    chosen_set: _LauncherVariables, other_set: _LauncherVariables
+) -> None:
     pairs = zip(
         chosen_set.names,
         other_set.names,
-        _rank_of_complete_set(chosen_set),
-        _rank_of_complete_set(other_set),
+        _rank_from_variables(chosen_set),
+        _rank_from_variables(other_set),
     )
     differ = [
         f"{a}={chosen_set.values[a]} but {b}={other_set.values[b]}"
@@ -276,19 +289,22 @@ def _refuse_disagreement(chosen_set: _LauncherVariables, other_set: _LauncherVar
         )
 
 
-def _rank_of_complete_set(variable_set: _LauncherVariables) -> Rank:
+def _rank_from_variables(launcher_variables: _LauncherVariables) -> Rank:
     """Return the rank of a complete set.
 
     Raises:
         RankError: its values are not numbers or contradict each other.
     """
-    texts = [variable_set.values[name] for name in variable_set.names]
-    if variable_set.launcher == _SLURM:
-        texts[3] = str(_slurm_tasks_on_this_node(variable_set))
+    texts = [launcher_variables.values[name] for name in launcher_variables.names]
+    if launcher_variables.launcher == _SLURM:
+        texts[3] = str(_slurm_tasks_on_this_node(launcher_variables))
     rank = Rank(
-        *(_parse_whole_number(name, text) for name, text in zip(variable_set.names[:4], texts))
+        *(
+            _parse_whole_number(name, text)
+            for name, text in zip(launcher_variables.names[:4], texts)
+        )
     )
-    shown = [f"{name}={variable_set.values[name]}" for name in variable_set.names]
+    shown = [f"{name}={launcher_variables.values[name]}" for name in launcher_variables.names]
     if rank.rank >= rank.world_size:
         raise RankError(
             f"{shown[0]} is not below {shown[1]}; ranks count from 0, so one of them is stale"

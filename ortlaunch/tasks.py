@@ -198,32 +198,36 @@ TASKS = {
 
 def run_task_alone(request: TaskRequest) -> int:
     """Run the process of a task without a plan, and return its exit status."""
-    return _run_task_process(request, None, None).returncode
+    return _run_task_with_request_as_input(request, None, None).returncode
 
 
-def run_task_for_answer(request: TaskRequest, shown_streams: Collection[str] = ()) -> str:
+def run_task_and_capture_output(
+    task_request: TaskRequest, inherited_streams: Collection[str] = ()
+) -> str:
     """Run the process of a task without a plan, and return its standard output.
 
     Args:
-        shown_streams: `stdout`, `stderr`: streams that are those of this process, and not returned.
+        inherited_streams: `stdout`, `stderr`: streams that are those of this process, and not returned.
 
     Raises:
         RunError: the process failed; the message is its standard error.
     """
-    streams = (None if name in shown_streams else subprocess.PIPE for name in ("stdout", "stderr"))
-    ended = _run_task_process(request, *streams)
+    streams = (
+        None if name in inherited_streams else subprocess.PIPE for name in ("stdout", "stderr")
+    )
+    ended = _run_task_with_request_as_input(task_request, *streams)
     if ended.returncode:
         raise RunError((ended.stderr or "").strip().removeprefix("ortlaunch: "), ended.returncode)
     return ended.stdout or ""
 
 
-def _run_task_process(
-    request: TaskRequest, stdout: int | None, stderr: int | None
+def _run_task_with_request_as_input(
+    task_request: TaskRequest, stdout: int | None, stderr: int | None
 ) -> subprocess.CompletedProcess[str]:
     # On standard input, because a prompt may be longer than an argument list allows.
-    text = json.dumps(request._asdict())
+    text = json.dumps(task_request._asdict())
     return subprocess.run(
-        task_command(request), input=text, text=True, check=False, stdout=stdout, stderr=stderr
+        task_command(task_request), input=text, text=True, check=False, stdout=stdout, stderr=stderr
     )
 
 

@@ -45,22 +45,27 @@ def number_or_none(value: object) -> float | None:
         return None
 
 
-def align_columns(rows: Iterable[Sequence[str]], numbers_right: bool = False) -> list[str]:
+def aligned_table_lines(
+    rows: Iterable[Sequence[str]], right_aligns_after_first_column: bool = False
+) -> list[str]:
     """Return the rows of a table as lines with aligned columns.
 
     Args:
         rows: the cells of each row.
-        numbers_right: whether all columns but the first have their text at the right.
+        right_aligns_after_first_column: whether all columns but the first have their text at the right.
     """
     columns = [(column, max(map(len, column))) for column in zip(*rows)]
     padded_columns = [
-        [cell.rjust(width) if numbers_right and index else cell.ljust(width) for cell in column]
+        [
+            cell.rjust(width) if right_aligns_after_first_column and index else cell.ljust(width)
+            for cell in column
+        ]
         for index, (column, width) in enumerate(columns)
     ]
     return ["  ".join(line).rstrip() for line in zip(*padded_columns)]
 
 
-def wrap_lines(text: str, columns: int = COLUMNS) -> str:
+def wrap_long_lines_except_commands(text: str, columns: int = COLUMNS) -> str:
     """Return the text with its long lines wrapped at blanks.
 
     Lines that are continued have four more blanks at their start. Commands stay in one line, and so
@@ -70,10 +75,10 @@ def wrap_lines(text: str, columns: int = COLUMNS) -> str:
         text: one or more lines.
         columns: the largest length of a line.
     """
-    return "\n".join(_wrap_line(line, columns) for line in text.split("\n"))
+    return "\n".join(_wrap_line_unless_command(line, columns) for line in text.split("\n"))
 
 
-def _wrap_line(line: str, columns: int) -> str:
+def _wrap_line_unless_command(line: str, columns: int) -> str:
     start = line.lstrip()
     if len(line) <= columns or start.startswith(COMMANDS):
         return line
@@ -89,7 +94,7 @@ def _wrap_line(line: str, columns: int) -> str:
     )
 
 
-def shorten_line(text: str, most_characters: int) -> str:
+def shorten_to_one_line(text: str, most_characters: int) -> str:
     """Return a text as one line of at most `most_characters` characters, cut at a word, with ` ...`."""
     line = " ".join(text.split())
     # A word that is longer than the line is broken.

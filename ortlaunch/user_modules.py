@@ -20,9 +20,9 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.inputs import current_folder
+from ortlaunch.recipe.inputs import current_folder_text
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_name
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 
 _FACTORIES = (
     "model.factory",
@@ -38,28 +38,28 @@ _FACTORIES = (
 _HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
 
 
-def add_factory_folders_to_path(recipe: Recipe, recipe_folder: Path) -> None:
+def append_factory_folders_to_sys_path(recipe: Recipe, recipe_folder: Path) -> None:
     """Add the folders of the recipe's factories to the path.
 
     Raises:
         InputError: an installed module has the name of a module of the user, and would replace it.
     """
-    for folder in factory_folders(recipe, recipe_folder):
+    for folder in folders_with_factory_modules(recipe, recipe_folder):
         # At the end, so that an installed package always comes first.
         if folder not in sys.path:
             sys.path.append(folder)
 
 
-def factory_folders(recipe: Recipe, recipe_folder: Path) -> Iterator[str]:
+def folders_with_factory_modules(recipe: Recipe, recipe_folder: Path) -> Iterator[str]:
     """Yield the user's folders that have modules of the recipe's factories.
 
     Raises:
         InputError: an installed module has the name of a module of the user.
     """
-    for key, factory in recipe_factories(recipe):
+    for key, factory in key_and_factory_pairs(recipe):
         # Of `package.module:function` only the top-level name is searched for.
         name = factory.partition(":")[0].partition(".")[0]
-        folder, user_file = _find_user_module(name, (recipe_folder, Path.cwd()))
+        folder, user_file = _find_user_module_folder_and_file(name, (recipe_folder, Path.cwd()))
         installed_file = _module_file(importlib.util.find_spec(name))
         if user_file is None or (installed_file and _is_same_file(installed_file, user_file)):
             continue
@@ -71,30 +71,30 @@ def factory_folders(recipe: Recipe, recipe_folder: Path) -> Iterator[str]:
         yield folder
 
 
-def recipe_factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def key_and_factory_pairs(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield key and `module:function` of every factory."""
     for key in _FACTORIES:
         if factory := attrgetter(key)(recipe):
             yield key, factory
-    for key, source in recipe.data.sources():
+    for key, source in recipe.data.key_and_source_pairs():
         if not isinstance(source, str) and source.factory:
             yield f"{key}.factory", source.factory
 
 
-def unloadable_factories(recipe: Recipe, recipe_folder: Path) -> Iterator[Problem]:
+def unloadable_factory_problems(recipe: Recipe, recipe_folder: Path) -> Iterator[Problem]:
     """Yield functions of the user that no rank could load on this host.
 
     Raises:
         InputError: an installed module has the name of one of the user's.
     """
-    search_folders = list(factory_folders(recipe, recipe_folder))
-    for key, factory in recipe_factories(recipe):
+    search_folders = list(folders_with_factory_modules(recipe, recipe_folder))
+    for key, factory in key_and_factory_pairs(recipe):
         module, _, function = factory.partition(":")
         spec = _find_module_spec(module, search_folders)
         if spec is None:
             yield (
                 (key,),
-                f"got {factory}; no module {module} beside the recipe, in {current_folder()} or installed",
+                f"got {factory}; no module {module} beside the recipe, in {current_folder_text()} or installed",
             )
         # A compiled module has no source to check.
         elif spec.origin and spec.origin.endswith(".py"):
@@ -103,13 +103,15 @@ def unloadable_factories(recipe: Recipe, recipe_folder: Path) -> Iterator[Proble
                 yield (key,), f"got {factory}; {reason}"
 
 
-def _find_user_module(name: str, search_folders: tuple[Path, ...]) -> tuple[str, str | None]:
+def _find_user_module_folder_and_file(
+    module_name: str, search_folders: tuple[Path, ...]
+) -> tuple[str, str | None]:
     """Return the first folder that has the module, and the module's file; ("", None) if none has.
 
     A package without __init__.py has a folder instead of a file.
     """
     for folder in map(os.path.abspath, search_folders):
-        if spec := PathFinder.find_spec(name, [folder]):
+        if spec := PathFinder.find_spec(module_name, [folder]):
             return folder, _module_file(spec) or next(iter(spec.submodule_search_locations or ()))
     return "", None
 
@@ -124,45 +126,45 @@ def _is_same_file(path: str, other_path: str) -> bool:
     return os.path.realpath(path) == os.path.realpath(other_path)
 
 
-def _find_module_spec(module: str, search_folders: Sequence[str]) -> ModuleSpec | None:
+def _find_module_spec(module_name: str, search_folders: Sequence[str]) -> ModuleSpec | None:
     """Return the location from which a rank would import a module."""
     # `importlib.util.find_spec` alone would import the parents of a submodule.
-    top_name, *submodule_names = module.split(".")
+    top_name, *submodule_names = module_name.split(".")
     with contextlib.suppress(ValueError, ImportError):
         spec = importlib.util.find_spec(top_name) or PathFinder.find_spec(top_name, search_folders)
         name = top_name
         for part in submodule_names:
             # A module such as os.path is no file in a package: only an import can locate it.
             if spec is None or spec.submodule_search_locations is None:
-                return spec and ModuleSpec(module, None)
+                return spec and ModuleSpec(module_name, None)
             name = f"{name}.{part}"
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
         return spec
     return None
 
 
-def _reason_file_lacks_function(function_name: str, path: Path) -> str | None:
+def _reason_file_lacks_function(function_name: str, module_path: Path) -> str | None:
     """Return why the module's file cannot have the function, as far as its source shows."""
     try:
-        source = path.read_bytes()
+        source = module_path.read_bytes()
         with warnings.catch_warnings():
             # Warnings on the user's code belong to the run.
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except SyntaxError as error:
-        return f"{path}:{error.lineno}: {error.msg}"
+        return f"{module_path}:{error.lineno}: {error.msg}"
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        return f"{path} cannot be read: {error}"
-    names = set(_bound_names(tree.body))
+        return f"{module_path} cannot be read: {error}"
+    names = set(_names_bound_at_module_level(tree.body))
     if function_name in names or any(word.encode() in source for word in _HIDDEN):
         return None
-    guess = closest_name(function_name, names)
-    return f"{path} has no {function_name}" + (f"; did you mean {guess}?" if guess else "")
+    guess = closest_or_translated_name_or_none(function_name, names)
+    return f"{module_path} has no {function_name}" + (f"; did you mean {guess}?" if guess else "")
 
 
-def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+def _names_bound_at_module_level(module_body: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield names that a module's statements bind, also inside `if`, `try`, `with` and loops."""
-    for statement in body:
+    for statement in module_body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             # Not walked: names inside a function or class are not the module's.
             yield statement.name

@@ -95,4 +95,4 @@ def workbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     # The plan must not depend on the packages that are installed here.
-    monkeypatch.setattr(doctor, "require_everything_installed", lambda *_: None)
+    monkeypatch.setattr(doctor, "require_packages_and_extensions_installed", lambda *_: None)

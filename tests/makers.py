@@ -10,7 +10,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.forwarding import forwarded_variable_names
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan
-from ortlaunch.planning.workload import plan_workload
+from ortlaunch.planning.workload import solve_batch_and_estimate_memory
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.engine_report import (
@@ -68,7 +68,11 @@ def plan(
     """
     world = world_of(made, hosts, launcher, environ)
     return make_plan(
-        made, world, plan_workload(made, world), modules_folder="here", worker_argv=worker
+        made,
+        world,
+        solve_batch_and_estimate_memory(made, world),
+        modules_folder="here",
+        worker_argv=worker,
     )
 
 

@@ -19,7 +19,7 @@ needs_ort = pytest.mark.skipif(
 def build() -> None:
     """Build the extensions, once for each stack of packages."""
     # The same command as `ortlaunch setup` runs.
-    if extensions.missing_extensions():
+    if extensions.missing_or_damaged_extension_names():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
 
 

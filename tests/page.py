@@ -261,8 +261,8 @@ def machine(device: str) -> dict[str, Any]:
             [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False
         )
         gpu = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    environment = provenance.environment_record()
-    commit = provenance.git_state(_ROOT)
+    environment = provenance.package_and_machine_versions_record()
+    commit = provenance.git_commit_and_dirty_or_none(_ROOT)
     name = f"{gpu['name']}, {human_bytes(gpu['memory'])}, CUDA {gpu['cuda']}" if gpu else "CPU"
     return {
         "name": name,

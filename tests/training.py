@@ -18,16 +18,16 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as worker
-from ortlaunch.worker.checkpoint import choose_start_checkpoint
-from ortlaunch.worker.data import Batches, OwnSamples
+from ortlaunch.worker.checkpoint import choose_start_checkpoint_or_none
+from ortlaunch.worker.data import Batches, UserSamples
 from ortlaunch.worker.engine.engine import build_engine
-from ortlaunch.worker.model.identity import training_identity
+from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.process_group.agreement import open_agreement
+from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.watchdog import Watchdog
-from ortlaunch.worker.tasks.train import TrainState, train
+from ortlaunch.worker.tasks.train import TrainState, train_until_end_or_agreed_stop
 from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
 from tests.makers import plan, recipe
 
@@ -68,8 +68,12 @@ def train_here(
 ) -> Trained:  # fmt: skip
     """Train `model` on `samples` on the eager engine and the CPU; `sections` are the recipe's."""
     session = session_here(folder, model, samples, evaluation=evaluation, **sections)
-    with open_agreement(session.group) as agreed:
-        return Trained(session.run, model, train(session, agreed, CheckpointExports(session)))
+    with accept_save_and_stop_requests(session.group) as agreed:
+        return Trained(
+            session.run,
+            model,
+            train_until_end_or_agreed_stop(session, agreed, CheckpointExports(session)),
+        )
 
 
 class _Data(SimpleNamespace):
@@ -87,11 +91,11 @@ def session_here(
     folder.mkdir(parents=True, exist_ok=True)
     planned = plan(made)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    batches = Batches(OwnSamples(samples), planned.batch, made.seed)
+    batches = Batches(UserSamples(samples), planned.batch, made.seed)
     wrapped = LossModule(model.train())
     wrapped.has_numbers = made.model.task == "custom"
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
-    held_out = None if evaluation is None else OwnSamples(evaluation)
+    held_out = None if evaluation is None else UserSamples(evaluation)
     data: Any = _Data(
         train=batches.samples,
         evaluation=held_out,
@@ -100,8 +104,8 @@ def session_here(
         class_lines=list,
         recipe=made,
     )
-    found = choose_start_checkpoint(run, group)
-    known = training_identity(batches.samples, model)
+    found = choose_start_checkpoint_or_none(run, group)
+    known = data_and_frozen_weights_identity(batches.samples, model)
     return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)
 
 
@@ -116,7 +120,7 @@ def run_here(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
     # A rank sets RANK and others, which would make later tests of this process ranks of a launcher.
     try:
         with mock.patch.dict(os.environ):
-            assert worker.run_rank(run, rank, Watchdog(rank, run)) == 0
+            assert worker.join_ranks_and_run_task(run, rank, Watchdog(rank, run)) == 0
     finally:
         # A process that fails ends with its process group; this one goes on.
         if torch.distributed.is_initialized() and not had_group:

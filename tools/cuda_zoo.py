@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ortlaunch.ortmodule import ORTModule
 from ortlaunch.ortmodule.base.settings import Settings
-from ortlaunch.ortmodule.base.source_guard import TRAINING, function_owner
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
 from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.graph_repairs import bfloat16
-from ortlaunch.ortmodule.module import import_with_all_repairs
+from ortlaunch.ortmodule.module import import_ortmodule_with_all_repairs
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 from ortlaunch.worker.engine.engine import cast_parameters_in_place
 from tests.zoo import families
@@ -58,7 +58,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # nothing is computed; more threads only take memory
-    import_with_all_repairs()
+    import_ortmodule_with_all_repairs()
     for name in options.families:
         for precision in options.precisions:
             began = time.monotonic()
@@ -87,7 +87,7 @@ def _tried(name: str, precision: str, folder: Path | None) -> str:
     # The difference of the two counts is the work of the repair.
     before = _without_kernel(graph)
     if precision == "bfloat16":
-        bfloat16.give_every_node_a_kernel(graph)
+        bfloat16.give_every_bfloat16_node_a_kernel(graph)
     after = _without_kernel(graph)
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,8 +105,10 @@ def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:
     module = ORTModule(model, Settings(threads=1))
     with (
         contextlib.suppress(Stopped),
-        mock.patch.object(torch_kernels, "replace_training_kernels"),  # a repair for CPUs only
-        mock.patch.object(function_owner(TRAINING), "_create_execution_agent", stop),
+        mock.patch.object(
+            torch_kernels, "replace_training_nodes_by_torch_calls"
+        ),  # a repair for CPUs only
+        mock.patch.object(owning_class_or_module(TRAINING), "_create_execution_agent", stop),
     ):
         module(**batch)
     built: onnx.ModelProto = module._torch_module._execution_manager(
@@ -116,12 +118,13 @@ def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:
 
 
 def _without_kernel(model: onnx.ModelProto) -> Counter[str]:
-    types = cuda_kernels.tensor_types(model.graph)
+    types = cuda_kernels.inferred_type_by_tensor_name(model.graph)
     opset = Settings().opset or 17
     return Counter(
         f"{node.op_type}<{types.get(node.input[0], '') if node.input else ''}>"
         for node in model.graph.node
-        if node.op_type != "Constant" and not cuda_kernels.has_kernel(node, types, opset)
+        if node.op_type != "Constant"
+        and not cuda_kernels.has_cuda_kernel_for_types(node, types, opset)
     )
 
 

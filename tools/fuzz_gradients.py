@@ -377,7 +377,7 @@ def _prepare() -> None:
     from ortlaunch.ortmodule import repaired
 
     # Once for all children, in which an export would import it and collect its garbage: 7 s become 1.
-    repaired.import_ortmodule()
+    repaired.import_repaired_ortmodule()
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

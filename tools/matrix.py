@@ -147,7 +147,8 @@ def _set_up(environment: Path, row: dict[str, Any]) -> str:
     start = time.monotonic()
     module = "ortlaunch.ortmodule.build.extensions"
     code = (
-        f"import {module} as e; s = e.main(); print(e.interop_refusal_reason()[-300:]); raise "
+        f"import {module} as e; s = e.build_extensions_and_print_errors(); "
+        "print(e.reason_interop_is_unbuildable_or_empty()[-300:]); raise "
         "SystemExit(s)"
     )
     done = _run(environment, "-c", code, timeout=900)

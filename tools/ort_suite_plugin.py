@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from ortlaunch.ortmodule import Settings, module, options
-from ortlaunch.ortmodule.base.patching import set_environment_variables
-from ortlaunch.ortmodule.module import store_settings
-from ortlaunch.ortmodule.state.buffers import restore_modes_after
+from ortlaunch.ortmodule.base.patching import set_environment_variables_temporarily
+from ortlaunch.ortmodule.module import store_settings_in_both_managers
+from ortlaunch.ortmodule.state.buffers import restore_layer_modes_after_block
 
 _SETTINGS = Settings(
     threads=2, allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ
@@ -29,8 +29,8 @@ _LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, fo
 
 def pytest_configure() -> None:
     """Patch ORTModule before the tests' files import it."""
-    options.import_with_settings(_SETTINGS)
-    ortmodule: Any = module.import_with_all_repairs()
+    options.import_ortmodule_with_settings(_SETTINGS)
+    ortmodule: Any = module.import_ortmodule_with_all_repairs()
     ortmodule.ORTModule.__init__ = _as_wrapped(ortmodule.ORTModule.__init__)
     _without_hub()
 
@@ -41,12 +41,14 @@ def _as_wrapped(init: Any) -> Any:
         if not isinstance(model, torch.nn.Module):  # which ORT refuses
             init(self, model, debug_options)
             return
-        ours = options.constructor_variables(_SETTINGS, copies_model=True).items()
+        ours = options.write_files_and_get_constructor_variables(
+            _SETTINGS, copies_model_before_export=True
+        ).items()
         ours = {name: value for name, value in ours if name not in (*_TESTS_OWN, *os.environ)}
-        with set_environment_variables(**ours), restore_modes_after(model):
+        with set_environment_variables_temporarily(**ours), restore_layer_modes_after_block(model):
             init(self, model, debug_options)
         if hasattr(vars(self).get("_torch_module"), "_execution_manager"):
-            store_settings(self, _SETTINGS)
+            store_settings_in_both_managers(self, _SETTINGS)
 
     return made
 

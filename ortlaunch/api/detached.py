@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import RunError
-from ortlaunch.launch.processes import die_with_parent_prefix
+from ortlaunch.launch.processes import command_prefix_to_end_with_parent
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir
@@ -21,31 +21,31 @@ _POLL_SECONDS = 0.05
 _SHOWN_LINES = 20
 
 
-def launch_option_arguments(options: LaunchOptions) -> list[str]:
+def launch_options_as_command_arguments(launch_options: LaunchOptions) -> list[str]:
     """Return launch options as words of the command line."""
     values = {
-        "launcher": options.launcher,
-        "nproc-per-node": options.processes_per_node,
-        "hostfile": options.hostfile,
-        "include": options.include,
-        "exclude": options.exclude,
+        "launcher": launch_options.launcher,
+        "nproc-per-node": launch_options.processes_per_node,
+        "hostfile": launch_options.hostfile,
+        "include": launch_options.include,
+        "exclude": launch_options.exclude,
     }
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def start_detached_command(
-    arguments: Sequence[str],
+def start_detached_and_await_job_file(
+    command_arguments: Sequence[str],
     run: RunDir,
-    environ: Mapping[str, str],
+    extra_environ: Mapping[str, str],
     may_measure_first: bool = False,
     ends_with_caller: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start an `ortlaunch` command in a session of its own; return once its job.json is written.
 
     Args:
-        arguments: arguments of the command.
+        command_arguments: arguments of the command.
         run: its run folder, whose output.txt gets its output.
-        environ: variables beside those of this process.
+        extra_environ: variables beside those of this process.
         may_measure_first: whether the run folder's lock is enough.
         ends_with_caller: whether it gets SIGTERM when this process ends, also after kill -9.
 
@@ -54,21 +54,21 @@ def start_detached_command(
     """
     run.path.mkdir(parents=True, exist_ok=True)
     previous_write_time = _write_time_ns(run.job)
-    argv = [*start.module_command("ortlaunch"), *arguments]
+    argv = [*start.module_command("ortlaunch"), *command_arguments]
     with run.output.open("ab") as output:
         # No signal of a terminal or of a notebook's kernel reaches another session.
         process = subprocess.Popen(
-            [*die_with_parent_prefix(), argv[0], *argv] if ends_with_caller else argv,
+            [*command_prefix_to_end_with_parent(), argv[0], *argv] if ends_with_caller else argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environ},
+            env={**os.environ, **extra_environ},
             start_new_session=True,
         )
     # Without it the ended command would be a zombie of this process.
     threading.Thread(target=process.wait, daemon=True).start()
     while process.poll() is None and _write_time_ns(run.job) == previous_write_time:
-        command = lock.last_command_of_run(run)
+        command = lock.process_that_last_locked_run(run)
         if may_measure_first and command is not None and command.pid == process.pid:
             break
         time.sleep(_POLL_SECONDS)

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from ortlaunch.api.detached import launch_option_arguments, start_detached_command
-from ortlaunch.api.waiting import wait_for_run_end
+from ortlaunch.api.detached import (
+    launch_options_as_command_arguments,
+    start_detached_and_await_job_file,
+)
+from ortlaunch.api.waiting import wait_for_run_end_or_raise
 from ortlaunch.commands.evaluate import evaluation_request_text
-from ortlaunch.commands.export import requested_or_newest_step
+from ortlaunch.commands.export import existing_requested_or_newest_step
 from ortlaunch.json_types import Json
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.tasks import CheckpointStep
 
 
-def evaluate_checkpoint(
+def start_evaluation_and_await_result(
     run: RunDir,
     assignments: tuple[str, ...],
-    step: CheckpointStep,
-    options: LaunchOptions,
+    requested_step: CheckpointStep,
+    launch_options: LaunchOptions,
     show_progress: bool,
 ) -> Json:
     """Measure a checkpoint; arguments, result and errors are those of `Run.evaluate`."""
-    chosen_checkpoint_step = requested_or_newest_step(run, step)
+    chosen_checkpoint_step = existing_requested_or_newest_step(run, requested_step)
     # Errors are raised here, before anything starts.
-    evaluation_request_text(run, chosen_checkpoint_step, assignments, options)
+    evaluation_request_text(run, chosen_checkpoint_step, assignments, launch_options)
     folder = run.evaluation_folder(chosen_checkpoint_step)
     command = [
         "evaluate",
         str(run),
         *assignments,
         f"--step={chosen_checkpoint_step}",
-        *launch_option_arguments(options),
+        *launch_options_as_command_arguments(launch_options),
     ]
-    start_detached_command(command, folder, {})
-    wait_for_run_end(folder, show_progress)
+    start_detached_and_await_job_file(command, folder, {})
+    wait_for_run_end_or_raise(folder, show_progress)
     return dict(read_own_json(folder.evaluation))

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch import recipe
-from ortlaunch.commands.prepare_data import read_audit
+from ortlaunch.commands.prepare_data import read_data_audit
 from ortlaunch.errors import RecipeError
 from ortlaunch.machine import visible_gpu_count
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
-from ortlaunch.recipe.rules.rules import device_rules
+from ortlaunch.recipe.rules.rules import precision_and_engine_device_rules
 from ortlaunch.recipe.text.place import parse_key_path
-from ortlaunch.recipe.text.python_values import json_value
-from ortlaunch.resolve.shipped import locate_recipe
-from ortlaunch.user_modules import unloadable_factories
+from ortlaunch.recipe.text.python_values import json_value_or_add_problem
+from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
+from ortlaunch.user_modules import unloadable_factory_problems
 
 RecipeSource = str | os.PathLike[str] | Mapping[str, object] | Recipe
 """A recipe: a YAML file, the name of a shipped one, a mapping, or a loaded recipe."""
@@ -64,7 +64,7 @@ def load(source: RecipeSource, *assignments: str, **overrides: object) -> Recipe
     Raises:
         RecipeError: with every problem of the recipe at once.
     """
-    loaded = load_with_origin(source, assignments, overrides)
+    loaded = load_recipe_with_path_and_overrides(source, assignments, overrides)
     loaded.file.recipe._folder = str(loaded.path.parent)
     return loaded.file.recipe
 
@@ -82,24 +82,29 @@ def validate(
     Raises:
         RecipeError: with every problem at once.
     """
-    loaded = load_with_origin(source, assignments, overrides)
+    loaded = load_recipe_with_path_and_overrides(source, assignments, overrides)
     file, folder = loaded.file, loaded.path.parent
     # These need the disk; `load` has checked everything that the text alone shows.
     missing_problems = (
-        *inputs.missing_file_problems(file.recipe),
-        *unloadable_factories(file.recipe, folder),
+        *inputs.absent_file_and_folder_problems(file.recipe),
+        *unloadable_factory_problems(file.recipe, folder),
     )
     content_problems = (
-        *inputs.content_problems(file.recipe),
-        *inputs.unknown_model_type_problems(file.recipe),
+        *inputs.column_and_vocabulary_problems(file.recipe),
+        *inputs.model_type_unknown_to_library_problems(file.recipe),
     )
-    lines = [file.problem_line(problem) for problem in (*missing_problems, *content_problems)]
+    lines = [
+        file.located_problem_line(problem) for problem in (*missing_problems, *content_problems)
+    ]
     # With several nodes this machine may only submit the run, so missing files are notes.
     if lines and not elsewhere and file.recipe.launch.nodes in (None, 1):
         remedy = "if they exist on the machine that trains: ortlaunch validate --elsewhere"
         raise RecipeError([*lines, *([remedy] if missing_problems else [])])
     # Notes only: the recipe may be right.
-    lines += [*map(file.problem_line, inputs.doubtful_value_problems(file.recipe)), *file.notes]
+    lines += [
+        *map(file.located_problem_line, inputs.repeated_file_and_high_rate_problems(file.recipe)),
+        *file.notes,
+    ]
     lines += file.recipe.sweep_lines()
     # Often a login node, so that this is a note, too.
     device = file.recipe.launch.device
@@ -107,8 +112,8 @@ def validate(
         ("cuda" if visible_gpu_count(os.environ) else "cpu") if device == "auto" else device
     )
     lines += [
-        f"a training on this host ends with: {file.problem_line(problem)}"
-        for problem in device_rules(file.recipe, local_device)
+        f"a training on this host ends with: {file.located_problem_line(problem)}"
+        for problem in precision_and_engine_device_rules(file.recipe, local_device)
     ]
     return Validation(file.recipe, loaded.path, tuple(lines))
 
@@ -129,17 +134,17 @@ def show_data(
         InputError: the recipe is wrong.
         RunError: the data cannot be read.
     """
-    return read_audit(load(source, *assignments, **overrides), samples)
+    return read_data_audit(load(source, *assignments, **overrides), samples)
 
 
-def load_with_origin(
+def load_recipe_with_path_and_overrides(
     source: RecipeSource, assignments: Sequence[str], overrides: Mapping[str, object]
 ) -> LoadedRecipe:
     """Return a recipe with its origin; arguments and errors are those of `load`."""
-    all_assignments = (*assignments, *assignments_from_overrides(overrides))
+    all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
     if isinstance(source, (str, os.PathLike)):
         given_path = Path(source)
-        path = locate_recipe(given_path)
+        path = recipe_path_or_shipped_recipe(given_path)
         return LoadedRecipe(
             recipe.load_recipe(path, all_assignments), given_path, path, all_assignments, True
         )
@@ -156,7 +161,7 @@ def load_with_origin(
     )
 
 
-def assignments_from_overrides(overrides: Mapping[str, object]) -> Iterator[str]:
+def assignments_from_keyword_overrides(overrides: Mapping[str, object]) -> Iterator[str]:
     """Yield `key.path=value` for each field of the overrides of `load`.
 
     Raises:
@@ -167,6 +172,6 @@ def assignments_from_overrides(overrides: Mapping[str, object]) -> Iterator[str]
         fields = value if isinstance(value, Mapping) and value else {"": value}
         for name, item in fields.items():
             path = f"{key}.{name}".rstrip(".")
-            yield f"{path}={json.dumps(json_value(item, parse_key_path(path), problems))}"
+            yield f"{path}={json.dumps(json_value_or_add_problem(item, parse_key_path(path), problems))}"
     if problems:
         raise RecipeError([f"override {problem}" for problem in problems])

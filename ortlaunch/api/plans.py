@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_with_origin
+from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_recipe_with_path_and_overrides
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.describe import describe_plan
-from ortlaunch.planning.prediction import prediction_lines
+from ortlaunch.planning.describe import plan_description_text
+from ortlaunch.planning.prediction import engine_prediction_table_lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.resolve.prepare import launch_request
-from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_recipe_file
-from ortlaunch.run.preview import choose_engine_without_measuring, unknown_micro_size_notes
+from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_loaded_recipe_file
+from ortlaunch.run.preview import (
+    apply_engine_choice_without_measuring,
+    notes_on_undetermined_micro_size,
+)
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tasks import PredictionRequest, run_task_for_answer
+from ortlaunch.tasks import PredictionRequest, run_task_and_capture_output
 
 
 class PlannedRun(NamedTuple):
@@ -36,9 +39,9 @@ class PlannedRun(NamedTuple):
         # the last line of a request is the command.
         request = launch_request(self.plan, RunDir(f"runs/{self.plan.name}-TIME"))
         command = str(request).splitlines()[-1]
-        shown = describe_plan(self.plan, self.resolved.recipe_file.recipe)
-        notes = unknown_micro_size_notes(self.resolved)
-        guess = prediction_lines(self.resolved.recipe_file.recipe, self.plan)
+        shown = plan_description_text(self.plan, self.resolved.recipe_file.recipe)
+        notes = notes_on_undetermined_micro_size(self.resolved)
+        guess = engine_prediction_table_lines(self.resolved.recipe_file.recipe, self.plan)
         return "\n".join([*self.resolved.notes, shown, *guess, *notes, f"command: {command}"])
 
     def predict_step_cost_into_cache(self) -> None:
@@ -52,14 +55,18 @@ class PlannedRun(NamedTuple):
         request = PredictionRequest(
             dump_recipe_yaml(self.resolved.recipe_file.recipe), self.plan.to_json()
         )
-        run_task_for_answer(request, shown_streams=("stderr",))
+        run_task_and_capture_output(request, inherited_streams=("stderr",))
 
     def differences_from(self, other_path: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""
-        from ortlaunch.commands.plan_diff import PlanContext, plan_differences, plan_to_compare
+        from ortlaunch.commands.plan_diff import (
+            PlanContext,
+            plan_differences,
+            plan_of_run_file_or_recipe,
+        )
 
         context = PlanContext(self.resolved.command.options, os.environ, self.resolved.world.device)
-        return plan_differences(plan_to_compare(other_path, context), self.plan)
+        return plan_differences(plan_of_run_file_or_recipe(other_path, context), self.plan)
 
 
 def plan(
@@ -78,29 +85,31 @@ def plan(
         RecipeError: the recipe is not valid.
         HostfileError, PlanError: the hosts are not valid, or recipe and hosts do not fit.
     """
-    return plan_run(source, assignments, options, overrides).plan
+    return resolve_run_for_planning(source, assignments, options, overrides).plan
 
 
-def plan_run(
+def resolve_run_for_planning(
     source: RecipeSource,
     assignments: tuple[str, ...],
-    options: LaunchOptions | None,
+    launch_options: LaunchOptions | None,
     overrides: Mapping[str, object],
 ) -> PlannedRun:
     """Return the plan with all that belongs to it; errors are those of `plan`."""
     # The hosts of a plan need not exist.
-    plan_options = (options or LaunchOptions())._replace(planned_only=True)
+    plan_options = (launch_options or LaunchOptions())._replace(planned_only=True)
     return PlannedRun(
-        choose_engine_without_measuring(
-            resolve_loaded_recipe(load_with_origin(source, assignments, overrides), plan_options)
+        apply_engine_choice_without_measuring(
+            resolve_loaded_recipe(
+                load_recipe_with_path_and_overrides(source, assignments, overrides), plan_options
+            )
         )
     )
 
 
 def resolve_loaded_recipe(
-    loaded: LoadedRecipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
+    loaded: LoadedRecipe, launch_options: LaunchOptions, environ: Mapping[str, str] = os.environ
 ) -> ResolvedRun:
     """Resolve a loaded recipe for these hosts and this machine."""
-    return resolve_recipe_file(
-        loaded.file, Command(loaded.given_path, loaded.path, options, environ)
+    return resolve_loaded_recipe_file(
+        loaded.file, Command(loaded.given_path, loaded.path, launch_options, environ)
     )

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ortlaunch.api.inputs import assignments_from_overrides
-from ortlaunch.api.waiting import wait_for_run_end
+from ortlaunch.api.inputs import assignments_from_keyword_overrides
+from ortlaunch.api.waiting import wait_for_run_end_or_raise
 from ortlaunch.json_types import Json
 from ortlaunch.launch.record import current_time_iso
 from ortlaunch.other_runs import listing, logs, requests, status
 from ortlaunch.other_runs import runs_table as table
-from ortlaunch.other_runs.registry import resolve_run_name
+from ortlaunch.other_runs.registry import run_folder_by_name_or_path
 from ortlaunch.other_runs.requests import StopResult
 from ortlaunch.other_runs.status import Status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 
 if TYPE_CHECKING:
     import pandas
@@ -44,8 +44,8 @@ class Run:
         Raises:
             InputError: there is no such folder or run.
         """
-        self._folder = RunDir(resolve_run_name(Path(path)))
-        status.require_run_folder(self._folder)
+        self._folder = RunDir(run_folder_by_name_or_path(Path(path)))
+        status.require_existing_run_folder(self._folder)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -68,7 +68,7 @@ class Run:
 
         The names are those of metrics.jsonl; `step` is in each. Damaged lines are left out.
         """
-        return read_json_lines(self._folder.metrics, "step").values
+        return read_json_lines_with_keys(self._folder.metrics, "step").values
 
     def frame(self) -> pandas.DataFrame:
         """Return the metrics as a table of pandas, one row for each mapping."""
@@ -86,7 +86,7 @@ class Run:
         Raises:
             InputError: there is no run or no such rank.
         """
-        return logs.iterate_output(self._folder, rank, follow)
+        return logs.iterate_rank_output_text(self._folder, rank, follow)
 
     def wait(self, progress: bool = False, check: bool = True) -> Status:
         """Wait for the end of the run, and return its last status.
@@ -101,7 +101,7 @@ class Run:
             RunError: the run failed; the message is its verdict.
             InputError: the end cannot be detected from this host.
         """
-        return wait_for_run_end(self._folder, progress, check)
+        return wait_for_run_end_or_raise(self._folder, progress, check)
 
     def stop(self, wait: bool = True) -> StopResult:
         """Request the run to finish its step, save and end; `train` on its folder continues it.
@@ -112,7 +112,7 @@ class Run:
         Raises:
             InputError: it has nothing to save, or is another user's.
         """
-        return requests.request_stop(self._folder, wait)
+        return requests.request_stop_and_wait_if_asked(self._folder, wait)
 
     def checkpoint(self) -> Path:
         """Request a checkpoint after the next step, wait for it, and return its folder.
@@ -121,17 +121,17 @@ class Run:
             InputError: the run does not train now.
             LaunchError: it ended, or could not save.
         """
-        return self._folder.checkpoint_folder(requests.request_checkpoint(self._folder))
+        return self._folder.checkpoint_folder(requests.request_checkpoint_and_wait(self._folder))
 
     def restart(self) -> str:
         """Request an elastic run to save and start again; return a line with its hosts."""
-        return requests.request_restart(self._folder)
+        return requests.request_restart_and_wait(self._folder)
 
     def cancel(self) -> str:
         """End the run with all its processes, without saving; return a text with the result."""
-        from ortlaunch.other_runs.cancel import cancel_run
+        from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
 
-        return cancel_run(self._folder)
+        return cancel_run_and_wait_for_its_end(self._folder)
 
     def evaluate(
         self,
@@ -156,10 +156,10 @@ class Run:
             InputError: there is no checkpoint or no evaluation data, or an override is wrong.
             RunError: the evaluation failed.
         """
-        from ortlaunch.api.evaluations import evaluate_checkpoint
+        from ortlaunch.api.evaluations import start_evaluation_and_await_result
 
-        all_assignments = (*assignments, *assignments_from_overrides(overrides))
-        return evaluate_checkpoint(
+        all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
+        return start_evaluation_and_await_result(
             self._folder, all_assignments, step, options or LaunchOptions(), progress
         )
 
@@ -186,10 +186,12 @@ class Run:
             InputError: the checkpoint or the format does not exist, or the folder exists.
             RunError: the process failed.
         """
-        from ortlaunch.commands.export import ExportOptions, export_checkpoint
+        from ortlaunch.commands.export import ExportOptions, export_and_push_checkpoint
 
         options = ExportOptions(step, None if to is None else Path(to), format, push, lora)
-        return export_checkpoint(self._folder, options, ("stdout", "stderr") if progress else ())
+        return export_and_push_checkpoint(
+            self._folder, options, ("stdout", "stderr") if progress else ()
+        )
 
     def generate(
         self,
@@ -214,9 +216,9 @@ class Run:
             InputError: the run's model does not generate text, or there is no checkpoint.
             RunError: the process failed.
         """
-        from ortlaunch.api.models import GenerationRequest, generate_text
+        from ortlaunch.api.models import GenerationRequest, generate_text_in_process
 
-        return generate_text(
+        return generate_text_in_process(
             GenerationRequest(str(self.path), prompt, step, tokens, temperature, seed, raw)
         )
 
@@ -244,11 +246,13 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the report of the run, for a notebook."""
-        from ortlaunch.report import render_page
-        from ortlaunch.report.records import read_records
+        from ortlaunch.report import report_page_html
+        from ortlaunch.report.records import read_run_records_or_refuse
 
         # In a frame: the page's styles must not change the notebook.
-        text = html.escape(render_page(read_records([self.path]), current_time_iso()))
+        text = html.escape(
+            report_page_html(read_run_records_or_refuse([self.path]), current_time_iso())
+        )
         return f'<iframe srcdoc="{text}" width="100%" height="{_HEIGHT}" style="border:0"></iframe>'
 
 
@@ -269,12 +273,12 @@ def runs(
     return [Run(found_status.run) for found_status in statuses(newest, name, state, metric)]
 
 
-statuses = listing.newest_statuses
-runs_table = table.format_runs_table
+statuses = listing.newest_statuses_that_match
+runs_table = table.runs_table_text
 
 
 def write_report(paths: Sequence[Path], to: Path | None, sweep: Picture | None = None) -> Path:
     """Write one HTML page of runs, with the picture of their sweep, and return its path."""
-    from ortlaunch.report import write_report
+    from ortlaunch.report import write_report_page
 
-    return write_report(paths, to, current_time_iso(), sweep)
+    return write_report_page(paths, to, current_time_iso(), sweep)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from ortlaunch.api.detached import (
     last_output_lines,
-    launch_option_arguments,
-    start_detached_command,
+    launch_options_as_command_arguments,
+    start_detached_and_await_job_file,
 )
 from ortlaunch.api.inputs import (
     LoadedRecipe,
     RecipeSource,
-    assignments_from_overrides,
-    load_with_origin,
+    assignments_from_keyword_overrides,
+    load_recipe_with_path_and_overrides,
 )
 from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.runs import Run
@@ -33,9 +33,9 @@ from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run.preparation import (
-    claim_run_folder,
-    folder_for_checks,
-    new_or_requested_run_folder,
+    create_run_folder_or_numbered_one,
+    requested_or_absent_folder_for_checks,
+    requested_or_proposed_run_folder,
 )
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
@@ -68,9 +68,11 @@ def train(
         RunError: the run failed, and `wait` is true; the message is its verdict.
     """
     resume_options = resume if isinstance(resume, ResumeOptions) else ResumeOptions(str(resume))
-    loaded = load_with_origin(source, assignments, overrides)
+    loaded = load_recipe_with_path_and_overrides(source, assignments, overrides)
     requested_folder = None if run_dir is None else Path(run_dir)
-    run, process = start_run(loaded, options or LaunchOptions(), requested_folder, resume_options)
+    run, process = preview_and_start_detached_run(
+        loaded, options or LaunchOptions(), requested_folder, resume_options
+    )
     if wait:
         run.wait(progress)
         # A command that ended before it took over an existing run has left that run's record.
@@ -79,11 +81,11 @@ def train(
     return run
 
 
-def start_run(
+def preview_and_start_detached_run(
     loaded: LoadedRecipe,
-    options: LaunchOptions,
-    run_dir: Path | None,
-    resume: ResumeOptions = AUTOMATIC_RESUME,
+    launch_options: LaunchOptions,
+    requested_folder: Path | None,
+    resume_options: ResumeOptions = AUTOMATIC_RESUME,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Run, subprocess.Popen[bytes]]:
     """Start a run; errors are those of `train`.
@@ -95,26 +97,33 @@ def start_run(
     Returns:
         The run, and the process of its command.
     """
-    resolved_run = resolve_loaded_recipe(loaded, options, {**os.environ, **(environ or {})})
+    resolved_run = resolve_loaded_recipe(loaded, launch_options, {**os.environ, **(environ or {})})
     if resolved_run.world.enclosing_rank is not None:
         raise PlanError(
             "this process is a rank of a launcher, whose ranks train: use `ortlaunch train` there"
         )
-    folder = new_or_requested_run_folder(run_dir, resolved_run, os.environ)
+    folder = requested_or_proposed_run_folder(requested_folder, resolved_run, os.environ)
     # The command prints the lines of these checks again, to output.txt.
     with contextlib.redirect_stdout(None):
-        preview.preview_start(resolved_run, folder_for_checks(folder, run_dir), resume)
-    folder = claim_run_folder(folder) if run_dir is None else folder
-    recipe, variables = _recipe_arguments_and_variables(loaded, resolved_run, folder)
+        preview.preview_lines_and_launch_command(
+            resolved_run,
+            requested_or_absent_folder_for_checks(folder, requested_folder),
+            resume_options,
+        )
+    folder = create_run_folder_or_numbered_one(folder) if requested_folder is None else folder
+    recipe, variables = _recipe_arguments_after_writing_recipe(loaded, resolved_run, folder)
     arguments = [
         "train",
         *recipe,
         f"--run-dir={folder}",
-        *launch_option_arguments(resolved_run.command.options),
+        *launch_options_as_command_arguments(resolved_run.command.options),
     ]
-    arguments += [f"--resume={resume.choice}", *(f"--allow={name}" for name in resume.allow)]
+    arguments += [
+        f"--resume={resume_options.choice}",
+        *(f"--allow={name}" for name in resume_options.allow),
+    ]
     measures_engine = resolved_run.recipe_file.recipe.engine.name == "auto"
-    process = start_detached_command(
+    process = start_detached_and_await_job_file(
         arguments,
         folder,
         {**variables, **(environ or {})},
@@ -124,7 +133,7 @@ def start_run(
     return Run(folder.path), process
 
 
-def _recipe_arguments_and_variables(
+def _recipe_arguments_after_writing_recipe(
     loaded: LoadedRecipe, resolved_run: ResolvedRun, run: RunDir
 ) -> tuple[list[str], dict[str, str]]:
     """Return the recipe's words of the command, and variables of its environment."""
@@ -158,7 +167,7 @@ def submit(
     from ortlaunch.api.submission import Submission
 
     requested_folder = None if run_dir is None else Path(run_dir)
-    all_assignments = (*assignments, *assignments_from_overrides(overrides))
+    all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
     submission = Submission.resolve_for_scheduler(
         source, all_assignments, scheduler, requested_folder
     )

@@ -6,15 +6,20 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.api.inputs import RecipeSource, load_with_origin
+from ortlaunch.api.inputs import RecipeSource, load_recipe_with_path_and_overrides
 from ortlaunch.api.plans import resolve_loaded_recipe
-from ortlaunch.commands.submit import QueuedJob, job_request, notes_on_ignored_fields, submit_run
+from ortlaunch.commands.submit import (
+    QueuedJob,
+    notes_on_ignored_submit_fields,
+    scheduler_request_of_run,
+    write_submission_and_queue_job,
+)
 from ortlaunch.errors import InputError
 from ortlaunch.launch import LaunchRequest
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run.preparation import new_or_requested_run_folder
-from ortlaunch.run.preview import choose_engine_without_measuring
+from ortlaunch.run.preparation import requested_or_proposed_run_folder
+from ortlaunch.run.preview import apply_engine_choice_without_measuring
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS
 
@@ -46,7 +51,7 @@ class Submission(NamedTuple):
             *([scheduler_assignment] if scheduler else []),
             "launch.launcher=auto",
         )
-        loaded = load_with_origin(source, all_assignments, {})
+        loaded = load_recipe_with_path_and_overrides(source, all_assignments, {})
         trains_elsewhere = SCHEDULERS[loaded.file.recipe.submit.scheduler].is_elsewhere
         # The hosts are unknown until the job starts.
         options = LaunchOptions(planned_only=True, declared=True, elsewhere=trains_elsewhere)
@@ -57,7 +62,9 @@ class Submission(NamedTuple):
                 "each trial, and sweep=null queues the recipe's own values"
             )
         return cls(
-            resolved_run, new_or_requested_run_folder(run_dir, resolved_run, os.environ), run_dir
+            resolved_run,
+            requested_or_proposed_run_folder(run_dir, resolved_run, os.environ),
+            run_dir,
         )
 
     @property
@@ -68,12 +75,16 @@ class Submission(NamedTuple):
     @property
     def notes(self) -> list[str]:
         """Lines for the user."""
-        return [*self.resolved.notes, *notes_on_ignored_fields(self.resolved)]
+        return [*self.resolved.notes, *notes_on_ignored_submit_fields(self.resolved)]
 
     def scheduler_request(self) -> LaunchRequest:
         """Return what would be sent to the scheduler."""
-        return job_request(choose_engine_without_measuring(self.resolved), self.run, self.scheduler)
+        return scheduler_request_of_run(
+            apply_engine_choice_without_measuring(self.resolved), self.run, self.scheduler
+        )
 
     def queue_job(self) -> QueuedJob:
         """Queue the job."""
-        return submit_run(self.resolved, self.requested_folder, self.run, self.scheduler)
+        return write_submission_and_queue_job(
+            self.resolved, self.requested_folder, self.run, self.scheduler
+        )

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ortlaunch.api.inputs import RecipeSource, load_with_origin
+from ortlaunch.api.inputs import RecipeSource, load_recipe_with_path_and_overrides
 from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.runs import write_report
-from ortlaunch.api.trial_starts import shares_of_machine
+from ortlaunch.api.trial_starts import resources_of_parallel_trials
 from ortlaunch.api.trials import Objective, TrialRunner
 from ortlaunch.errors import InputError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import Recipe, dump_recipe_yaml, read_resolved
+from ortlaunch.recipe import Recipe, dump_recipe_yaml, read_resolved_recipe_of_run
 from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
-from ortlaunch.search.parallel import sweep_picture
-from ortlaunch.search.study import Study, Trial, tie_sentence
-from ortlaunch.units import align_columns
+from ortlaunch.search.parallel import parallel_coordinates_of_trials
+from ortlaunch.search.study import Study, Trial, equal_result_sentence_or_empty
+from ortlaunch.units import aligned_table_lines
 
 # Fields that may change when a sweep is continued.
 _LIMITS = ("sweep.trials", "sweep.steps", "sweep.hours", "sweep.parallel")
@@ -37,7 +37,7 @@ class Sweep:
         self._folder = SweepDir(Path(path))
         if not self._folder.journal.exists():
             raise InputError(f"{path}: has no {self._folder.journal.name}: it is no sweep's folder")
-        self._recipe = read_resolved(self._folder.run.recipe)
+        self._recipe = read_resolved_recipe_of_run(self._folder.run.recipe)
 
     def __repr__(self) -> str:
         return f"Sweep({str(self.path)!r})"
@@ -81,8 +81,11 @@ class Sweep:
         if not begun_folders:
             raise InputError(f"{self.path}: no trial has begun")
         study = Study(self._folder, self._recipe)
-        picture_of_trials = sweep_picture(
-            study.sweep, study.read_trials(), study.best_trials(), study.field_importances()
+        picture_of_trials = parallel_coordinates_of_trials(
+            study.sweep,
+            study.read_trials(),
+            study.best_trials(),
+            study.field_importances_or_empty(),
         )
         return write_report(begun_folders, to or self._folder.run.report, picture_of_trials)
 
@@ -94,12 +97,14 @@ class Sweep:
     def __str__(self) -> str:
         """Return a table of the trials and lines on the best, for a person."""
         trials = self.trials()
-        lines = align_columns([("trial", "state", "steps", "result"), *map(_trial_row, trials)])
+        lines = aligned_table_lines(
+            [("trial", "state", "steps", "result"), *map(_trial_row, trials)]
+        )
         for best_trial in self.best():
             lines.append(
                 f"best: trial {best_trial.number}; its recipe: {self.recipe(best_trial.number)}"
             )
-            if note := tie_sentence(best_trial, trials):
+            if note := equal_result_sentence_or_empty(best_trial, trials):
                 lines.append(f"  {note}")
         return "\n".join(lines)
 
@@ -135,40 +140,44 @@ def sweep(
         RunError: all trials failed; the message is the last one's verdict.
     """
     launch_options = options or LaunchOptions()
-    loaded = load_with_origin(source, assignments, overrides)
+    loaded = load_recipe_with_path_and_overrides(source, assignments, overrides)
     recipe = loaded.file.recipe
     if recipe.sweep is None:
         raise InputError(
             f"{loaded.given_path}: has no section sweep, which gives fields and values"
         )
-    share_parts = shares_of_machine(recipe, launch_options)
+    share_parts = resources_of_parallel_trials(recipe, launch_options)
     resolve_loaded_recipe(loaded, share_parts[0].options, {**os.environ, **share_parts[0].environ})
     folder = SweepDir(Path("sweeps", recipe.name) if run_dir is None else Path(run_dir))
     with RunLock() as lock:
-        lock.acquire(folder.run)
-        _write_or_check_sweep_recipe(folder, recipe)
+        lock.acquire_or_refuse(folder.run)
+        _write_sweep_recipe_or_refuse_changes(folder, recipe)
         study = Study(folder, recipe, has_sweep_lock=True)
-        TrialRunner(loaded, share_parts, folder, study, progress, objective).run_until_limit()
+        TrialRunner(
+            loaded, share_parts, folder, study, progress, objective
+        ).run_trials_until_limit_or_stop_them()
     ended_trials = study.read_trials()
     if ended_trials and all(trial.state == "fail" for trial in ended_trials):
         raise RunError(f"{folder}: all trials failed; {ended_trials[-1].line()}", 1)
     return Sweep(folder.path)
 
 
-def _write_or_check_sweep_recipe(folder: SweepDir, recipe: Recipe) -> None:
+def _write_sweep_recipe_or_refuse_changes(sweep_folder: SweepDir, recipe: Recipe) -> None:
     """Write the sweep's recipe; an earlier one may differ in the limits alone.
 
     Raises:
         PlanError: it differs in other fields, or the folder is no sweep's.
     """
-    if folder.run.plan.exists() or folder.run.job.exists():
-        raise PlanError(f"--run-dir {folder}: is the folder of a run; give another one")
-    if folder.journal.exists():
-        earlier_values = read_resolved(folder.run.recipe).model_dump(mode="json")
+    if sweep_folder.run.plan.exists() or sweep_folder.run.job.exists():
+        raise PlanError(f"--run-dir {sweep_folder}: is the folder of a run; give another one")
+    if sweep_folder.journal.exists():
+        earlier_values = read_resolved_recipe_of_run(sweep_folder.run.recipe).model_dump(
+            mode="json"
+        )
         changed_lines = difference_texts(earlier_values, recipe.model_dump(mode="json"))
         if forbidden_changes := [line for line in changed_lines if not line.startswith(_LIMITS)]:
             raise PlanError(
-                f"{folder}: is the sweep of another recipe; give another --run-dir, or undo\n"
+                f"{sweep_folder}: is the sweep of another recipe; give another --run-dir, or undo\n"
                 + "\n".join(forbidden_changes)
             )
-    write_text_atomically(folder.run.recipe, dump_recipe_yaml(recipe))
+    write_text_atomically(sweep_folder.run.recipe, dump_recipe_yaml(recipe))

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from ortlaunch import machine
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.plans import resolve_loaded_recipe
-from ortlaunch.api.starts import start_run
+from ortlaunch.api.starts import preview_and_start_detached_run
 from ortlaunch.api.submission import Submission
 from ortlaunch.errors import PlanError
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.planning.hosts import Host, read_hostfile, select_hosts
+from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, read_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
@@ -30,7 +30,7 @@ _QUEUE_SECONDS = 5.0
 QUEUED_TRIAL_OPTIONS = LaunchOptions(planned_only=True, declared=True)
 
 
-class MachineShare(NamedTuple):
+class TrialResources(NamedTuple):
     """The part of the machine of one of the trials that run at the same time."""
 
     environ: Mapping[str, str]
@@ -63,23 +63,25 @@ class QueuedTrial:
 
 def queued_trial_of(run: RunDir) -> QueuedTrial | None:
     """Return the job of a trial, which may have ended; None if there is none."""
-    record = JobRecord.read(run)
+    record = JobRecord.read_or_none(run)
     return QueuedTrial(run) if record and is_queued(record) else None
 
 
 def start_or_queue_trial(
-    loaded: LoadedRecipe, machine_share: MachineShare, run: RunDir
+    loaded: LoadedRecipe, trial_resources: TrialResources, run: RunDir
 ) -> subprocess.Popen[bytes] | QueuedTrial:
     """Start a trial, or queue it; errors are those of `train` and `submit`."""
-    if not machine_share.options.declared:
-        return start_run(loaded, machine_share.options, run.path, environ=machine_share.environ)[1]
-    Submission(resolve_loaded_recipe(loaded, machine_share.options), run, run.path).queue_job()
+    if not trial_resources.options.declared:
+        return preview_and_start_detached_run(
+            loaded, trial_resources.options, run.path, environ=trial_resources.environ
+        )[1]
+    Submission(resolve_loaded_recipe(loaded, trial_resources.options), run, run.path).queue_job()
     return QueuedTrial(run)
 
 
-def shares_of_machine(
-    recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
-) -> list[MachineShare]:
+def resources_of_parallel_trials(
+    recipe: Recipe, launch_options: LaunchOptions, environ: Mapping[str, str] = os.environ
+) -> list[TrialResources]:
     """Return the share of each trial that runs at the same time.
 
     Raises:
@@ -90,29 +92,38 @@ def shares_of_machine(
     assert recipe.sweep is not None
     parallel = recipe.sweep.parallel
     if recipe.sweep.submit:
-        if options != LaunchOptions(typed=options.typed):
+        if launch_options != LaunchOptions(typed=launch_options.typed):
             raise PlanError(
                 "sweep.submit: Slurm chooses the hosts of a trial; leave out options of hosts and "
                 "launcher, and set launch.nodes and launch.processes_per_node"
             )
         slurm.require_sbatch()
-        return [MachineShare({}, QUEUED_TRIAL_OPTIONS)] * parallel
+        return [TrialResources({}, QUEUED_TRIAL_OPTIONS)] * parallel
     if parallel == 1:
-        return [MachineShare({}, options)]
-    if options.hostfile:
-        per_node = options.processes_per_node or recipe.launch.processes_per_node
-        listed = read_hostfile(options.hostfile, per_node).hosts
-        hosts = [*map(_include_filter, select_hosts(listed, options.include, options.exclude))]
-        hosts_per_trial = _count_per_trial(len(hosts), parallel, "host")
+        return [TrialResources({}, launch_options)]
+    if launch_options.hostfile:
+        per_node = launch_options.processes_per_node or recipe.launch.processes_per_node
+        listed = read_hostfile(launch_options.hostfile, per_node).hosts
+        hosts = [
+            *map(
+                _include_filter,
+                filter_hosts_by_include_or_exclude(
+                    listed, launch_options.include, launch_options.exclude
+                ),
+            )
+        ]
+        hosts_per_trial = _divide_among_trials_or_refuse(len(hosts), parallel, "host")
         host_filters = (
             "@".join(hosts[hosts_per_trial * slot : hosts_per_trial * (slot + 1)])
             for slot in range(parallel)
         )
         return [
-            MachineShare({}, options._replace(include=part, exclude=None)) for part in host_filters
+            TrialResources({}, launch_options._replace(include=part, exclude=None))
+            for part in host_filters
         ]
     return [
-        MachineShare(part, options) for part in _local_trial_variables(recipe, parallel, environ)
+        TrialResources(part, launch_options)
+        for part in _gpu_and_thread_variables_of_trials(recipe, parallel, environ)
     ]
 
 
@@ -122,25 +133,32 @@ def _include_filter(host: Host) -> str:
     return f"{f'[{name}]' if ':' in name else name}:{','.join(map(str, host.devices))}"
 
 
-def _count_per_trial(available_count: int, parallel: int, noun: str) -> int:
+def _divide_among_trials_or_refuse(
+    available_count: int, parallel_trials: int, resource_noun: str
+) -> int:
     """Return how many of these a trial gets."""
-    if available_count < parallel:
+    if available_count < parallel_trials:
         raise PlanError(
-            f"sweep.parallel: got {parallel}, and {count_with_noun(available_count, noun)} for them"
+            f"sweep.parallel: got {parallel_trials}, and {count_with_noun(available_count, resource_noun)} for them"
         )
-    return available_count // parallel
+    return available_count // parallel_trials
 
 
-def _local_trial_variables(
-    recipe: Recipe, parallel: int, environ: Mapping[str, str]
+def _gpu_and_thread_variables_of_trials(
+    recipe: Recipe, parallel_trials: int, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
     """Return the variables of each trial: its GPUs and cores."""
     gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpu_count(environ)
-    gpus_per_trial = _count_per_trial(gpus, parallel, "GPU") if gpus else 0
+    gpus_per_trial = _divide_among_trials_or_refuse(gpus, parallel_trials, "GPU") if gpus else 0
     names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     ranks = recipe.launch.processes_per_node or gpus_per_trial or 1
-    threads = environ.get("OMP_NUM_THREADS") or str(machine.threads_per_rank(parallel * ranks))
-    parts = [names[gpus_per_trial * slot : gpus_per_trial * (slot + 1)] for slot in range(parallel)]
+    threads = environ.get("OMP_NUM_THREADS") or str(
+        machine.threads_per_rank(parallel_trials * ranks)
+    )
+    parts = [
+        names[gpus_per_trial * slot : gpus_per_trial * (slot + 1)]
+        for slot in range(parallel_trials)
+    ]
     return [
         {"OMP_NUM_THREADS": threads, **({"CUDA_VISIBLE_DEVICES": ",".join(part)} if gpus else {})}
         for part in parts

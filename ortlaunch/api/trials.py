@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.runs import Run
 from ortlaunch.api.trial_starts import (
-    MachineShare,
     QueuedTrial,
+    TrialResources,
     queued_trial_of,
     start_or_queue_trial,
 )
@@ -28,7 +28,7 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe.space import trial_overrides
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.origin import planned_steps
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study
@@ -65,7 +65,7 @@ class TrialRunner:
     def __init__(
         self,
         loaded: LoadedRecipe,
-        shares: list[MachineShare],
+        shares: list[TrialResources],
         folder: SweepDir,
         study: Study,
         progress: bool,
@@ -81,7 +81,7 @@ class TrialRunner:
         self._deadline_seconds = time.monotonic() + 3600 * hours if hours else None
         self._running = list[_RunningTrial]()
 
-    def run_until_limit(self) -> None:
+    def run_trials_until_limit_or_stop_them(self) -> None:
         """Start trials until a limit, and wait for their ends.
 
         An exception, as of an interrupt, lets them save and end first.
@@ -90,23 +90,25 @@ class TrialRunner:
         try:
             while True:
                 while len(self._running) < self._study.sweep.parallel and (
-                    waiting or self._can_start_another()
+                    waiting or self._is_below_all_sweep_limits()
                 ):
-                    self._start_or_continue_trial(
-                        self._study.draw_trial(waiting.pop(0) if waiting else None)
+                    self._start_continue_or_settle_trial(
+                        self._study.draw_trial_values_and_return_number(
+                            waiting.pop(0) if waiting else None
+                        )
                     )
                 if not self._running:
                     return
                 time.sleep(_POLL_SECONDS)
                 for trial in list(self._running):
-                    self._update_running_trial(trial)
+                    self._prune_record_or_restart_trial(trial)
         finally:
             for trial in self._running:
                 trial.process.terminate()
             for trial in self._running:
                 trial.process.wait()
 
-    def _can_start_another(self) -> bool:
+    def _is_below_all_sweep_limits(self) -> bool:
         """Return whether no limit forbids another trial."""
         all_trials = self._study.read_trials()
         steps = self._study.sweep.steps
@@ -130,30 +132,34 @@ class TrialRunner:
             )
         )
 
-    def _start_or_continue_trial(
-        self, trial_number: int, starts: int = 0, saved_step: int = 0
+    def _start_continue_or_settle_trial(
+        self, trial_number: int, starts_since_checkpoint: int = 0, saved_step: int = 0
     ) -> None:
         """Start a trial's run, or continue it.
 
         Args:
-            starts: earlier starts since the checkpoint of step `saved_step`.
+            starts_since_checkpoint: earlier starts since the checkpoint of step `saved_step`.
         """
         run = self._folder.trial_run_dir(trial_number)
         # The first start of this command: an earlier one may have queued the trial.
-        job = None if starts else queued_trial_of(run)
+        job = None if starts_since_checkpoint else queued_trial_of(run)
         # Of a sweep that was killed; they save and end.
         while job is None and lock.living_process_ids(run):
             time.sleep(_POLL_SECONDS)
         if job is None and self._study.trial_attribute(trial_number, "pruned"):
-            self._record_trial_end(trial_number, "pruned")
+            self._record_and_print_trial_end(trial_number, "pruned")
             return
-        if job is None and run.was_stopped_by_user():
-            self._record_completed_trial(trial_number)
+        if job is None and run.was_stop_requested_by_user_or_hook():
+            self._record_result_and_update_best_recipes(trial_number)
             return
-        twin = None if run.path.exists() else self._study.earlier_equal_trial(trial_number)
+        twin = (
+            None
+            if run.path.exists()
+            else self._study.earlier_ended_trial_with_equal_fields(trial_number)
+        )
         if twin is not None:
             values = (*twin.values.values(),) if twin.state == "complete" else None
-            self._record_trial_end(
+            self._record_and_print_trial_end(
                 trial_number,
                 twin.state,
                 values,
@@ -164,37 +170,41 @@ class TrialRunner:
         slot = min(slots)
         fields = self._study.read_trials()[trial_number].fields
         newest = _newest_checkpoint_step(run)
-        starts = 1 if newest > saved_step else starts + 1
+        starts_since_checkpoint = 1 if newest > saved_step else starts_since_checkpoint + 1
         try:
             # Inside a job its own launcher counts.
             launcher = ["launch.launcher=auto"] if self._study.sweep.submit else []
             loaded = self._loaded._replace(
-                file=self._loaded.file.apply_further_overrides(*trial_overrides(fields), *launcher),
+                file=self._loaded.file.copy_with_further_overrides(
+                    *trial_overrides(fields), *launcher
+                ),
                 is_file=False,
             )
             process = job or start_or_queue_trial(loaded, self._shares[slot], run)
         except OrtlaunchError as error:
             # Killed before its record was written.
             killed = isinstance(error, RunError) and _was_killed(error.exit_status)
-            if killed and starts < _MOST_STARTS:
-                self._start_or_continue_trial(trial_number, starts, newest)
+            if killed and starts_since_checkpoint < _MOST_STARTS:
+                self._start_continue_or_settle_trial(trial_number, starts_since_checkpoint, newest)
             else:
-                self._record_trial_end(trial_number, "fail", reason=str(error))
+                self._record_and_print_trial_end(trial_number, "fail", reason=str(error))
             return
-        self._running.append(_RunningTrial(trial_number, slot, process, starts, newest))
+        self._running.append(
+            _RunningTrial(trial_number, slot, process, starts_since_checkpoint, newest)
+        )
 
-    def _update_running_trial(self, running: _RunningTrial) -> None:
+    def _prune_record_or_restart_trial(self, running_trial: _RunningTrial) -> None:
         """Prune a trial after a bad evaluation; if it has ended, record that or continue it."""
-        exit_status = running.process.poll()
-        run = self._folder.trial_run_dir(running.trial_number)
-        evaluations = self._metrics_by_evaluation(run)
+        exit_status = running_trial.process.poll()
+        run = self._folder.trial_run_dir(running_trial.trial_number)
+        evaluations = self._sweep_metrics_by_evaluation_number(run)
         has_single_metric = len(self._study.sweep.metrics) == 1
         first_metric_values = {
             evaluation_index: values[0] for evaluation_index, values in evaluations.items()
         }
         # The search is told of every evaluation; after the last one nothing is left to prune.
-        is_bad = has_single_metric and self._study.report_and_ask_to_prune(
-            running.trial_number, first_metric_values
+        is_bad = has_single_metric and self._study.report_values_and_decide_to_prune(
+            running_trial.trial_number, first_metric_values
         )
         if (
             is_bad
@@ -202,31 +212,36 @@ class TrialRunner:
             and _last_recorded_step(run) < (planned_steps(run) or math.inf)
         ):
             # Recorded first: a sweep that is killed now does not continue the trial.
-            self._study.set_attributes(running.trial_number, pruned=len(evaluations))
+            self._study.set_attributes(running_trial.trial_number, pruned=len(evaluations))
             # It may be at its end.
             with contextlib.suppress(InputError):
-                requests.request_stop(run, should_wait=False, sender=PRUNER)
+                requests.request_stop_and_wait_if_asked(run, waits_for_end=False, sender=PRUNER)
         if exit_status is None:
             return
-        self._running.remove(running)
-        pruned = self._study.trial_attribute(running.trial_number, "pruned")
+        self._running.remove(running_trial)
+        pruned = self._study.trial_attribute(running_trial.trial_number, "pruned")
         # A hook, or `ortlaunch stop`, has ended the trial for good.
         if exit_status == 0 or (
-            exit_status == EXIT_SAVED and not pruned and run.was_stopped_by_user()
+            exit_status == EXIT_SAVED and not pruned and run.was_stop_requested_by_user_or_hook()
         ):
-            self._record_completed_trial(running.trial_number)
+            self._record_result_and_update_best_recipes(running_trial.trial_number)
         elif pruned:
-            self._record_trial_end(running.trial_number, "pruned")
+            self._record_and_print_trial_end(running_trial.trial_number, "pruned")
         elif _was_killed(exit_status) and (
-            running.starts < _MOST_STARTS or _newest_checkpoint_step(run) > running.saved_step
+            running_trial.starts < _MOST_STARTS
+            or _newest_checkpoint_step(run) > running_trial.saved_step
         ):
-            self._start_or_continue_trial(running.trial_number, running.starts, running.saved_step)
+            self._start_continue_or_settle_trial(
+                running_trial.trial_number, running_trial.starts, running_trial.saved_step
+            )
         else:
             verdict = Run(run.path).status().job.verdict or f"exit status {exit_status}"
-            self._record_trial_end(running.trial_number, "fail", reason=verdict)
+            self._record_and_print_trial_end(running_trial.trial_number, "fail", reason=verdict)
 
-    def _record_completed_trial(self, trial_number: int) -> None:
-        evaluations = self._metrics_by_evaluation(self._folder.trial_run_dir(trial_number))
+    def _record_result_and_update_best_recipes(self, trial_number: int) -> None:
+        evaluations = self._sweep_metrics_by_evaluation_number(
+            self._folder.trial_run_dir(trial_number)
+        )
         values = evaluations[max(evaluations)] if evaluations else ()
         if self._objective is not None:
             values = (
@@ -236,11 +251,11 @@ class TrialRunner:
         # Not a number, as a diverged training has it.
         if not values or any(map(math.isnan, values)):
             names = ", ".join(sweep_metric.metric for sweep_metric in self._study.sweep.metrics)
-            self._record_trial_end(
+            self._record_and_print_trial_end(
                 trial_number, "fail", reason=f"its last evaluation has no number for {names}"
             )
             return
-        self._record_trial_end(trial_number, "complete", values)
+        self._record_and_print_trial_end(trial_number, "complete", values)
         best = {
             self._folder.best_recipe_path(sweep_metric.number): sweep_metric.number
             for sweep_metric in self._study.best_trials()
@@ -252,30 +267,34 @@ class TrialRunner:
                 path, self._folder.trial_run_dir(number_of).recipe.read_text(encoding="utf-8")
             )
 
-    def _record_trial_end(
+    def _record_and_print_trial_end(
         self,
         trial_number: int,
-        state: str,
-        values: tuple[float, ...] | None = None,
+        end_state: str,
+        metric_values: tuple[float, ...] | None = None,
         reason: str = "",
     ) -> None:
         steps = _last_recorded_step(self._folder.trial_run_dir(trial_number))
         self._study.set_attributes(
             trial_number, steps=steps, **({"reason": reason} if reason else {})
         )
-        self._study.record_trial_end(trial_number, state, values)
+        self._study.record_trial_end(trial_number, end_state, metric_values)
         if self._progress:
             ended_trial = self._study.read_trials()[trial_number]
             print(
-                f"trial {trial_number}: {state} after step {steps}: {ended_trial.line()}",
+                f"trial {trial_number}: {end_state} after step {steps}: {ended_trial.line()}",
                 flush=True,
             )
 
-    def _metrics_by_evaluation(self, run: RunDir) -> dict[int, tuple[float, ...]]:
+    def _sweep_metrics_by_evaluation_number(self, run: RunDir) -> dict[int, tuple[float, ...]]:
         """Return the metrics of each evaluation of a run, by its number from 1."""
         names = [f"evaluation_{sweep_metric.metric}" for sweep_metric in self._study.sweep.metrics]
         every = self._loaded.file.recipe.train.evaluate_every_steps
-        rows = [line for line in read_json_lines(run.metrics, "step").values if names[0] in line]
+        rows = [
+            line
+            for line in read_json_lines_with_keys(run.metrics, "step").values
+            if names[0] in line
+        ]
         # A run that was stopped at the step of an evaluation has left that one out.
         return {
             math.ceil(row["step"] / every) if every else evaluation_index: tuple(
@@ -298,5 +317,6 @@ def _newest_checkpoint_step(run: RunDir) -> int:
 def _last_recorded_step(run: RunDir) -> int:
     """Return the last step that a run has recorded."""
     return max(
-        (int(line["step"]) for line in read_json_lines(run.metrics, "step").values), default=0
+        (int(line["step"]) for line in read_json_lines_with_keys(run.metrics, "step").values),
+        default=0,
     )

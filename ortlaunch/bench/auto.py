@@ -21,28 +21,33 @@ from ortlaunch.bench.measure import (
     BenchStopped,
     MeasurementLength,
     PrintLine,
-    create_bench_folder,
-    measure_variants,
-    prepare_variants,
+    create_or_reuse_bench_folder,
+    measure_variants_and_build_report,
+    resolve_variants_or_refuse_all,
 )
 from ortlaunch.bench.report import (
     MEASURED_STATE,
     PASSING_VERDICTS,
-    fastest_row,
-    format_bench_table,
+    bench_table_and_notes_text,
+    fastest_row_that_passes_parity,
+    fastest_variant_and_caveat_lines,
     passes_parity,
     ratio_text,
     shorten_reason,
-    verdict_lines,
 )
 from ortlaunch.bench.turns import WARM_UP_STEPS, VariantJob
-from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant
+from ortlaunch.bench.variants import (
+    ENGINES,
+    Variant,
+    overrides_that_replace_engine,
+    resolve_variant_or_record_refusal,
+)
 from ortlaunch.cache import (
-    cache_record_path,
-    make_cache_folder,
-    reason_seal_is_invalid,
+    cache_file_path_by_hashed_key,
+    create_private_cache_folder,
+    reason_files_differ_from_checksum_record,
     require_not_writable_by_others,
-    seal_files,
+    write_checksum_record_and_protect_files,
 )
 from ortlaunch.errors import EngineError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
@@ -52,7 +57,7 @@ from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.units import clock_duration
 from ortlaunch.version import __version__
 
@@ -97,7 +102,9 @@ class MeasurementTooLongError(OrtlaunchError):
     """A measurement would cost more than its share of the run; the text has the figures."""
 
 
-def recorded_choice(resolved_run: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
+def recorded_choice_and_source_or_none(
+    resolved_run: ResolvedRun, run: RunDir
+) -> tuple[Choice, str] | None:
     """Return (choice, where it is from), from the run folder or the cache. None: measure it.
 
     A run of few steps gets the default engine.
@@ -107,22 +114,22 @@ def recorded_choice(resolved_run: ResolvedRun, run: RunDir) -> tuple[Choice, str
             jobs.
     """
     present_digest = choice_key_digest(resolved_run)
-    run_choice = Choice.from_record(read_own_json(run.choice)) if run.choice.exists() else None
+    run_choice = Choice.from_choice_json(read_own_json(run.choice)) if run.choice.exists() else None
     # A run with a checkpoint keeps its engine, even if the machine or a version has changed.
     if run_choice and (run.complete_checkpoints() or run_choice.key == present_digest):
         return run_choice, "at the start of this run"
-    known_choice = _known_choice(resolved_run)
+    known_choice = _cached_or_default_choice_and_source(resolved_run)
     if known_choice is None and resolved_run.world.enclosing_rank is not None:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and "
             "ranks of a launcher cannot start a measurement; run `ortlaunch bench "
             f"{resolved_run.command.recipe_path}` once outside the launcher, with the same number of "
-            f"ranks, or set engine.name{_nearest_measurement_text(resolved_run)}"
+            f"ranks, or set engine.name{_difference_from_nearest_measurement_text(resolved_run)}"
         )
     return known_choice
 
 
-def measure_engine_choice(resolved_run: ResolvedRun, print_line: PrintLine) -> Choice:
+def measure_engines_and_choose(resolved_run: ResolvedRun, print_line: PrintLine) -> Choice:
     """Measure all engines now, and return the choice.
 
     Eager is the first to start. If the others are not worth their time, it is the last.
@@ -131,23 +138,25 @@ def measure_engine_choice(resolved_run: ResolvedRun, print_line: PrintLine) -> C
         EngineError: no engine both runs this model and passes parity.
         BenchStopped: the user stopped it with a signal.
     """
-    bench_folder = create_bench_folder(None, f"{resolved_run.recipe_file.recipe.name}-auto")
+    bench_folder = create_or_reuse_bench_folder(
+        None, f"{resolved_run.recipe_file.recipe.name}-auto"
+    )
     print_line(f"engine auto: measuring once, in {bench_folder}")
     try:
         # The steps to profile are the training's.
-        prepared_variants = prepare_variants(
+        prepared_variants = resolve_variants_or_refuse_all(
             resolved_run.apply_overrides("log.profile_steps=null"), ENGINES[::-1], ()
         )
-        report = measure_variants(
+        report = measure_variants_and_build_report(
             resolved_run,
             prepared_variants,
             SHORT_LENGTH,
             bench_folder,
             print_line,
-            partial(_refuse_long_measurement, resolved_run),
+            partial(_raise_if_measurement_outweighs_run, resolved_run),
         )
     except MeasurementTooLongError as error:
-        return _default_choice(resolved_run, str(error))
+        return _unmeasured_default_engine_choice(resolved_run, str(error))
     except BenchStopped as stopped:
         if resolved_run.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
             # Training has not begun, so nothing is lost: exit as after a save. Ctrl-C keeps its
@@ -156,31 +165,31 @@ def measure_engine_choice(resolved_run: ResolvedRun, print_line: PrintLine) -> C
         raise
     # Written before the decision, which may raise.
     write_json_atomically(bench_folder / "bench.json", report)
-    print_line(format_bench_table(report["variants"]))
-    return choose_measured_engine(
+    print_line(bench_table_and_notes_text(report["variants"]))
+    return choose_fastest_measured_engine(
         report["variants"], bench_folder, resolved_run.recipe_file.recipe.train.max_steps
     )
 
 
-def _known_choice(resolved_run: ResolvedRun) -> tuple[Choice, str] | None:
+def _cached_or_default_choice_and_source(resolved_run: ResolvedRun) -> tuple[Choice, str] | None:
     """Return (choice, where it is from) without a measurement: of the cache, or for few steps."""
-    cached_choice = read_cached_choice(resolved_run)
+    cached_choice = read_cached_choice_or_forget_damaged(resolved_run)
     max_steps = resolved_run.recipe_file.recipe.train.max_steps
     if cached_choice:
         # The run that was measured may have been longer.
         return replace(
             cached_choice,
-            chosen=engine_with_shortest_run(cached_choice.measured, max_steps)
+            chosen=engine_with_shortest_run_or_none(cached_choice.measured, max_steps)
             or cached_choice.chosen,
         ), "cached"
     # With `epochs` the number is unknown until the data are read.
     if max_steps is None or _MAX_SHARE_OF_RUN * max_steps >= _MEASURED_STEPS:
         return None
     reason = f"{_MEASURED_STEPS} steps of a measurement are more than {_MAX_SHARE_OF_RUN:.0%} of {max_steps:,}"
-    return _default_choice(resolved_run, reason), ""
+    return _unmeasured_default_engine_choice(resolved_run, reason), ""
 
 
-def _refuse_long_measurement(resolved_run: ResolvedRun, variant_job: VariantJob) -> None:
+def _raise_if_measurement_outweighs_run(resolved_run: ResolvedRun, variant_job: VariantJob) -> None:
     """Raise TooLong if eager's first steps predict a run that is too short for a measurement."""
     max_steps = resolved_run.recipe_file.recipe.train.max_steps
     if max_steps is None or variant_job.variant.engine != "eager":
@@ -198,31 +207,34 @@ def _refuse_long_measurement(resolved_run: ResolvedRun, variant_job: VariantJob)
         )
 
 
-def _default_choice(resolved_run: ResolvedRun, reason: str) -> Choice:
+def _unmeasured_default_engine_choice(resolved_run: ResolvedRun, reason: str) -> Choice:
     """Return the recipe's default engine, or eager where it cannot run, for this reason."""
-    can_run_ort = resolve_variant(Variant(ENGINES[0], ()), resolved_run).resolved_run is not None
+    can_run_ort = (
+        resolve_variant_or_record_refusal(Variant(ENGINES[0], ()), resolved_run).resolved_run
+        is not None
+    )
     bench_hint = f"`ortlaunch bench {resolved_run.command.recipe_path}` measures for all later runs"
     return Choice(
         "auto", ENGINES[0] if can_run_ort else "eager", f"not measured: {reason}; {bench_hint}", {}
     )
 
 
-def apply_known_engine(resolved_run: ResolvedRun) -> ResolvedRun:
+def apply_known_engine_or_add_note(resolved_run: ResolvedRun) -> ResolvedRun:
     """Return the run with the engine that is known now, or with a note. Measures nothing."""
-    known_choice = _known_choice(resolved_run)
+    known_choice = _cached_or_default_choice_and_source(resolved_run)
     if known_choice:
-        return apply_engine_choice(resolved_run, *known_choice)
+        return apply_engine_choice_with_note(resolved_run, *known_choice)
     note = "engine auto: measured when training starts, then cached; this plan assumes ort"
     return replace(resolved_run, notes=(*resolved_run.notes, note))
 
 
-def apply_engine_choice(
+def apply_engine_choice_with_note(
     resolved_run: ResolvedRun, engine_choice: Choice, choice_source: str = ""
 ) -> ResolvedRun:
     """Return the same run with the chosen engine; its notes name the engine and the reason."""
     engine = engine_choice.chosen
     engine_section = resolved_run.recipe_file.recipe.engine
-    overrides = engine_overrides(engine, engine_section, keeps_parity_fields=True)
+    overrides = overrides_that_replace_engine(engine, engine_section, keeps_parity_fields=True)
     if engine == "ort" and not engine_choice.measured:
         # No measurement has shown that ONNX Runtime can run this model.
         overrides = (*overrides, "engine.allow_fallback=true")
@@ -230,28 +242,28 @@ def apply_engine_choice(
     # The recipe gives parity_steps as a number above 0.
     if engine == "eager" and engine_section.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
-    return resolved_run.apply_engine_choice(engine_choice, note, *overrides)
+    return resolved_run.copy_with_engine_choice(engine_choice, note, *overrides)
 
 
-def read_cached_choice(resolved_run: ResolvedRun) -> Choice | None:
+def read_cached_choice_or_forget_damaged(resolved_run: ResolvedRun) -> Choice | None:
     """Return the choice that was measured for this model, shape and machine, or None."""
     cache_path = _choice_cache_path(resolved_run)
     if not cache_path.exists():
         return None
     # The folder must be this user's. Otherwise another user could choose the engine.
     require_not_writable_by_others(cache_path.parent)
-    invalid_reason = reason_seal_is_invalid(cache_path.with_suffix(".seal"))
+    invalid_reason = reason_files_differ_from_checksum_record(cache_path.with_suffix(".seal"))
     if invalid_reason:
         print(f"{invalid_reason}; forgotten", flush=True)
         # A record that does not match its seal is not trusted.
         cache_path.unlink()
         return None
-    return Choice.from_record(read_own_json(cache_path)["choice"])
+    return Choice.from_choice_json(read_own_json(cache_path)["choice"])
 
 
-def _nearest_measurement_text(resolved_run: ResolvedRun) -> str:
+def _difference_from_nearest_measurement_text(resolved_run: ResolvedRun) -> str:
     """Return how the most similar remembered measurement differs from this run."""
-    present_key = choice_key(resolved_run)
+    present_key = values_that_decide_fastest_engine(resolved_run)
     cached_keys = [
         read_own_json(path)["key"]
         for path in _choice_cache_path(resolved_run).parent.glob("*.json")
@@ -268,7 +280,7 @@ def _nearest_measurement_text(resolved_run: ResolvedRun) -> str:
     )
 
 
-def cache_engine_choice(resolved_run: ResolvedRun, engine_choice: Choice) -> Choice:
+def cache_engine_choice_if_measured(resolved_run: ResolvedRun, engine_choice: Choice) -> Choice:
     """Store the choice in the user's cache, for later runs with the same key.
 
     Returns:
@@ -277,24 +289,27 @@ def cache_engine_choice(resolved_run: ResolvedRun, engine_choice: Choice) -> Cho
     if not engine_choice.measured:
         return engine_choice
     stored_choice = replace(engine_choice, key=choice_key_digest(resolved_run))
-    record = {"key": choice_key(resolved_run), "choice": as_json(stored_choice)}
-    make_cache_folder("engines")
+    record = {
+        "key": values_that_decide_fastest_engine(resolved_run),
+        "choice": json_values_of_record(stored_choice),
+    }
+    create_private_cache_folder("engines")
     cache_path = _choice_cache_path(resolved_run)
     write_json_atomically(cache_path, record)
-    seal_files(cache_path.with_suffix(".seal"), [cache_path])
+    write_checksum_record_and_protect_files(cache_path.with_suffix(".seal"), [cache_path])
     return stored_choice
 
 
-def is_long_enough(bench_report: Json) -> bool:
+def is_bench_enough_to_choose_engine(bench_report: Json) -> bool:
     """Return whether a bench is at least as long as auto's own, and has an engine to choose."""
     has_enough_steps = (
         bench_report["rounds"] >= SHORT_LENGTH.rounds
         and bench_report["steps"] >= SHORT_LENGTH.steps
     )
-    return has_enough_steps and fastest_row(bench_report["variants"]) is not None
+    return has_enough_steps and fastest_row_that_passes_parity(bench_report["variants"]) is not None
 
 
-def engine_with_shortest_run(
+def engine_with_shortest_run_or_none(
     figures_by_engine: Mapping[str, MeasuredEngine], step_count: int | None
 ) -> str | None:
     """Return the engine with the shortest run; None if none was measured and passes parity.
@@ -325,7 +340,7 @@ def engine_with_shortest_run(
     )
 
 
-def choose_measured_engine(
+def choose_fastest_measured_engine(
     variant_rows: Sequence[Json], bench_folder: Path, step_count: int | None = None
 ) -> Choice:
     """Return the choice and its reason, from the variants of a bench in `bench_folder`.
@@ -338,13 +353,15 @@ def choose_measured_engine(
     Raises:
         EngineError: none of them can be chosen.
     """
-    figures_by_engine = {row["engine"]: _summarize_variant(row) for row in variant_rows}
-    engine_name = engine_with_shortest_run(figures_by_engine, step_count)
+    figures_by_engine = {
+        row["engine"]: _measured_engine_of_variant_row(row) for row in variant_rows
+    }
+    engine_name = engine_with_shortest_run_or_none(figures_by_engine, step_count)
     best_row = next((row for row in variant_rows if row["engine"] == engine_name), None)
     if best_row is None:
         raise EngineError(
             "engine.name: auto: no engine can train this model here\n"
-            + "\n".join(_exclusion_reasons(variant_rows))
+            + "\n".join(_reasons_engines_cannot_be_chosen(variant_rows))
         )
     comparison_texts = [
         ratio_text(best_row, row)
@@ -358,14 +375,18 @@ def choose_measured_engine(
     )
     # A later choice for a run of another length has the same reasons.
     reason = "; ".join(
-        [measurement_text, *verdict_lines(variant_rows)[1:], *_exclusion_reasons(variant_rows)]
+        [
+            measurement_text,
+            *fastest_variant_and_caveat_lines(variant_rows)[1:],
+            *_reasons_engines_cannot_be_chosen(variant_rows),
+        ]
     )
     return Choice(
         "auto", best_row["engine"], reason, figures_by_engine, str(bench_folder.resolve())
     )
 
 
-def _exclusion_reasons(variant_rows: Sequence[Json]) -> Iterator[str]:
+def _reasons_engines_cannot_be_chosen(variant_rows: Sequence[Json]) -> Iterator[str]:
     """Yield the reason for each engine that cannot be chosen."""
     for row in variant_rows:
         if row["state"] != MEASURED_STATE:
@@ -377,7 +398,7 @@ def _exclusion_reasons(variant_rows: Sequence[Json]) -> Iterator[str]:
             )
 
 
-def _summarize_variant(variant_row: Json) -> MeasuredEngine:
+def _measured_engine_of_variant_row(variant_row: Json) -> MeasuredEngine:
     if variant_row["state"] != MEASURED_STATE:
         return MeasuredEngine(variant_row["state"], shorten_reason(variant_row["reason"]))
     return MeasuredEngine(
@@ -391,7 +412,7 @@ def _summarize_variant(variant_row: Json) -> MeasuredEngine:
 
 
 def _choice_cache_path(resolved_run: ResolvedRun) -> Path:
-    return cache_record_path("engines", choice_key(resolved_run))
+    return cache_file_path_by_hashed_key("engines", values_that_decide_fastest_engine(resolved_run))
 
 
 def choice_key_digest(resolved_run: ResolvedRun) -> str:
@@ -399,7 +420,7 @@ def choice_key_digest(resolved_run: ResolvedRun) -> str:
     return _choice_cache_path(resolved_run).stem
 
 
-def choice_key(resolved_run: ResolvedRun) -> Json:
+def values_that_decide_fastest_engine(resolved_run: ResolvedRun) -> Json:
     """Return everything that decides which engine is fastest, as plain values."""
     recipe = resolved_run.recipe_file.recipe
     world = resolved_run.world
@@ -410,7 +431,7 @@ def choice_key(resolved_run: ResolvedRun) -> Json:
         "data": {name: recipe_values["data"][name] for name in _SHAPE_FIELDS},
         "custom_data": recipe_values["data"]["train"] if recipe.data.factories else None,
         "code": [
-            _code_digest(resolved_run.command.modules_folder, function_name)
+            _user_module_digest_or_factory_name(resolved_run.command.modules_folder, function_name)
             for function_name in user_functions
             if function_name
         ],
@@ -439,7 +460,7 @@ def choice_key(resolved_run: ResolvedRun) -> Json:
     }
 
 
-def _code_digest(modules_folder: Path, factory_name: str) -> str:
+def _user_module_digest_or_factory_name(modules_folder: Path, factory_name: str) -> str:
     """Return the digest of the user's module file, or of all modules of a package.
 
     If there is no such file, return the factory's name.

@@ -8,30 +8,30 @@ from pathlib import Path
 from ortlaunch.bench import auto
 from ortlaunch.bench.measure import (
     MeasurementLength,
-    create_bench_folder,
-    measure_variants,
-    prepare_variants,
+    create_or_reuse_bench_folder,
+    measure_variants_and_build_report,
+    resolve_variants_or_refuse_all,
 )
-from ortlaunch.bench.picture import draw_bench_picture, require_matplotlib
+from ortlaunch.bench.picture import draw_and_write_bench_picture, require_matplotlib
 from ortlaunch.bench.report import (
     FAILED_STATE,
     MEASURED_STATE,
-    format_bench_table,
+    bench_table_and_notes_text,
+    fastest_variant_and_caveat_lines,
     passes_parity,
-    verdict_lines,
 )
 from ortlaunch.bench.variants import ENGINES
 from ortlaunch.json_types import Json
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.run_folder.profile_record import profile_lines
+from ortlaunch.run_folder.profile_record import profile_text_lines
 
 
-def run_bench_command(
+def measure_print_and_write_bench(
     resolved_run: ResolvedRun,
     engine_names: Sequence[str],
     vary_options: Sequence[str],
-    length: MeasurementLength,
+    measurement_length: MeasurementLength,
     output_folder: Path | None,
     draws_picture: bool,
 ) -> int:
@@ -46,26 +46,34 @@ def run_bench_command(
     # Before the measurement, which takes long.
     if draws_picture:
         require_matplotlib()
-    prepared_variants = prepare_variants(resolved_run, engine_names or ENGINES, vary_options)
-    bench_folder = create_bench_folder(output_folder, resolved_run.recipe_file.recipe.name)
-    bench_report = measure_variants(
-        resolved_run, prepared_variants, length, bench_folder, lambda text: print(text, flush=True)
+    prepared_variants = resolve_variants_or_refuse_all(
+        resolved_run, engine_names or ENGINES, vary_options
+    )
+    bench_folder = create_or_reuse_bench_folder(output_folder, resolved_run.recipe_file.recipe.name)
+    bench_report = measure_variants_and_build_report(
+        resolved_run,
+        prepared_variants,
+        measurement_length,
+        bench_folder,
+        lambda text: print(text, flush=True),
     )
     variant_rows = bench_report["variants"]
     write_json_atomically(bench_folder / "bench.json", bench_report)
     written_paths = [bench_folder / "bench.json"]
     measured_rows = [row for row in variant_rows if row["state"] == MEASURED_STATE]
     if draws_picture and measured_rows:
-        draw_bench_picture(
-            measured_rows, picture_title(resolved_run, bench_report), bench_folder / "bench.png"
+        draw_and_write_bench_picture(
+            measured_rows,
+            bench_picture_title(resolved_run, bench_report),
+            bench_folder / "bench.png",
         )
         written_paths.append(bench_folder / "bench.png")
     print(
         "\n".join(
             [
                 "",
-                format_bench_table(variant_rows),
-                *verdict_lines(variant_rows),
+                bench_table_and_notes_text(variant_rows),
+                *fastest_variant_and_caveat_lines(variant_rows),
                 f"written: {', '.join(map(str, written_paths))}",
             ]
         ),
@@ -77,16 +85,20 @@ def run_bench_command(
     ):
         print(
             "",
-            *profile_lines(read_own_json(profile_path)),
+            *profile_text_lines(read_own_json(profile_path)),
             f"written: {profile_path}",
             sep="\n",
             flush=True,
         )
     # This bench measured all that engine auto would, so auto can use its result.
-    if not engine_names and not vary_options and auto.is_long_enough(bench_report):
-        choice = auto.cache_engine_choice(
+    if (
+        not engine_names
+        and not vary_options
+        and auto.is_bench_enough_to_choose_engine(bench_report)
+    ):
+        choice = auto.cache_engine_choice_if_measured(
             resolved_run,
-            auto.choose_measured_engine(
+            auto.choose_fastest_measured_engine(
                 variant_rows, bench_folder, resolved_run.recipe_file.recipe.train.max_steps
             ),
         )
@@ -104,7 +116,7 @@ def run_bench_command(
     )
 
 
-def picture_title(resolved_run: ResolvedRun, bench_report: Json) -> str:
+def bench_picture_title(resolved_run: ResolvedRun, bench_report: Json) -> str:
     """Return the title of the figure: recipe, hardware and number of ranks."""
     hardware = bench_report["hardware"]
     rank_count = resolved_run.world.rank_count

@@ -18,9 +18,13 @@ from types import FrameType
 from typing import NamedTuple
 
 from ortlaunch import machine
-from ortlaunch.bench.report import build_variant_rows, shorten_reason
+from ortlaunch.bench.report import shorten_reason, variant_result_rows_with_ratios
 from ortlaunch.bench.turns import OnReady, VariantFailedError, VariantJob
-from ortlaunch.bench.variants import Variant, combine_variants, resolve_variant
+from ortlaunch.bench.variants import (
+    Variant,
+    resolve_variant_or_record_refusal,
+    variants_of_engines_and_varied_keys,
+)
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.process import signals_to_handle
@@ -52,7 +56,7 @@ class BenchStopped(OrtlaunchError):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}", 128 + signal_number)
 
 
-def prepare_variants(
+def resolve_variants_or_refuse_all(
     resolved_run: ResolvedRun, engine_names: Sequence[str], vary_options: Sequence[str]
 ) -> list[Variant]:
     """Return every variant, resolved or refused.
@@ -72,8 +76,8 @@ def prepare_variants(
             "batch.micro_size=NUMBER"
         )
     resolved_variants = [
-        resolve_variant(variant, resolved_run)
-        for variant in combine_variants(engine_names, vary_options)
+        resolve_variant_or_record_refusal(variant, resolved_run)
+        for variant in variants_of_engines_and_varied_keys(engine_names, vary_options)
     ]
     if all(variant.resolved_run is None for variant in resolved_variants):
         raise InputError(
@@ -82,7 +86,7 @@ def prepare_variants(
     return resolved_variants
 
 
-def create_bench_folder(requested_folder: Path | None, bench_name: str) -> Path:
+def create_or_reuse_bench_folder(requested_folder: Path | None, bench_name: str) -> Path:
     """Create `requested_folder`, which must be new or of an unfinished bench, or else bench/<name>-<time>."""
     folder = requested_folder or Path("bench") / f"{bench_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Two benches may begin in the same second.
@@ -99,24 +103,25 @@ def create_bench_folder(requested_folder: Path | None, bench_name: str) -> Path:
             return path
     # Empty, or of a bench that was cut short: bench.json is its last file.
     if folder.is_dir() and all(
-        path.is_dir() and RunDir(path).has_only_own_files() for path in folder.iterdir()
+        path.is_dir() and RunDir(path).has_only_run_files_and_no_checkpoints()
+        for path in folder.iterdir()
     ):
         return folder
     raise PlanError(f"{folder}: exists already; give --out a new folder")
 
 
-def measure_variants(
+def measure_variants_and_build_report(
     resolved_run: ResolvedRun,
     prepared_variants: Sequence[Variant],
-    length: MeasurementLength,
+    measurement_length: MeasurementLength,
     bench_folder: Path,
     print_line: PrintLine,
-    on_ready: OnReady = lambda _: None,
+    on_first_warm_up: OnReady = lambda _: None,
 ) -> Json:
     """Run the bench and return bench.json as plain values.
 
     Args:
-        on_ready: called with each variant's job when it has warmed up for the first time; what it
+        on_first_warm_up: called with each variant's job when it has warmed up for the first time; what it
             raises ends the bench.
 
     Raises:
@@ -124,23 +129,27 @@ def measure_variants(
     """
     start_time = time.time()
     load_before = os.getloadavg()
-    _warn_if_machine_is_busy(print_line, load_before)
+    _watch_and_warn_of_busy_machine(print_line, load_before)
     variant_jobs = [
-        VariantJob(bench_variant, RunDir(bench_folder / bench_variant.folder_name), on_ready)
+        VariantJob(
+            bench_variant, RunDir(bench_folder / bench_variant.folder_name), on_first_warm_up
+        )
         for bench_variant in prepared_variants
         if bench_variant.resolved_run is not None
     ]
-    length = _length_that_fits_memory(length, variant_jobs, print_line)
+    measurement_length = _measurement_length_that_fits_memory(
+        measurement_length, variant_jobs, print_line
+    )
     for variant in prepared_variants:
         if variant.resolved_run is None:
             print_line(f"{variant.name}: refused: {shorten_reason(variant.refusal)}")
-    with _turn_signals_into_error():
+    with _raise_bench_stopped_on_signal():
         try:
-            run_all_turns(variant_jobs, length, print_line)
+            run_interleaved_measurement_rounds(variant_jobs, measurement_length, print_line)
         finally:
             for variant_job in variant_jobs:
                 variant_job.cancel_job()
-    _warn_of_spinning_jobs(variant_jobs, print_line)
+    _warn_of_jobs_busy_while_waiting(variant_jobs, print_line)
     world = resolved_run.world
     return {
         "format": 1,
@@ -149,82 +158,95 @@ def measure_variants(
         "overrides": list(resolved_run.recipe_file.overrides),
         "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(start_time)),
         "seconds": round(time.time() - start_time, 1),
-        **length._asdict(),
+        **measurement_length._asdict(),
         "launcher": world.launcher,
         "device": world.device,
         "nodes": [list(node) for node in world.nodes],
         "hardware": machine.hardware_record(),
         "load": {"before": load_before, "after": os.getloadavg()},
-        "environment": provenance.environment_record(),
-        "variants": build_variant_rows(prepared_variants, variant_jobs),
+        "environment": provenance.package_and_machine_versions_record(),
+        "variants": variant_result_rows_with_ratios(prepared_variants, variant_jobs),
     }
 
 
-def run_all_turns(
-    variant_jobs: Sequence[VariantJob], length: MeasurementLength, print_line: PrintLine
+def run_interleaved_measurement_rounds(
+    variant_jobs: Sequence[VariantJob], measurement_length: MeasurementLength, print_line: PrintLine
 ) -> None:
     """Warm all variants up, give each a turn `rounds` times, then compare; a failed one stays out."""
-    for variant_job in variant_jobs if not length.one_at_a_time else ():
-        _run_or_exclude(variant_job, print_line, partial(_start_variant, variant_job, print_line))
-    for round_number in range(1, length.rounds + 1):
+    for variant_job in variant_jobs if not measurement_length.one_at_a_time else ():
+        _run_action_or_exclude_variant(
+            variant_job, print_line, partial(_start_variant, variant_job, print_line)
+        )
+    for round_number in range(1, measurement_length.rounds + 1):
         for variant_job in variant_jobs:
-            _run_or_exclude(
+            _run_action_or_exclude_variant(
                 variant_job,
                 print_line,
-                partial(_take_turn, variant_job, length, round_number == length.rounds, print_line),
+                partial(
+                    _train_measured_steps_of_one_round,
+                    variant_job,
+                    measurement_length,
+                    round_number == measurement_length.rounds,
+                    print_line,
+                ),
             )
         seconds_texts = (
-            f"{job.variant.name} {sum(job.turns[-1]['seconds']) / length.steps:.4g}"
+            f"{job.variant.name} {sum(job.turns[-1]['seconds']) / measurement_length.steps:.4g}"
             for job in variant_jobs
             if job.is_measured
         )
         if text := ", ".join(seconds_texts):
-            print_line(f"round {round_number}/{length.rounds}, s/step: {text}")
-    for variant_job in variant_jobs if not length.one_at_a_time else ():
-        _run_or_exclude(variant_job, print_line, partial(_compare_and_end, variant_job))
+            print_line(f"round {round_number}/{measurement_length.rounds}, s/step: {text}")
+    for variant_job in variant_jobs if not measurement_length.one_at_a_time else ():
+        _run_action_or_exclude_variant(
+            variant_job, print_line, partial(_compare_and_end, variant_job)
+        )
 
 
 def _start_variant(variant_job: VariantJob, print_line: PrintLine) -> None:
-    variant_job.start_and_warm_up()
+    variant_job.start_job_and_wait_for_warm_up()
     print_line(
         f"{variant_job.variant.name}: first step {variant_job.ready_answer['first_step']['since_launch']:.1f} s "
         "after its launch"
     )
 
 
-def _take_turn(
-    variant_job: VariantJob, length: MeasurementLength, is_last_round: bool, print_line: PrintLine
+def _train_measured_steps_of_one_round(
+    variant_job: VariantJob,
+    measurement_length: MeasurementLength,
+    is_last_round: bool,
+    print_line: PrintLine,
 ) -> None:
     if not variant_job.is_running:
         _start_variant(variant_job, print_line)
-    variant_job.run_turn(length.steps)
+    variant_job.train_measured_steps(measurement_length.steps)
     # Only one job is in memory, so it is compared in its last turn and not at the end.
-    if length.one_at_a_time and is_last_round:
+    if measurement_length.one_at_a_time and is_last_round:
         _compare_and_end(variant_job)
-    elif length.one_at_a_time:
-        variant_job.end_or_cancel()
+    elif measurement_length.one_at_a_time:
+        variant_job.request_end_and_cancel_if_late()
 
 
 def _compare_and_end(variant_job: VariantJob) -> None:
     variant_job.compare_with_pytorch()
-    variant_job.end_or_cancel()
+    variant_job.request_end_and_cancel_if_late()
 
 
-def _run_or_exclude(
-    variant_job: VariantJob, print_line: PrintLine, action: Callable[[], None]
+def _run_action_or_exclude_variant(
+    variant_job: VariantJob, print_line: PrintLine, run_action: Callable[[], None]
 ) -> None:
     """Run an action of a variant; one that fails stays out from then on, and the others continue."""
     if variant_job.failure_text:
         return
     try:
-        action()
+        run_action()
     except (VariantFailedError, LaunchError) as error:
         variant_job.failure_text = str(error)
         print_line(f"{variant_job.variant.name}: failed: {shorten_reason(str(error))}")
 
 
 @contextlib.contextmanager
-def _turn_signals_into_error() -> Iterator[None]:
+def _raise_bench_stopped_on_signal() -> Iterator[None]:
     """Turn signals that end this process into BenchStopped, so that the jobs are ended first.
 
     Later signals are ignored until then.
@@ -250,8 +272,8 @@ def _turn_signals_into_error() -> Iterator[None]:
             signal.signal(signal_number, handler)
 
 
-def _length_that_fits_memory(
-    length: MeasurementLength, variant_jobs: Sequence[VariantJob], print_line: PrintLine
+def _measurement_length_that_fits_memory(
+    measurement_length: MeasurementLength, variant_jobs: Sequence[VariantJob], print_line: PrintLine
 ) -> MeasurementLength:
     """Return the length, with one variant at a time if this host cannot hold all of them.
 
@@ -262,10 +284,10 @@ def _length_that_fits_memory(
         for variant_job in variant_jobs
         if variant_job.variant.resolved_run
     ]
-    if length.one_at_a_time or any(
+    if measurement_length.one_at_a_time or any(
         variant_plan.memory is None or variant_plan.device != "cpu" for variant_plan in plans
     ):
-        return length
+        return measurement_length
     needed_bytes = 0
     # The least of the machine's free memory and the limits of its control groups.
     free_bytes = machine.memory_limit_with_least_free().free_bytes
@@ -277,17 +299,17 @@ def _length_that_fits_memory(
             plan.memory.process.bytes_of_ranks(slot_count) + slot_count * stage_bytes.total
         )
     if needed_bytes <= free_bytes:
-        return length
+        return measurement_length
     print_line(
         f"{len(plans)} variants would take {human_bytes(needed_bytes)} at once, and {human_bytes(free_bytes)} is free: "
         "running one at a time, restarted in every round (--one-at-a-time)"
     )
-    return length._replace(one_at_a_time=True)
+    return measurement_length._replace(one_at_a_time=True)
 
 
-def _warn_if_machine_is_busy(print_line: PrintLine, load_averages: Sequence[float]) -> None:
+def _watch_and_warn_of_busy_machine(print_line: PrintLine, load_averages: Sequence[float]) -> None:
     """Warn if other processes make the figures noisy."""
-    busy_processes = machine.busy_processes()
+    busy_processes = machine.watch_and_describe_busy_processes()
     core_count = machine.hardware_record()["cores"] or 1
     if busy_processes or load_averages[0] > _BUSY_LOAD_PER_CORE * core_count:
         print_line(
@@ -296,7 +318,9 @@ def _warn_if_machine_is_busy(print_line: PrintLine, load_averages: Sequence[floa
         )
 
 
-def _warn_of_spinning_jobs(variant_jobs: Sequence[VariantJob], print_line: PrintLine) -> None:
+def _warn_of_jobs_busy_while_waiting(
+    variant_jobs: Sequence[VariantJob], print_line: PrintLine
+) -> None:
     """Warn of a job that works while it waits: it takes time from the others."""
     for variant_job in variant_jobs:
         wait_records = [turn["waited"] for turn in variant_job.turns]

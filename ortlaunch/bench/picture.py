@@ -25,7 +25,9 @@ def require_matplotlib() -> None:
         )
 
 
-def draw_bench_picture(variant_rows: Sequence[Json], title: str, picture_path: Path) -> None:
+def draw_and_write_bench_picture(
+    variant_rows: Sequence[Json], title: str, picture_path: Path
+) -> None:
     """Draw the median tokens (or samples) a second of each variant.
 
     A line on each bar shows the middle half of the steps.

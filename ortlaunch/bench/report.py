@@ -9,7 +9,7 @@ from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
-from ortlaunch.units import align_columns, human_bytes
+from ortlaunch.units import aligned_table_lines, human_bytes
 
 _TABLE_HEAD = (
     "variant",
@@ -30,23 +30,23 @@ FAILED_STATE = "failed"
 PASSING_VERDICTS = ("passes", "reference")
 
 
-def build_variant_rows(
+def variant_result_rows_with_ratios(
     variants: Sequence[Variant], variant_jobs: Sequence[VariantJob]
 ) -> list[Json]:
     """Return every variant in its order: with figures, or refused or failed with the reason."""
     job_by_name = {variant_job.variant.name: variant_job for variant_job in variant_jobs}
-    rows = [_variant_row(variant, job_by_name.get(variant.name)) for variant in variants]
+    rows = [_variant_result_row(variant, job_by_name.get(variant.name)) for variant in variants]
     measured_rows = [row for row in rows if row["state"] == MEASURED_STATE]
     for row in measured_rows:
         # Ratios need all rows, so they are added afterwards.
-        reference_row = _reference_row(row, measured_rows)
+        reference_row = _row_that_ratio_refers_to(row, measured_rows)
         row["ratio"] = row["samples_per_second"] / reference_row["samples_per_second"]
         row["ratio_to"] = reference_row["name"]
-        row["mfu"] = _model_flops_utilization(row, measured_rows)
+        row["mfu"] = _model_flops_utilization_or_none(row, measured_rows)
     return rows
 
 
-def _variant_row(variant: Variant, variant_job: VariantJob | None) -> Json:
+def _variant_result_row(variant: Variant, variant_job: VariantJob | None) -> Json:
     row: Json = {
         "name": variant.name,
         "engine": variant.engine,
@@ -77,7 +77,7 @@ def _variant_row(variant: Variant, variant_job: VariantJob | None) -> Json:
         "precision": variant.resolved_run.recipe_file.recipe.precision,
         "matmul_precision": variant.resolved_run.recipe_file.recipe.engine.matmul_precision,
         "ranks": rank_count,
-        "seconds": value_distribution(step_seconds),
+        "seconds": median_quartiles_and_extremes(step_seconds),
         "samples_per_second": variant.resolved_run.workload.batch.global_samples / median,
         "tokens_per_second": tokens / len(step_seconds) / median if tokens else None,
         "padding_share": padding / (tokens + padding) if tokens else None,
@@ -99,7 +99,7 @@ def _folder_field(variant_job: VariantJob | None) -> dict[str, str]:
     return {"folder": str(variant_job.run)} if variant_job else {}
 
 
-def value_distribution(values: Sequence[float]) -> dict[str, float]:
+def median_quartiles_and_extremes(values: Sequence[float]) -> dict[str, float]:
     """Return median, quartiles, minimum and maximum."""
     lower_quartile, median, upper_quartile = (
         statistics.quantiles(values, n=4, method="inclusive")
@@ -116,7 +116,7 @@ def value_distribution(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _reference_row(row: Json, measured_rows: Sequence[Json]) -> Json:
+def _row_that_ratio_refers_to(row: Json, measured_rows: Sequence[Json]) -> Json:
     """Return the variant that a row is compared with.
 
     It is eager with the same varied keys, else the first eager, else the first.
@@ -126,7 +126,7 @@ def _reference_row(row: Json, measured_rows: Sequence[Json]) -> Json:
     return (rows_with_same_keys or eager_rows or list(measured_rows))[0]
 
 
-def _model_flops_utilization(row: Json, measured_rows: Sequence[Json]) -> float | None:
+def _model_flops_utilization_or_none(row: Json, measured_rows: Sequence[Json]) -> float | None:
     """Return the model FLOPs utilization, from 0 to 1, or None if it is unknown.
 
     The peak is the highest rate that any variant of this precision measured: one scale for all of
@@ -162,7 +162,7 @@ def passes_parity(variant_row: Json) -> bool:
     )
 
 
-def fastest_row(measured_rows: Sequence[Json]) -> Json | None:
+def fastest_row_that_passes_parity(measured_rows: Sequence[Json]) -> Json | None:
     """Return the variant with the most samples a second that passes parity, or None."""
     return max(
         (row for row in measured_rows if passes_parity(row)),
@@ -171,9 +171,9 @@ def fastest_row(measured_rows: Sequence[Json]) -> Json | None:
     )
 
 
-def verdict_lines(all_rows: Sequence[Json]) -> list[str]:
+def fastest_variant_and_caveat_lines(all_rows: Sequence[Json]) -> list[str]:
     """Return a line that names the fastest variant, and lines that limit it."""
-    best_row = fastest_row(all_rows)
+    best_row = fastest_row_that_passes_parity(all_rows)
     if best_row is None:
         return ["fastest: none passed parity"]
     other_rows = [row for row in all_rows if row["state"] == MEASURED_STATE and row is not best_row]
@@ -208,20 +208,27 @@ def ratio_text(best_row: Json, other_row: Json) -> str:
     return f"{best_row['samples_per_second'] / other_row['samples_per_second']:.2f} x {other_row['name']}"
 
 
-def format_bench_table(all_rows: Sequence[Json]) -> str:
+def bench_table_and_notes_text(all_rows: Sequence[Json]) -> str:
     """Return the figures of measured variants, and a line with the reason for each other one."""
     measured_rows = [row for row in all_rows if row["state"] == MEASURED_STATE]
-    cells = [_TABLE_HEAD, *(_row_cells(row) for row in measured_rows)] if measured_rows else []
+    cells = (
+        [_TABLE_HEAD, *(_table_cells_of_row(row) for row in measured_rows)] if measured_rows else []
+    )
     columns = [
         # Without columns that no variant fills, such as tokens/s or MFU.
         column
         for column in zip(*cells)
         if set(column[1:]) != {"-"}
     ]
-    return "\n".join([*align_columns(zip(*columns), numbers_right=True), *_note_lines(all_rows)])
+    return "\n".join(
+        [
+            *aligned_table_lines(zip(*columns), right_aligns_after_first_column=True),
+            *_failure_parity_and_unit_notes(all_rows),
+        ]
+    )
 
 
-def _row_cells(row: Json) -> tuple[str, ...]:
+def _table_cells_of_row(row: Json) -> tuple[str, ...]:
     seconds = row["seconds"]
     tokens = row["tokens_per_second"]
     mfu = row["mfu"]
@@ -234,12 +241,12 @@ def _row_cells(row: Json) -> tuple[str, ...]:
         f"{mfu:.1%}" if mfu else "-",
         human_bytes(max(row["memory"])),
         f"{row['first_step']['since_launch']:.1f} s",
-        _parity_cell(row["parity"]),
+        _reference_or_difference_cell(row["parity"]),
         f"{row['ratio']:.2f} x",
     )
 
 
-def _parity_cell(parity_record: Json) -> str:
+def _reference_or_difference_cell(parity_record: Json) -> str:
     """Return `reference`, `1.2e-06`, or a text in capitals where the figures must not be used."""
     if parity_record["verdict"] == "passes":
         return f"{parity_record['largest']:.0e}"
@@ -252,7 +259,7 @@ def _parity_cell(parity_record: Json) -> str:
     return "reference" if parity_record["verdict"] == "reference" else "NOT COMPARED"
 
 
-def _note_lines(all_rows: Sequence[Json]) -> list[str]:
+def _failure_parity_and_unit_notes(all_rows: Sequence[Json]) -> list[str]:
     notes = [
         f"{row['name']}: {row['state']}: {shorten_reason(row['reason'])}"
         for row in all_rows

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ortlaunch import doctor
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.resolve.prepare import check_launcher
+from ortlaunch.resolve.prepare import require_launcher_can_start_hosts
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir
 
@@ -54,18 +54,18 @@ class Variant(NamedTuple):
         """The name in a form for folders."""
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name).strip("-")
 
-    def recipe_overrides(self, engine_section: Engine) -> tuple[str, ...]:
+    def overrides_that_make_variant(self, engine_section: Engine) -> tuple[str, ...]:
         """Return the overrides that make this variant of a recipe; `engine_section`: its section `engine`."""
         # No fallback: plain PyTorch must not be measured under ort's name.
         fallback_override = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
         return (
-            *engine_overrides(self.engine, engine_section),
+            *overrides_that_replace_engine(self.engine, engine_section),
             *fallback_override,
             *self.varied_overrides,
         )
 
 
-def engine_overrides(
+def overrides_that_replace_engine(
     engine_name: str, engine_section: Engine, keeps_parity_fields: bool = False
 ) -> tuple[str, ...]:
     """Return overrides that replace the recipe's engine, and drop fields of ort for other engines.
@@ -86,7 +86,9 @@ def engine_overrides(
     return (f"engine={json.dumps({'name': engine_name, **kept_values})}",)
 
 
-def combine_variants(engine_names: Sequence[str], vary_options: Sequence[str]) -> list[Variant]:
+def variants_of_engines_and_varied_keys(
+    engine_names: Sequence[str], vary_options: Sequence[str]
+) -> list[Variant]:
     """Return a variant for each combination of an engine and a value of every varied key.
 
     Variants that differ only in the engine are neighbours; otherwise the order is the given one.
@@ -100,7 +102,7 @@ def combine_variants(engine_names: Sequence[str], vary_options: Sequence[str]) -
         raise InputError(
             f"--engines {','.join(engine_names)}: give one or more of {', '.join(ENGINES)}, each once"
         )
-    overrides_by_option = [_parse_vary_option(text) for text in vary_options]
+    overrides_by_option = [_overrides_of_vary_option_or_refuse(text) for text in vary_options]
     combined_variants = [
         Variant(engine, varied_overrides)
         for varied_overrides in itertools.product(*overrides_by_option)
@@ -121,9 +123,9 @@ def combine_variants(engine_names: Sequence[str], vary_options: Sequence[str]) -
     return combined_variants
 
 
-def _parse_vary_option(vary_option: str) -> list[str]:
+def _overrides_of_vary_option_or_refuse(vary_option: str) -> list[str]:
     key, equals_sign, values = vary_option.partition("=")
-    value_texts = list(split_top_level_commas(values))
+    value_texts = list(split_at_commas_outside_brackets(values))
     if not equals_sign or not key.strip() or not all(value_texts):
         raise InputError(f"--vary {vary_option}: {_VARY_FORM}")
     # An override of the engine would contradict the variant's name.
@@ -132,7 +134,7 @@ def _parse_vary_option(vary_option: str) -> list[str]:
     return [f"{key.strip()}={value}" for value in value_texts]
 
 
-def split_top_level_commas(text: str) -> Iterator[str]:
+def split_at_commas_outside_brackets(text: str) -> Iterator[str]:
     """Split `0,{a: [1, 2]},x` into `0`, `{a: [1, 2]}` and `x`.
 
     Commas inside brackets and quotes separate nothing.
@@ -155,13 +157,15 @@ def split_top_level_commas(text: str) -> Iterator[str]:
     yield value_text.strip()
 
 
-def resolve_variant(variant: Variant, base_run: ResolvedRun) -> Variant:
+def resolve_variant_or_record_refusal(variant: Variant, base_run: ResolvedRun) -> Variant:
     """Return the variant with its plan, or with the reason why it cannot run here."""
     try:
-        overrides = variant.recipe_overrides(base_run.recipe_file.recipe.engine)
+        overrides = variant.overrides_that_make_variant(base_run.recipe_file.recipe.engine)
         resolved_run = base_run.apply_overrides(*overrides).replace_task("bench")
-        doctor.require_everything_installed(resolved_run.recipe_file.recipe, resolved_run.world)
-        check_launcher(resolved_run.world, RunDir(variant.folder_name))
+        doctor.require_packages_and_extensions_installed(
+            resolved_run.recipe_file.recipe, resolved_run.world
+        )
+        require_launcher_can_start_hosts(resolved_run.world, RunDir(variant.folder_name))
     except InputError as error:
         return variant._replace(refusal=str(error))
     return variant._replace(resolved_run=resolved_run)

@@ -23,9 +23,9 @@ from ortlaunch.cli.setup import import_config, recipes, schema, setup, shipped
 from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.cli.training import bench, data, parity, plan, sweep, train, validate
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
-from ortlaunch.file_errors import explain_os_error
-from ortlaunch.output import guard_standard_output, output_columns
-from ortlaunch.units import wrap_lines
+from ortlaunch.file_errors import one_line_file_error_or_none
+from ortlaunch.output import output_columns, wrap_standard_streams_within_block
+from ortlaunch.units import wrap_long_lines_except_commands
 
 # The option for the output folder, if it is not --run-dir; error messages suggest it.
 _FOLDER_OPTIONS = {
@@ -117,7 +117,7 @@ def main() -> None:
     """Run the command line; errors for the user are printed without a traceback."""
     # With the freeze below, it saves a tenth of the time of a short command.
     gc.disable()
-    with guard_standard_output():
+    with wrap_standard_streams_within_block():
         try:
             _refuse_undecodable_arguments(sys.argv[1:])
             sys.argv[1:] = filterfalse(_is_local_rank_argument, sys.argv[1:])
@@ -128,7 +128,7 @@ def main() -> None:
         except OrtlaunchError as error:
             sys.exit(_print_error(f"ortlaunch: {error}", error))
         except OSError as error:
-            input_error = explain_os_error(
+            input_error = one_line_file_error_or_none(
                 error, _FOLDER_OPTIONS.get("".join(sys.argv[1:2]), "--run-dir")
             )
             # An unknown error is a bug, so its traceback is needed.
@@ -145,7 +145,9 @@ def _print_error(message: str, error: OrtlaunchError) -> int:
     if str(error):
         # In a pipe or a file an error is one line, for editors and scripts.
         print(
-            wrap_lines(message, output_columns()) if sys.stderr.isatty() else message,
+            wrap_long_lines_except_commands(message, output_columns())
+            if sys.stderr.isatty()
+            else message,
             file=sys.stderr,
         )
     return error.exit_status

@@ -195,7 +195,7 @@ def _option_suggestion(
         next_arguments: the next argument, if there is one.
         own_options: the options of the verb.
     """
-    from ortlaunch.recipe.fields.field_lookup import first_model_at_path, section_keys
+    from ortlaunch.recipe.fields.field_lookup import first_model_at_path, keys_accepted_by_section
     from ortlaunch.recipe.hints.did_you_mean import advise_on_unknown_key
     from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
     from ortlaunch.recipe.text.place import format_key_path, parse_key_path
@@ -219,7 +219,7 @@ def _option_suggestion(
     if option_name in _HINT_BY_OPTION:
         return _HINT_BY_OPTION[option_name]
     *section, last_key = parse_key_path(option_name)
-    if first_model_at_path(tuple(section)) and last_key in section_keys(tuple(section)):
+    if first_model_at_path(tuple(section)) and last_key in keys_accepted_by_section(tuple(section)):
         return _recipe_key_suggestion(option_name, value, own_options)
     # A mistyped option of the verb: Typer's own suggestion is right.
     if (

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.recipe import read_resolved
-from ortlaunch.recipe.rules.resume_rules import changed_leaves
+from ortlaunch.recipe import read_resolved_recipe_of_run
+from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import RunDir
 
@@ -22,19 +22,21 @@ def compare_runs(first_run: RunDir, second_run: RunDir) -> list[str]:
     Raises:
         InputError: a folder is no run's, or the run has not begun.
     """
-    results = _result_values(first_run), _result_values(second_run)
-    origin_changes = origin.origin_changes(_newest_origin(first_run), _newest_origin(second_run))
+    results = _state_step_and_newest_metrics(first_run), _state_step_and_newest_metrics(second_run)
+    origin_changes = origin.changes_between_origins(
+        _origin_at_newest_checkpoint(first_run), _origin_at_newest_checkpoint(second_run)
+    )
     return [
         *(change.change_text for change in origin_changes),
-        *_module_differences(first_run, second_run),
+        *_user_code_difference_lines(first_run, second_run),
         *(
-            f"{name}: {_change_text(old_value, new_value)}"
-            for name, old_value, new_value in changed_leaves(*results)
+            f"{name}: {_old_and_new_value_text(old_value, new_value)}"
+            for name, old_value, new_value in changed_leaf_paths_and_values(*results)
         ),
     ]
 
 
-def _change_text(old_value: object, new_value: object) -> str:
+def _old_and_new_value_text(old_value: object, new_value: object) -> str:
     """Return two values as text, with six digits unless these are the same."""
     short_texts = [
         f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
@@ -45,28 +47,32 @@ def _change_text(old_value: object, new_value: object) -> str:
     )
 
 
-def _newest_origin(run: RunDir) -> Json:
+def _origin_at_newest_checkpoint(run: RunDir) -> Json:
     if not run.plan.exists() or not run.recipe.exists():
         raise InputError(f"{run}: has not begun, so it has no record to compare")
     complete_checkpoints = run.complete_checkpoints()
     recorded_origin = (
-        origin.read_checkpoint_origin(complete_checkpoints[-1][1]) if complete_checkpoints else None
+        origin.read_checkpoint_origin_or_none(complete_checkpoints[-1][1])
+        if complete_checkpoints
+        else None
     )
-    return recorded_origin or origin.origin_of_run(run, read_resolved(run.recipe))
+    return recorded_origin or origin.read_origin_of_started_run(
+        run, read_resolved_recipe_of_run(run.recipe)
+    )
 
 
-def _module_differences(first_run: RunDir, second_run: RunDir) -> Iterator[str]:
+def _user_code_difference_lines(first_run: RunDir, second_run: RunDir) -> Iterator[str]:
     """Yield a line for each file of the user's code that differs."""
     first_files, second_files = (
         {path.relative_to(run.modules): path.read_bytes() for path in run.modules.rglob("*.py")}
         for run in (first_run, second_run)
     )
-    for name, old_bytes, new_bytes in changed_leaves(first_files, second_files):
+    for name, old_bytes, new_bytes in changed_leaf_paths_and_values(first_files, second_files):
         difference_text = "only in the first run" if new_bytes is None else "only in the second run"
         yield f"modules/{name}: {difference_text if None in (old_bytes, new_bytes) else 'other content'}"
 
 
-def _result_values(run: RunDir) -> Json:
+def _state_step_and_newest_metrics(run: RunDir) -> Json:
     status = read_status(run)
     return {
         "state": status.state.value,

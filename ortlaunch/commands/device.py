@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ortlaunch import tasks
-from ortlaunch.commands.export import requested_or_newest_step
+from ortlaunch.commands.export import existing_requested_or_newest_step
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import dump_recipe_yaml, load_recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import hold_checkpoint
+from ortlaunch.run_folder.held import lock_checkpoint_against_removal
 from ortlaunch.tasks import DeviceRequest, ImportRequest
 
 # Fields of the recipe that can change on a device; the others are fixed in the graphs.
@@ -38,10 +38,10 @@ _CHECKPOINT_MARK = b"ODTC"
 def export_for_device(request: DeviceRequest) -> int:
     """Write a model for onnxruntime alone into a new folder; return the status as `start` does."""
     _refuse_existing_path(request.to)
-    return start_device_verb(request, None)
+    return run_device_verb_in_process(request, None)
 
 
-def import_device_checkpoint(
+def import_device_checkpoint_into_run(
     artifacts_path: Path,
     device_checkpoint: Path | None,
     run_folder: Path,
@@ -55,18 +55,20 @@ def import_device_checkpoint(
         device_checkpoint: a device's checkpoint, or an average; None: the artifacts' own.
         run_folder: the run's folder.
         requested_step: the run's checkpoint with everything that a device does not train; None: the newest.
-        create_bench_folder: a new folder.
+        create_or_reuse_bench_folder: a new folder.
 
     Raises:
-        InputError: there are no artifacts, no run or no checkpoint, or `create_bench_folder` exists.
+        InputError: there are no artifacts, no run or no checkpoint, or `create_or_reuse_bench_folder` exists.
     """
     _refuse_existing_path(str(new_folder))
-    device_folder = _open_artifacts(str(artifacts_path))
+    device_folder = _complete_artifacts_folder_or_refuse(str(artifacts_path))
     checkpoint_path = device_checkpoint or device_folder.checkpoint
     _refuse_missing_checkpoints([str(checkpoint_path)])
     run = RunDir(run_folder)
     # A training may still run: the checkpoint must not be deleted meanwhile.
-    with hold_checkpoint(run, lambda: requested_or_newest_step(run, requested_step)) as run_step:
+    with lock_checkpoint_against_removal(
+        run, lambda: existing_requested_or_newest_step(run, requested_step)
+    ) as run_step:
         return tasks.run_task_alone(
             ImportRequest(
                 str(device_folder), str(checkpoint_path), str(run), run_step, str(new_folder)
@@ -81,20 +83,24 @@ def _refuse_existing_path(target_path: str | None) -> None:
         )
 
 
-def average_checkpoints(request: DeviceRequest) -> int:
+def average_client_checkpoints(device_request: DeviceRequest) -> int:
     """Write the mean of several clients' checkpoints; return the status as `start` does."""
-    if len(request.checkpoints) < 2:
+    if len(device_request.checkpoints) < 2:
         raise InputError(
-            f"an average needs at least two checkpoints; got {len(request.checkpoints)}"
+            f"an average needs at least two checkpoints; got {len(device_request.checkpoints)}"
         )
-    if request.weights is not None and len(request.weights) != len(request.checkpoints):
+    if device_request.weights is not None and len(device_request.weights) != len(
+        device_request.checkpoints
+    ):
         raise InputError(
-            f"--weights: got {len(request.weights)} for {len(request.checkpoints)} checkpoints"
+            f"--weights: got {len(device_request.weights)} for {len(device_request.checkpoints)} checkpoints"
         )
-    return start_device_verb(request, None)
+    return run_device_verb_in_process(device_request, None)
 
 
-def start_device_verb(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
+def run_device_verb_in_process(
+    device_request: DeviceRequest, overrides: tuple[str, ...] | None
+) -> int:
     """Start the requested verb, and return the exit status of its process.
 
     Args:
@@ -104,20 +110,24 @@ def start_device_verb(request: DeviceRequest, overrides: tuple[str, ...] | None)
         InputError: there are no artifacts, no checkpoint or no folder for the result, or an
             override is not possible on a device.
     """
-    device_folder = _open_artifacts(request.artifacts)
+    device_folder = _complete_artifacts_folder_or_refuse(device_request.artifacts)
     # A training on the device continues its own checkpoint, unless the user gives another one.
     own_checkpoint = str(device_folder.checkpoint)
-    start_checkpoint = request.checkpoint or own_checkpoint
-    request = request._replace(checkpoint=start_checkpoint, to=request.to or own_checkpoint)
-    _refuse_missing_checkpoints(request.checkpoints or (start_checkpoint,))
-    if request.verb in ("train", "average"):
-        _create_result_folder(Path(request.to or ""), own_checkpoint)
+    start_checkpoint = device_request.checkpoint or own_checkpoint
+    device_request = device_request._replace(
+        checkpoint=start_checkpoint, to=device_request.to or own_checkpoint
+    )
+    _refuse_missing_checkpoints(device_request.checkpoints or (start_checkpoint,))
+    if device_request.verb in ("train", "average"):
+        _create_result_folder_or_refuse(Path(device_request.to or ""), own_checkpoint)
     if overrides is not None:
-        request = request._replace(recipe=_device_recipe_text(device_folder, overrides))
-    return tasks.run_task_alone(request)
+        device_request = device_request._replace(
+            recipe=_recipe_text_with_allowed_overrides(device_folder, overrides)
+        )
+    return tasks.run_task_alone(device_request)
 
 
-def _open_artifacts(artifacts_path: str) -> DeviceFolder:
+def _complete_artifacts_folder_or_refuse(artifacts_path: str) -> DeviceFolder:
     device_folder = DeviceFolder(artifacts_path)
     if missing := device_folder.missing_files():
         raise InputError(
@@ -133,7 +143,7 @@ def _refuse_missing_checkpoints(checkpoint_paths: Iterable[str]) -> None:
             raise InputError(f"no such checkpoint: {path}")
 
 
-def _create_result_folder(result_path: Path, own_checkpoint: str) -> None:
+def _create_result_folder_or_refuse(result_path: Path, own_checkpoint: str) -> None:
     """Create the folder of the result before any work: without one, the result would be lost.
 
     Raises:
@@ -167,7 +177,9 @@ def _is_checkpoint(file_path: Path) -> bool:
         return file.read(8)[4:] == _CHECKPOINT_MARK
 
 
-def _device_recipe_text(device_folder: DeviceFolder, overrides: tuple[str, ...]) -> str:
+def _recipe_text_with_allowed_overrides(
+    device_folder: DeviceFolder, overrides: tuple[str, ...]
+) -> str:
     """Return the artifacts' recipe with their tokenizer and the typed overrides."""
     for override in overrides:
         # A leading `+` is no part of the name.

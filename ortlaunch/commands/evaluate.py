@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import sys
 
-from ortlaunch.commands.export import print_better_checkpoint, requested_or_newest_step
+from ortlaunch.commands.export import (
+    existing_requested_or_newest_step,
+    print_hint_if_best_is_not_newest,
+)
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.held_out import missing_evaluation_message
 from ortlaunch.resolve.prepare import launch_request
-from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, resolve_command
+from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import control
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import hold_checkpoint
+from ortlaunch.run_folder.held import lock_checkpoint_against_removal
 from ortlaunch.tasks import CheckpointStep
 
 
-def evaluate_checkpoint(
-    run: RunDir, requested_step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
+def evaluate_checkpoint_in_own_run(
+    run: RunDir,
+    requested_step: CheckpointStep,
+    overrides: tuple[str, ...],
+    launch_options: LaunchOptions,
 ) -> int:
     """Run the evaluation to its end and return its exit status.
 
@@ -28,28 +34,38 @@ def evaluate_checkpoint(
         InputError: the run or checkpoint does not exist, or the recipe has no evaluation data.
     """
     # Training may still run, so hold the checkpoint: it must not be deleted during the evaluation.
-    with hold_checkpoint(
-        run, lambda: requested_or_newest_step(run, requested_step)
+    with lock_checkpoint_against_removal(
+        run, lambda: existing_requested_or_newest_step(run, requested_step)
     ) as checkpoint_step:
-        print_better_checkpoint(run, requested_step, checkpoint_step, sys.stdout)
+        print_hint_if_best_is_not_newest(run, requested_step, checkpoint_step, sys.stdout)
         resume = ResumeOptions(str(run.checkpoint_folder(checkpoint_step)))
-        return control.run_training_command(
-            _resolve_evaluation(run, overrides, options),
+        return control.lock_folder_and_run_training(
+            _resolve_evaluation_run_or_refuse(run, overrides, launch_options),
             run.evaluation_folder(checkpoint_step).path,
             resume,
         )
 
 
 def evaluation_request_text(
-    run: RunDir, requested_step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
+    run: RunDir,
+    requested_step: CheckpointStep,
+    overrides: tuple[str, ...],
+    launch_options: LaunchOptions,
 ) -> str:
     """Return the request that would be sent to the launcher."""
-    evaluation_folder = run.evaluation_folder(requested_or_newest_step(run, requested_step))
-    return str(launch_request(_resolve_evaluation(run, overrides, options).plan, evaluation_folder))
+    evaluation_folder = run.evaluation_folder(
+        existing_requested_or_newest_step(run, requested_step)
+    )
+    return str(
+        launch_request(
+            _resolve_evaluation_run_or_refuse(run, overrides, launch_options).plan,
+            evaluation_folder,
+        )
+    )
 
 
-def _resolve_evaluation(
-    run: RunDir, overrides: tuple[str, ...], options: LaunchOptions
+def _resolve_evaluation_run_or_refuse(
+    run: RunDir, overrides: tuple[str, ...], launch_options: LaunchOptions
 ) -> ResolvedRun:
     """Return the run's recipe with batch and `overrides` applied, for the ranks available now."""
     # Nothing is trained, so keep the micro batch only; the global batch does not matter.
@@ -60,8 +76,11 @@ def _resolve_evaluation(
         "batch.accumulation_steps=1",
     )
     environ = {**os.environ, MODULES_VARIABLE: training_plan.modules}
-    resolved_run = resolve_command(
-        run.recipe, (*batch_overrides, *overrides), options._replace(task="evaluate"), environ
+    resolved_run = load_and_resolve_recipe(
+        run.recipe,
+        (*batch_overrides, *overrides),
+        launch_options._replace(task="evaluate"),
+        environ,
     )
     data_section = resolved_run.recipe_file.recipe.data
     if data_section.evaluation is None:

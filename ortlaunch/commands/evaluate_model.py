@@ -10,7 +10,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe, dump_recipe_yaml, load_recipe
 from ortlaunch.recipe.fields.held_out import missing_evaluation_message
-from ortlaunch.resolve.shipped import locate_recipe
+from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
 from ortlaunch.run_folder.folder import RunDir
 
 # Folders from RUN/exports/step_N_onnx/model.onnx up to RUN.
@@ -37,7 +37,7 @@ def is_model_path(given_path: Path) -> bool:
     )
 
 
-def evaluate_model(
+def evaluate_exported_model_in_process(
     given_model: Path, recipe_path: Path | None, overrides: tuple[str, ...], as_json: bool
 ) -> int:
     """Measure a model, and return the exit status of the process that does it.
@@ -49,17 +49,19 @@ def evaluate_model(
     Raises:
         InputError: the model does not exist, or has no recipe or no evaluation data.
     """
-    given_model = _model_path(given_model)
-    run = None if recipe_path else _run_containing_model(given_model)
-    recipe_source = run.recipe if run else locate_recipe(recipe_path or Path())
+    given_model = _onnx_file_or_model_folder(given_model)
+    run = None if recipe_path else _run_containing_model_or_refuse(given_model)
+    recipe_source = run.recipe if run else recipe_path_or_shipped_recipe(recipe_path or Path())
     modules_folder = Plan.read(run.plan).modules if run else str(recipe_source.parent.absolute())
-    recipe_text = dump_recipe_yaml(_evaluation_recipe(recipe_source, given_model, overrides))
+    recipe_text = dump_recipe_yaml(
+        _evaluation_recipe_for_model(recipe_source, given_model, overrides)
+    )
     return tasks.run_task_alone(
         tasks.ModelEvaluationRequest(str(given_model), recipe_text, modules_folder, as_json)
     )
 
 
-def _model_path(given_model: Path) -> Path:
+def _onnx_file_or_model_folder(given_model: Path) -> Path:
     """Return the model.onnx, or the folder in transformers' format."""
     if not given_model.exists():
         raise InputError(f"no such file or folder: {given_model}")
@@ -72,7 +74,7 @@ def _model_path(given_model: Path) -> Path:
     return given_model
 
 
-def _run_containing_model(model_path: Path) -> RunDir:
+def _run_containing_model_or_refuse(model_path: Path) -> RunDir:
     """Return the run whose folder contains a model."""
     for folder in model_path.absolute().parents[:_SEARCHED_PARENTS]:
         run = RunDir(folder)
@@ -84,7 +86,9 @@ def _run_containing_model(model_path: Path) -> RunDir:
     )
 
 
-def _evaluation_recipe(recipe_source: Path, model_path: Path, overrides: tuple[str, ...]) -> Recipe:
+def _evaluation_recipe_for_model(
+    recipe_source: Path, model_path: Path, overrides: tuple[str, ...]
+) -> Recipe:
     model_folder = model_path if model_path.is_dir() else model_path.parent
     evaluation_overrides = list(_SINGLE_PROCESS_OVERRIDES)
     # The exported tokenizer is the one that the model was trained with.

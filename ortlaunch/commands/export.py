@@ -10,8 +10,8 @@ from typing import NamedTuple, TextIO
 from ortlaunch import tasks
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.held import hold_checkpoint
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.held import lock_checkpoint_against_removal
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.tasks import CheckpointStep, ExportRequest, PushRequest
 
 # Values of --format and of --lora.
@@ -29,19 +29,19 @@ class ExportOptions(NamedTuple):
     lora_form: str | None = None
 
 
-def export_checkpoint(
-    run: RunDir, options: ExportOptions, shown_streams: Collection[str] = ()
+def export_and_push_checkpoint(
+    run: RunDir, export_options: ExportOptions, inherited_streams: Collection[str] = ()
 ) -> Path:
     """Write a checkpoint as a model, upload it if requested, and return its folder.
 
     Args:
-        shown_streams: streams of the processes that go to the terminal: `stdout`, `stderr`.
+        inherited_streams: streams of the processes that go to the terminal: `stdout`, `stderr`.
 
     Raises:
         InputError: the run, checkpoint or format does not exist, or the folder exists already.
         RunError: the process that writes or uploads failed.
     """
-    requested_step, _, export_format, push_target, lora_form = options
+    requested_step, _, export_format, push_target, lora_form = export_options
     if lora_form not in (None, *LORA_FORMS):
         raise InputError(f"--lora: got {lora_form!r}; one of {', '.join(LORA_FORMS)}")
     if export_format not in EXPORT_FORMATS:
@@ -51,50 +51,58 @@ def export_checkpoint(
             "--push uploads a model in --format huggingface or onnx; got --format ondevice"
         )
     # If the training still runs, it must not delete the checkpoint during the export.
-    with hold_checkpoint(
-        run, lambda: requested_or_newest_step(run, requested_step)
+    with lock_checkpoint_against_removal(
+        run, lambda: existing_requested_or_newest_step(run, requested_step)
     ) as checkpoint_step:
-        if shown_streams:
-            print_better_checkpoint(run, requested_step, checkpoint_step, sys.stdout)
-        return _write_and_push(run, options, checkpoint_step, shown_streams)
+        if inherited_streams:
+            print_hint_if_best_is_not_newest(run, requested_step, checkpoint_step, sys.stdout)
+        return _write_export_unless_present_and_push(
+            run, export_options, checkpoint_step, inherited_streams
+        )
 
 
-def _write_and_push(
-    run: RunDir, options: ExportOptions, checkpoint_step: int, shown_streams: Collection[str]
+def _write_export_unless_present_and_push(
+    run: RunDir,
+    export_options: ExportOptions,
+    checkpoint_step: int,
+    inherited_streams: Collection[str],
 ) -> Path:
-    _, target_folder, export_format, push_target, lora_form = options
+    _, target_folder, export_format, push_target, lora_form = export_options
     export_folder = target_folder or run.export_folder(checkpoint_step, export_format)
     # An export takes long, so the access to the hub is checked first.
     if push_target:
-        tasks.run_task_for_answer(PushRequest(push_target), shown_streams)
+        tasks.run_task_and_capture_output(PushRequest(push_target), inherited_streams)
     # For an upload the export of an earlier command is good enough.
     if not (
         push_target
         and lora_form is None
-        and _is_written(run, checkpoint_step, export_folder, export_format)
+        and _has_recorded_same_export(run, checkpoint_step, export_folder, export_format)
     ):
         if export_folder.exists():
             raise InputError(
                 f"{export_folder} exists already; remove it, or give another folder with --to"
             )
-        tasks.run_task_for_answer(
+        tasks.run_task_and_capture_output(
             ExportRequest(
                 str(run), checkpoint_step, str(export_folder), export_format, lora_form or ""
             ),
-            shown_streams,
+            inherited_streams,
         )
     if push_target:
-        tasks.run_task_for_answer(
-            PushRequest(push_target, str(run), checkpoint_step, str(export_folder)), shown_streams
+        tasks.run_task_and_capture_output(
+            PushRequest(push_target, str(run), checkpoint_step, str(export_folder)),
+            inherited_streams,
         )
     return export_folder
 
 
-def _is_written(run: RunDir, checkpoint_step: int, export_folder: Path, export_format: str) -> bool:
+def _has_recorded_same_export(
+    run: RunDir, checkpoint_step: int, export_folder: Path, export_format: str
+) -> bool:
     """Whether an earlier command wrote the same export there."""
     if not export_folder.exists():
         return False
-    export_lines = read_json_lines(run.exports, "step", "format", "folder").values
+    export_lines = read_json_lines_with_keys(run.exports, "step", "format", "folder").values
     return (checkpoint_step, export_format, str(export_folder.absolute())) in [
         (line["step"], line["format"], line["folder"])
         for line in export_lines
@@ -102,7 +110,7 @@ def _is_written(run: RunDir, checkpoint_step: int, export_folder: Path, export_f
     ]
 
 
-def kept_best_step(run: RunDir) -> int | None:
+def kept_best_step_or_none(run: RunDir) -> int | None:
     """Return the step of the best checkpoint that is kept; None before the end of a training."""
     best_record = read_own_json(run.summary).get("best") if run.summary.exists() else None
     return (
@@ -112,17 +120,17 @@ def kept_best_step(run: RunDir) -> int | None:
     )
 
 
-def print_better_checkpoint(
-    run: RunDir, requested_step: CheckpointStep, newest_step: int, text_file: TextIO
+def print_hint_if_best_is_not_newest(
+    run: RunDir, requested_step: CheckpointStep, newest_step: int, output_file: TextIO
 ) -> None:
     """Print a line if no step is requested, and the best checkpoint is not the newest."""
-    best_step_number = kept_best_step(run)
+    best_step_number = kept_best_step_or_none(run)
     if requested_step is None and best_step_number not in (None, newest_step):
         note = f"step {newest_step} is the newest checkpoint; the best is of step {best_step_number}: --step best"
-        print(note, file=text_file, flush=True)
+        print(note, file=output_file, flush=True)
 
 
-def requested_or_newest_step(run: RunDir, requested_step: CheckpointStep) -> int:
+def existing_requested_or_newest_step(run: RunDir, requested_step: CheckpointStep) -> int:
     """Return the step of the requested checkpoint, or of the newest.
 
     Raises:
@@ -133,7 +141,7 @@ def requested_or_newest_step(run: RunDir, requested_step: CheckpointStep) -> int
     complete_steps = [complete_step for complete_step, _ in run.complete_checkpoints()]
     if not complete_steps:
         raise InputError(f"{run.checkpoints} has no complete checkpoint")
-    if requested_step == "best" and (requested_step := kept_best_step(run)) is None:
+    if requested_step == "best" and (requested_step := kept_best_step_or_none(run)) is None:
         raise InputError(
             f"--step best: {run.summary} names no best checkpoint: checkpoint.keep_best is not "
             f"set, or the training has not ended; {run.checkpoints} has steps "

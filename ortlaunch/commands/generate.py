@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 from ortlaunch import tasks
-from ortlaunch.commands.export import print_better_checkpoint, requested_or_newest_step
+from ortlaunch.commands.export import (
+    existing_requested_or_newest_step,
+    print_hint_if_best_is_not_newest,
+)
 from ortlaunch.errors import InputError
-from ortlaunch.recipe import Recipe, read_resolved
-from ortlaunch.recipe.fields.data import uses_template
+from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
+from ortlaunch.recipe.fields.data import is_written_by_chat_template
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.held import hold_checkpoint
+from ortlaunch.run_folder.held import lock_checkpoint_against_removal
 from ortlaunch.tasks import GenerationRequest
 
 # Folders from RUN/exports/step_N up to RUN.
@@ -21,7 +24,9 @@ _SEARCHED_PARENTS = 2
 _CAUSAL_CLASS_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
-def generate_text(request: GenerationRequest, shows_progress: bool = False) -> str:
+def generate_text_in_process(
+    generation_request: GenerationRequest, shows_progress: bool = False
+) -> str:
     """Return the prompt and its continuation.
 
     Args:
@@ -31,16 +36,23 @@ def generate_text(request: GenerationRequest, shows_progress: bool = False) -> s
         InputError: the model does not exist, or does not generate text.
         RunError: the process that generates failed.
     """
-    if request.tokens < 1 or request.temperature < 0:
-        values_text = f"tokens: got {request.tokens}, and temperature: got {request.temperature:g}"
+    if generation_request.tokens < 1 or generation_request.temperature < 0:
+        values_text = (
+            f"tokens: got {generation_request.tokens}, and temperature: got "
+            f"{generation_request.temperature:g}"
+        )
         raise InputError(f"{values_text}; tokens must be >= 1, and temperature >= 0")
-    model_folder, checkpoint_step, is_trained_on_chats_or_none = _model_source(request)
+    model_folder, checkpoint_step, is_trained_on_chats_or_none = (
+        _model_folder_step_and_chat_training(generation_request)
+    )
     with contextlib.ExitStack() as stack:
         # A training may still run: the checkpoint must not be deleted meanwhile.
         if checkpoint_step is not None:
             run = RunDir(model_folder)
             checkpoint_step = stack.enter_context(
-                hold_checkpoint(run, lambda: requested_or_newest_step(run, request.step))
+                lock_checkpoint_against_removal(
+                    run, lambda: existing_requested_or_newest_step(run, generation_request.step)
+                )
             )
         # On stderr, so that stdout has the text alone.
         if shows_progress:
@@ -51,35 +63,50 @@ def generate_text(request: GenerationRequest, shows_progress: bool = False) -> s
             )
             print(f"model: {source_folder}", file=sys.stderr, flush=True)
             if checkpoint_step is not None:
-                print_better_checkpoint(run, request.step, checkpoint_step, sys.stderr)
-        is_trained_on_chats_or_none = False if request.raw else is_trained_on_chats_or_none
-        resolved_request = request._replace(
+                print_hint_if_best_is_not_newest(
+                    run, generation_request.step, checkpoint_step, sys.stderr
+                )
+        is_trained_on_chats_or_none = (
+            False if generation_request.raw else is_trained_on_chats_or_none
+        )
+        resolved_request = generation_request._replace(
             model=str(model_folder), step=checkpoint_step, chats=is_trained_on_chats_or_none
         )
-        text = tasks.run_task_for_answer(resolved_request, ("stderr",) if shows_progress else ())
+        text = tasks.run_task_and_capture_output(
+            resolved_request, ("stderr",) if shows_progress else ()
+        )
         # Without the newline that the process prints last.
         return text.removesuffix("\n")
 
 
-def _model_source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
+def _model_folder_step_and_chat_training(
+    generation_request: GenerationRequest,
+) -> tuple[Path, int | None, bool | None]:
     """Return the source of the model, and whether it was trained on chats.
 
     Returns:
         The folder of a model and None, or the folder of a run and the step of a checkpoint; then
         whether it was trained on chats, None if unknown.
     """
-    model_folder = Path(request.model)
+    model_folder = Path(generation_request.model)
     run = RunDir(model_folder)
     if not (run.plan.exists() and run.recipe.exists()):
-        if request.step is not None:
+        if generation_request.step is not None:
             raise InputError(f"--step: {model_folder} is not a run folder, and has no checkpoints")
-        return _refuse_other_models(model_folder), None, _is_run_trained_on_chats(model_folder)
-    recipe = read_resolved(run.recipe)
+        return (
+            _require_causal_model_folder(model_folder),
+            None,
+            _is_enclosing_run_trained_on_chats(model_folder),
+        )
+    recipe = read_resolved_recipe_of_run(run.recipe)
     if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
-    checkpoint_step = requested_or_newest_step(run, request.step)
+    checkpoint_step = existing_requested_or_newest_step(run, generation_request.step)
     # The run's own export is that of one step; others have checkpoints only.
-    is_exported = _exported_step(run) == checkpoint_step and request.step in (None, "best")
+    is_exported = _exported_step(run) == checkpoint_step and generation_request.step in (
+        None,
+        "best",
+    )
     # An export of adapters alone has no config.json.
     if is_exported and (run.export / "config.json").exists():
         return run.export, None, is_trained_on_chats(recipe)
@@ -95,19 +122,19 @@ def _exported_step(run: RunDir) -> int | None:
 
 def is_trained_on_chats(recipe: Recipe) -> bool:
     """Whether any training data of the recipe are chats."""
-    return any(uses_template(part.source) for part in recipe.data.parts)
+    return any(is_written_by_chat_template(part.source) for part in recipe.data.parts)
 
 
-def _is_run_trained_on_chats(model_folder: Path) -> bool | None:
+def _is_enclosing_run_trained_on_chats(model_folder: Path) -> bool | None:
     """Whether the run whose folder contains an export was trained on chats; None without a run."""
     for folder in model_folder.absolute().parents[:_SEARCHED_PARENTS]:
         run = RunDir(folder)
         if run.plan.exists() and run.recipe.exists():
-            return is_trained_on_chats(read_resolved(run.recipe))
+            return is_trained_on_chats(read_resolved_recipe_of_run(run.recipe))
     return None
 
 
-def _refuse_other_models(model_folder: Path) -> Path:
+def _require_causal_model_folder(model_folder: Path) -> Path:
     config_path = model_folder / "config.json"
     if not config_path.exists():
         raise InputError(

@@ -10,7 +10,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 
 
-def prepare_data(recipe: Recipe) -> int:
+def tokenize_data_into_cache(recipe: Recipe) -> int:
     """Tokenize the recipe's data into the cache, and return the exit status of that process.
 
     Raises:
@@ -30,14 +30,14 @@ def show_samples(recipe: Recipe, sample_count: int, as_json: bool) -> int:
     return tasks.run_task_alone(_show_data_request(recipe, sample_count, as_json))
 
 
-def read_audit(recipe: Recipe, sample_count: int) -> Json:
+def read_data_audit(recipe: Recipe, sample_count: int) -> Json:
     """Return the JSON of `show`.
 
     Raises:
         RunError: the data cannot be read.
     """
     audit: Json = json.loads(
-        tasks.run_task_for_answer(_show_data_request(recipe, sample_count, as_json=True))
+        tasks.run_task_and_capture_output(_show_data_request(recipe, sample_count, as_json=True))
     )
     return audit
 

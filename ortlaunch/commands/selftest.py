@@ -23,15 +23,19 @@ from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
 from ortlaunch.errors import InputError, MissingDependency, PlanError
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import classify_run_end
-from ortlaunch.launch.mpi import find_mpirun
+from ortlaunch.launch.mpi import require_mpirun_here_or_on_path
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.hosts import Host, read_hostfile, select_hosts
+from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, read_hostfile
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import write_run_files
-from ortlaunch.resolve.resolve import resolve_command
-from ortlaunch.run.checkup import CheckupOptions, add_slurm_job_hosts, check_hosts_or_this_machine
+from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
+from ortlaunch.resolve.resolve import load_and_resolve_recipe
+from ortlaunch.run.checkup import (
+    CheckupOptions,
+    check_hosts_or_this_machine,
+    options_with_slurm_hosts_unless_given,
+)
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 
 # Largest difference of losses: ranks add the same samples in another order.
 _TOLERANCE = 1e-5
@@ -103,12 +107,12 @@ class TrainingResult(NamedTuple):
     log: Path
     failure_text: str = ""
 
-    def compared_finding(self, expected_losses: Sequence[float]) -> Finding:
+    def finding_compared_with_first_losses(self, expected_losses: Sequence[float]) -> Finding:
         """Return the finding, compared with the losses of the first training."""
         losses_text = (
             f", losses {self.losses[0]:.6f} -> {self.losses[-1]:.6f}" if self.losses else ""
         )
-        failure_text = self.failure_text or self._loss_difference_text(expected_losses)
+        failure_text = self.failure_text or self._loss_difference_text_or_empty(expected_losses)
         observation = (
             f"{failure_text or 'equal'}: {self.ranks_text}{losses_text}, {self.seconds:.1f} s"
         )
@@ -119,7 +123,7 @@ class TrainingResult(NamedTuple):
             else Finding("all", check_name, OK, observation)
         )
 
-    def _loss_difference_text(self, expected_losses: Sequence[float]) -> str:
+    def _loss_difference_text_or_empty(self, expected_losses: Sequence[float]) -> str:
         if len(self.losses) != len(expected_losses):
             return f"{len(self.losses)} STEPS, not {len(expected_losses)}"
         largest_distance = max(
@@ -132,8 +136,8 @@ class TrainingResult(NamedTuple):
         return "" if largest_distance <= _TOLERANCE else f"LOSSES DIFFER by {largest_distance:.2g}"
 
 
-def run_selftest(
-    request: SelftestRequest, may_queue: Callable[[str], bool], environ: Mapping[str, str]
+def train_with_each_launcher_and_compare(
+    selftest_request: SelftestRequest, may_queue: Callable[[str], bool], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield every finding as soon as it is known; start no rank if a check of the hosts failed.
 
@@ -146,21 +150,23 @@ def run_selftest(
     Raises:
         InputError: the folder exists and is not empty.
     """
-    folder = request.folder
-    options = request.launch_options
+    folder = selftest_request.folder
+    options = selftest_request.launch_options
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: is not empty; give a new folder with --dir")
     hosts = _included_hosts(options)
     # Two nodes are enough to test a job across hosts.
-    node_count = min(_slurm_node_count(), 2)
+    node_count = min(_slurm_node_count_or_zero(), 2)
     queues_job = node_count > 0 and may_queue(f"Also queue a job of {node_count} nodes in Slurm?")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest_model.py").write_text(_MODULE_SOURCE, encoding="utf-8")
     (folder / "recipe.yaml").write_text(
         _RECIPE_TEXT % _global_batch_size(hosts, options), encoding="utf-8"
     )
-    checkup_options = CheckupOptions(folder, port=request.port, port_range=request.port_range)
-    measured_overrides = (*_MEASURED_OVERRIDES, *request.overrides)
+    checkup_options = CheckupOptions(
+        folder, port=selftest_request.port, port_range=selftest_request.port_range
+    )
+    measured_overrides = (*_MEASURED_OVERRIDES, *selftest_request.overrides)
     host_findings = check_hosts_or_this_machine(
         folder / "recipe.yaml", measured_overrides, options, checkup_options, environ
     )
@@ -170,39 +176,50 @@ def run_selftest(
             "all", "ranks", WARNING, "not started, because a check failed", "mend that first"
         )
         return
-    yield from _measure_rates_and_links(folder, measured_overrides, options, environ)
+    yield from _measure_fabric_and_judge(folder, measured_overrides, options, environ)
     expected_losses: tuple[float, ...] | None = None
-    for training in _possible_trainings(options, hosts, node_count):
+    for training in _trainings_possible_on_hosts(options, hosts, node_count):
         if training.verb == "submit" and not queues_job:
             observation = "not tested: this would queue a job"
             remedy = "answer yes, or give --yes"
             yield Finding("all", f"train {training.name}", WARNING, observation, remedy)
             continue
-        training_result = _run_training(folder, training, request.overrides)
+        training_result = _train_and_summarize_result(folder, training, selftest_request.overrides)
         # The first training has one rank, so that its losses are those without any launcher.
         expected_losses = training_result.losses if expected_losses is None else expected_losses
-        yield training_result.compared_finding(expected_losses)
+        yield training_result.finding_compared_with_first_losses(expected_losses)
 
 
-def _measure_rates_and_links(
-    folder: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
+def _measure_fabric_and_judge(
+    selftest_folder: Path,
+    overrides: Sequence[str],
+    launch_options: LaunchOptions,
+    environ: Mapping[str, str],
 ) -> Sequence[Finding]:
     """Start ranks as for a training, and return findings on their measured rates and links."""
-    options = add_slurm_job_hosts(options, environ)._replace(task="fabric")
-    resolved = resolve_command(folder / "recipe.yaml", tuple(overrides), options, environ)
+    launch_options = options_with_slurm_hosts_unless_given(launch_options, environ)._replace(
+        task="fabric"
+    )
+    resolved = load_and_resolve_recipe(
+        selftest_folder / "recipe.yaml", tuple(overrides), launch_options, environ
+    )
     if resolved.world.enclosing_rank is not None:
         raise PlanError(
             "selftest starts its own ranks, and this process is already a rank of a launcher"
         )
-    run = RunDir(folder / "fabric")
+    run = RunDir(selftest_folder / "fabric")
     plan = resolved.plan
-    request = write_run_files(run, resolved.recipe_file.recipe, plan)
+    request = write_run_files_and_remove_leftovers(run, resolved.recipe_file.recipe, plan)
     launcher = load_backend(plan.launcher)
     output_path = run.path / "output.txt"
     # The ranks are a part of this command: SIGUSR1, too, has to end them.
-    job = launcher.submit(request._replace(notice_ends=True), output_path)
+    job = launcher.write_files_and_start_job(request._replace(notice_ends=True), output_path)
     run_end = classify_run_end(
-        run, launcher.wait(job), job.user_signal, job.foreign_signal, job.oom_kills
+        run,
+        launcher.forward_signals_until_job_ends(job),
+        job.user_signal,
+        job.foreign_signal,
+        job.oom_kills,
     )
     if job.user_signal is not None:
         sys.exit(128 + job.user_signal)
@@ -216,14 +233,16 @@ def _measure_rates_and_links(
                 f"see {output_path}",
             )
         ]
-    return fabric.judge_measurements(read_own_json(run.fabric), plan.nodes)
+    return fabric.findings_on_matmul_links_and_all_reduce(read_own_json(run.fabric), plan.nodes)
 
 
 def _included_hosts(options: LaunchOptions) -> Sequence[Host]:
     """Return the hosts of the host file that the options include."""
     if options.hostfile is None:
         return ()
-    return select_hosts(read_hostfile(options.hostfile, 1).hosts, options.include, options.exclude)
+    return filter_hosts_by_include_or_exclude(
+        read_hostfile(options.hostfile, 1).hosts, options.include, options.exclude
+    )
 
 
 def _global_batch_size(hosts: Sequence[Host], options: LaunchOptions) -> int:
@@ -232,23 +251,25 @@ def _global_batch_size(hosts: Sequence[Host], options: LaunchOptions) -> int:
     return math.lcm(4, sum(host.slots for host in hosts) or 1, ranks_per_host * (len(hosts) or 1))
 
 
-def _possible_trainings(
-    options: LaunchOptions, hosts: Sequence[Host], node_count: int
+def _trainings_possible_on_hosts(
+    launch_options: LaunchOptions, hosts: Sequence[Host], node_count: int
 ) -> Iterator[Training]:
     """Yield the trainings that are possible here; all losses are compared with the first one's."""
     launchers = (
-        [options.launcher] if options.launcher in ("torchrun", "mpi") else ["torchrun", "mpi"]
+        [launch_options.launcher]
+        if launch_options.launcher in ("torchrun", "mpi")
+        else ["torchrun", "mpi"]
     )
     if "mpi" in launchers and not _has_mpirun():
         launchers.remove("mpi")
     yield Training("local", ("--launcher", "local"))
-    ranks_text = str(options.processes_per_node or 2)
+    ranks_text = str(launch_options.processes_per_node or 2)
     for launcher in launchers:
         yield Training(launcher, ("--launcher", launcher, "--nproc-per-node", ranks_text))
     host_options = (
-        ("--hostfile", options.hostfile),
-        ("--include", options.include),
-        ("--exclude", options.exclude),
+        ("--hostfile", launch_options.hostfile),
+        ("--include", launch_options.include),
+        ("--exclude", launch_options.exclude),
     )
     host_arguments = [word for name, value in host_options if value for word in (name, value)]
     for launcher in launchers if hosts else ():
@@ -265,13 +286,13 @@ def _possible_trainings(
 
 def _has_mpirun() -> bool:
     try:
-        find_mpirun()
+        require_mpirun_here_or_on_path()
     except MissingDependency:
         return False
     return True
 
 
-def _slurm_node_count() -> int:
+def _slurm_node_count_or_zero() -> int:
     """Return the number of nodes of this host's Slurm; 0 if none answers."""
     if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
         return 0
@@ -281,28 +302,32 @@ def _slurm_node_count() -> int:
     return len(set(completed.stdout.split()))
 
 
-def _run_training(folder: Path, training: Training, overrides: Sequence[str]) -> TrainingResult:
+def _train_and_summarize_result(
+    selftest_folder: Path, training: Training, overrides: Sequence[str]
+) -> TrainingResult:
     """Train with one launcher or scheduler until the end."""
-    run = RunDir(folder / training.name.replace(", ", "-"))
+    run = RunDir(selftest_folder / training.name.replace(", ", "-"))
     start_time = time.monotonic()
-    log_path = folder / f"{run.path.name}.log"
+    log_path = selftest_folder / f"{run.path.name}.log"
     cli_argv = start.module_command("ortlaunch.cli")
     arguments = (
         training.verb,
-        str(folder / "recipe.yaml"),
+        str(selftest_folder / "recipe.yaml"),
         *training.arguments,
         *overrides,
         "--run-dir",
         str(run),
     )
-    exit_status = _run_and_log((*cli_argv, *arguments), log_path)
+    exit_status = _run_command_with_output_in_log((*cli_argv, *arguments), log_path)
     # `submit` returns when the job is queued, the other verbs when the training has ended.
     if training.verb == "submit" and not exit_status:
         try:
-            exit_status = _run_and_log((*cli_argv, "status", str(run), "--wait"), log_path)
+            exit_status = _run_command_with_output_in_log(
+                (*cli_argv, "status", str(run), "--wait"), log_path
+            )
         # Also after a signal: the job would stay in the queue.
         except BaseException:
-            _run_and_log((*cli_argv, "cancel", str(run)), log_path)
+            _run_command_with_output_in_log((*cli_argv, "cancel", str(run)), log_path)
             raise
     duration_seconds = time.monotonic() - start_time
     if exit_status:
@@ -316,11 +341,11 @@ def _run_training(folder: Path, training: Training, overrides: Sequence[str]) ->
         _logged_losses(run),
         duration_seconds,
         log_path,
-        _misplaced_ranks_text(run, plan),
+        _misplaced_ranks_text_or_empty(run, plan),
     )
 
 
-def _run_and_log(argv: Sequence[str], log_path: Path) -> int:
+def _run_command_with_output_in_log(argv: Sequence[str], log_path: Path) -> int:
     # Without stdin, so that no command can wait for an answer.
     with (
         log_path.open("ab") as file,
@@ -341,11 +366,11 @@ def _ranks_by_host_text(plan: Plan) -> str:
 
 
 def _logged_losses(run: RunDir) -> tuple[float, ...]:
-    records = read_json_lines(run.metrics).values
+    records = read_json_lines_with_keys(run.metrics).values
     return tuple(record["loss"] for record in records if "loss" in record)
 
 
-def _misplaced_ranks_text(run: RunDir, plan: Plan) -> str:
+def _misplaced_ranks_text_or_empty(run: RunDir, plan: Plan) -> str:
     """Return a text on the ranks whose variables differ from the plan; empty if there is none."""
     variables_by_rank = {
         path.name: json.loads(path.read_text()) for path in (run.path / "ranks").glob("[0-9]*")

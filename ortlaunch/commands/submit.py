@@ -14,16 +14,24 @@ from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import inputs
-from ortlaunch.resolve.prepare import check_folder_contents, read_earlier_recipe
+from ortlaunch.resolve.prepare import (
+    read_earlier_recipe_or_none,
+    refuse_foreign_run_folder_contents,
+)
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
-from ortlaunch.run.preparation import claim_run_folder, folder_for_checks
+from ortlaunch.run.preparation import (
+    create_run_folder_or_numbered_one,
+    requested_or_absent_folder_for_checks,
+)
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, load_scheduler
-from ortlaunch.user_modules import unloadable_factories
+from ortlaunch.user_modules import unloadable_factory_problems
 
 
-def job_request(resolved_run: ResolvedRun, run: RunDir, scheduler_name: str) -> LaunchRequest:
+def scheduler_request_of_run(
+    resolved_run: ResolvedRun, run: RunDir, scheduler_name: str
+) -> LaunchRequest:
     """Return the request for the scheduler, without side effects."""
     job_recipe = resolved_run.recipe_file.recipe
     _refuse_unsupported_restarts(job_recipe)
@@ -53,7 +61,7 @@ def job_request(resolved_run: ResolvedRun, run: RunDir, scheduler_name: str) -> 
         restarts=job_recipe.launch.max_restarts,
         secrets=job_recipe.launch.forward,
     )
-    return load_scheduler(scheduler_name).request(queued_run)
+    return load_scheduler(scheduler_name).submission_request_of_job(queued_run)
 
 
 def _refuse_unsupported_restarts(job_recipe: recipe.Recipe) -> None:
@@ -84,7 +92,7 @@ def _refuse_unsupported_restarts(job_recipe: recipe.Recipe) -> None:
         )
 
 
-def notes_on_ignored_fields(resolved_run: ResolvedRun) -> list[str]:
+def notes_on_ignored_submit_fields(resolved_run: ResolvedRun) -> list[str]:
     """Return a note on fields of `submit` for Slurm that have no effect on another scheduler."""
     submit_section = resolved_run.recipe_file.recipe.submit
     # Fields of Slurm alone: neither common ones nor the sections of the other schedulers.
@@ -114,7 +122,7 @@ class QueuedJob(NamedTuple):
     """Lines for the user."""
 
 
-def submit_run(
+def write_submission_and_queue_job(
     resolved_run: ResolvedRun, requested_folder: Path | None, run: RunDir, scheduler_name: str
 ) -> QueuedJob:
     """Write the files from which the job begins, and queue the job.
@@ -125,9 +133,9 @@ def submit_run(
     """
     job_recipe = resolved_run.recipe_file.recipe
     input_problems = [
-        *inputs.missing_file_problems(job_recipe),
-        *inputs.content_problems(job_recipe),
-        *unloadable_factories(job_recipe, resolved_run.command.modules_folder),
+        *inputs.absent_file_and_folder_problems(job_recipe),
+        *inputs.column_and_vocabulary_problems(job_recipe),
+        *unloadable_factory_problems(job_recipe, resolved_run.command.modules_folder),
     ]
     # An image or another cluster has files that this host need not have.
     if not SCHEDULERS[scheduler_name].is_elsewhere and job_recipe.submit.container is None:
@@ -137,24 +145,26 @@ def submit_run(
         micro_size.is_search_requested(resolved_run.recipe_file.recipe)
         and resolved_run.world.rank_count > 1
     ):
-        micro_size.refuse_search_in_rank()
+        micro_size.refuse_micro_size_search_in_rank()
     if requested_folder is not None and run.job.exists() and not read_status(run).state.is_end:
         raise PlanError(
             f"--run-dir {run}: its run has not ended, or is queued; `ortlaunch cancel {run}` "
             "ends it"
         )
-    checked_run = folder_for_checks(run, requested_folder)
-    notes = check_folder_contents(
-        checked_run, read_earlier_recipe(checked_run, resolved_run), resolved_run
+    checked_run = requested_or_absent_folder_for_checks(run, requested_folder)
+    notes = refuse_foreign_run_folder_contents(
+        checked_run, read_earlier_recipe_or_none(checked_run, resolved_run), resolved_run
     )
-    run = claim_run_folder(run) if requested_folder is None else run
+    run = create_run_folder_or_numbered_one(run) if requested_folder is None else run
     run.logs.mkdir(parents=True, exist_ok=True)
     # Not recipe.yaml: rank 0 writes that file when it prepares the folder.
     write_text_atomically(run.submitted, recipe.dump_recipe_yaml(resolved_run.recipe_file.recipe))
-    job_id = load_scheduler(scheduler_name).submit(job_request(resolved_run, run, scheduler_name))
+    job_id = load_scheduler(scheduler_name).write_files_and_queue_job(
+        scheduler_request_of_run(resolved_run, run, scheduler_name)
+    )
     # After the submission, because the record needs the job's id.
     JobRecord(
         scheduler_name, job_id, socket.gethostname(), "", "", current_time_iso(), JobState.PENDING
     ).write(run)
-    registry.register_run(run)
+    registry.register_run_or_print_error(run)
     return QueuedJob(job_id, run, (*notes, f"run folder: {run}"))

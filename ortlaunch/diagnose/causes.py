@@ -7,20 +7,22 @@ from dataclasses import replace
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.diagnose.evidence import Evidence
-from ortlaunch.recipe import read_resolved
-from ortlaunch.recipe.inputs import LEARNING_RATE_KEY, doubtful_value_problems
+from ortlaunch.recipe import read_resolved_recipe_of_run
+from ortlaunch.recipe.inputs import LEARNING_RATE_KEY, repeated_file_and_high_rate_problems
 from ortlaunch.run_folder.cause_text import advice_for_failure
 
 
-def find_cause(evidence: Evidence) -> Failure:
+def failure_of_run_evidence(evidence: Evidence) -> Failure:
     """Return why the run ended; `RUNNING` if it has not ended, `ENDED_WELL` for status 0."""
     if evidence.exit_status is None:
         return Failure(Cause.RUNNING, evidence.state)
     if evidence.exit_status == 0:
         return Failure(Cause.ENDED_WELL)
     # A rank's own record names the exception; the command only sees exit statuses and signals.
-    if evidence.first_record is not None:
-        return _refine_gradient_cause(evidence.first_record.to_failure(), evidence)
+    if evidence.causing_error_record_or_empty is not None:
+        return _failure_with_non_finite_gradient_source(
+            evidence.causing_error_record_or_empty.to_failure(), evidence
+        )
     if evidence.failure is None or (
         evidence.failure.cause is Cause.UNKNOWN and not evidence.failure.detail
     ):
@@ -31,7 +33,7 @@ def find_cause(evidence: Evidence) -> Failure:
     return evidence.failure
 
 
-def _refine_gradient_cause(failure: Failure, evidence: Evidence) -> Failure:
+def _failure_with_non_finite_gradient_source(failure: Failure, evidence: Evidence) -> Failure:
     """Return the failure, with a non-finite gradient attributed to its source.
 
     The loss scale in fp16, the values themselves in other precisions.
@@ -39,21 +41,25 @@ def _refine_gradient_cause(failure: Failure, evidence: Evidence) -> Failure:
     if failure.cause is not Cause.GRADIENT_NOT_FINITE:
         return failure
     # A start that failed early may have left no recipe.
-    recipe = read_resolved(evidence.run.recipe) if evidence.run.recipe.exists() else None
+    recipe = (
+        read_resolved_recipe_of_run(evidence.run.recipe) if evidence.run.recipe.exists() else None
+    )
     is_fp16 = recipe is not None and recipe.precision == "fp16"
     return replace(failure, cause=Cause.LOSS_SCALE_COLLAPSE if is_fp16 else Cause.NOT_FINITE)
 
 
-def _learning_rate_advice(evidence: Evidence) -> Iterator[str]:
+def _advice_if_learning_rate_is_doubtful(evidence: Evidence) -> Iterator[str]:
     """Yield advice on a learning rate that is most likely a mistake."""
     # A start that failed early may have left no recipe.
     if evidence.run.recipe.exists():
-        for key_paths, text in doubtful_value_problems(read_resolved(evidence.run.recipe)):
+        for key_paths, text in repeated_file_and_high_rate_problems(
+            read_resolved_recipe_of_run(evidence.run.recipe)
+        ):
             if LEARNING_RATE_KEY in key_paths:
                 yield f"a lower {LEARNING_RATE_KEY}: {text}"
 
 
-def advice_for_run(failure: Failure, evidence: Evidence) -> tuple[str, ...]:
+def advice_by_run_evidence(failure: Failure, evidence: Evidence) -> tuple[str, ...]:
     """Return advice for a failure, first what depends on the run.
 
     For a hang these are the stack files of all ranks, for a crash in ONNX Runtime another engine.
@@ -65,7 +71,7 @@ def advice_for_run(failure: Failure, evidence: Evidence) -> tuple[str, ...]:
         return (stack_files_advice, *advice_for_failure(failure))
     if failure.cause in (Cause.NOT_FINITE, Cause.LOSS_SPIKE, Cause.LOSS_SCALE_COLLAPSE):
         # At such a rate every batch fails: neither the samples nor a rollback matter.
-        return tuple(_learning_rate_advice(evidence)) or advice_for_failure(failure)
+        return tuple(_advice_if_learning_rate_is_doubtful(evidence)) or advice_for_failure(failure)
     if failure.cause is not Cause.GRAPH_CRASH:
         return advice_for_failure(failure)
     complete_checkpoints = evidence.run.complete_checkpoints()

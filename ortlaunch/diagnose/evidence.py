@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.json_types import Json, open_regular
+from ortlaunch.json_types import Json, open_regular_file_or_refuse
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.error_record import ErrorRecord, read_error_records
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import JsonLines, parse_and_add_line
+from ortlaunch.run_folder.lines import JsonLines, parse_line_into_values_or_unreadable
 
 _LAST_LINES = 12  # enough for the end of a traceback
 # A log may be gigabytes; only its end is read.
@@ -36,7 +36,7 @@ class Evidence:
     they were written."""
 
     @property
-    def first_record(self) -> ErrorRecord | None:
+    def causing_error_record_or_empty(self) -> ErrorRecord | None:
         """The error record of the cause; None if no rank wrote one of its own."""
         # A secondary record is an error that another rank's failure caused.
         own_record = next((record for record in self.records[:1] if not record.secondary), None)
@@ -56,7 +56,7 @@ class Evidence:
         return Plan.read(self.run.plan) if self.run.plan.exists() else None
 
 
-def read_evidence(
+def read_run_evidence(
     run: RunDir, state_name: str, exit_status: int | None, last_output: str, failure: Failure | None
 ) -> Evidence:
     """Read the error records of the ranks and combine them with the command's facts."""
@@ -75,17 +75,20 @@ def last_error_lines(run: RunDir, rank: int) -> list[str]:
     return _tail_lines(run.rank_log_path(rank, "err"))[-_LAST_LINES:]
 
 
-def last_json_lines(file_path: Path, *required_keys: str) -> list[Json]:
+def json_lines_in_file_tail(file_path: Path, *required_keys: str) -> list[Json]:
     """Return the last complete JSON lines of a file that contain all of these keys."""
     parsed_lines = JsonLines([], [])
-    # The first line may be cut by the tail and the last half written; `parse_and_add_line` drops both.
+    # The first line may be cut by the tail and the last half written;
+    # `parse_line_into_values_or_unreadable` drops both.
     for line in _tail_lines(file_path):
-        parse_and_add_line(parsed_lines, file_path.name, line.encode(), *required_keys)
+        parse_line_into_values_or_unreadable(
+            parsed_lines, file_path.name, line.encode(), *required_keys
+        )
     return parsed_lines.values
 
 
 def _tail_lines(file_path: Path) -> list[str]:
-    with contextlib.suppress(OSError), open_regular(file_path) as file:
+    with contextlib.suppress(OSError), open_regular_file_or_refuse(file_path) as file:
         file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()
     return []

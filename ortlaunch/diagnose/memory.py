@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan, ProcessMemory
-from ortlaunch.planning.describe import memory_lines
-from ortlaunch.planning.memory import estimate_rank_memory
-from ortlaunch.planning.process_memory import expected_process_memory
-from ortlaunch.recipe import Recipe, read_resolved
+from ortlaunch.planning.describe import memory_table_and_note_lines
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
+from ortlaunch.planning.process_memory import cached_or_usual_process_memory
+from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.units import human_bytes
 
 _UNKNOWN_TEXT = (
@@ -21,16 +21,16 @@ _UNKNOWN_TEXT = (
 )
 
 
-def memory_suggestions(evidence: Evidence) -> list[str]:
+def memory_table_and_smaller_setting_lines(evidence: Evidence) -> list[str]:
     """Return the plan's memory table, then settings that need less, compared with a known limit."""
     plan = evidence.plan
     if plan is None or plan.memory is None:
         return [f"what would fit: {_UNKNOWN_TEXT}"]
-    recipe = read_resolved(evidence.run.recipe)
-    limit_bytes = _memory_limit_per_rank(evidence, plan)
+    recipe = read_resolved_recipe_of_run(evidence.run.recipe)
+    limit_bytes = _memory_limit_bytes_per_rank_or_none(evidence, plan)
     # The run itself may have measured its process.
-    process_bytes = expected_process_memory(recipe)
-    settings_with_bytes = [*_smaller_settings(recipe, plan, process_bytes)]
+    process_bytes = cached_or_usual_process_memory(recipe)
+    settings_with_bytes = [*_setting_and_rank_bytes_pairs(recipe, plan, process_bytes)]
     # The run reached the limit, so the plan's estimate was too low by at least this factor.
     estimate_factor = max(1.0, limit_bytes / settings_with_bytes[0][1]) if limit_bytes else 1.0
     head_text = "what would fit" + (
@@ -48,7 +48,7 @@ def memory_suggestions(evidence: Evidence) -> list[str]:
         if limit_bytes
         else head_text
     )
-    table_lines = memory_lines(
+    table_lines = memory_table_and_note_lines(
         plan.memory._replace(process=process_bytes), plan.world_size > 1, plan.device
     )
     return [
@@ -61,22 +61,22 @@ def memory_suggestions(evidence: Evidence) -> list[str]:
     ]
 
 
-def _memory_limit_per_rank(evidence: Evidence, plan: Plan) -> int | None:
+def _memory_limit_bytes_per_rank_or_none(evidence: Evidence, plan: Plan) -> int | None:
     """Return the memory limit of each rank on the failed rank's host, in bytes; None if unknown."""
-    record = evidence.first_record
+    record = evidence.causing_error_record_or_empty
     if record is None or record.memory_limit is None or plan.device != "cpu":
         return None
     return int(record.memory_limit["bytes"]) // plan.node_of(record.rank).slots
 
 
-def _smaller_settings(
+def _setting_and_rank_bytes_pairs(
     recipe: Recipe, plan: Plan, process_bytes: ProcessMemory
 ) -> Iterator[tuple[str, int]]:
     """Yield (setting, bytes of a rank with it); the current recipe comes first."""
     present_micro_samples = plan.batch.micro_samples
 
     def total_bytes(changed_recipe: Recipe, micro_samples: int) -> int:
-        planned_memory = estimate_rank_memory(
+        planned_memory = estimate_rank_memory_or_none(
             changed_recipe, micro_samples, plan.world_size, plan.device, process_bytes
         )
         assert planned_memory is not None  # the plan has one

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.diagnose import evidence
-from ortlaunch.diagnose.causes import advice_for_run, find_cause
+from ortlaunch.diagnose.causes import advice_by_run_evidence, failure_of_run_evidence
 from ortlaunch.diagnose.evidence import Evidence
-from ortlaunch.diagnose.memory import memory_suggestions
+from ortlaunch.diagnose.memory import memory_table_and_smaller_setting_lines
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.other_runs import status
 from ortlaunch.run_folder.cause_text import (
@@ -74,21 +74,23 @@ def diagnose_run(run: RunDir) -> Diagnosis:
     """
     run_status = status.read_status(run)
     exit_status = run_status.job.exit_status if run_status.state.is_end else None
-    run_evidence = evidence.read_evidence(
+    run_evidence = evidence.read_run_evidence(
         run,
         run_status.state_name,
         exit_status,
         run_status.job.verdict or "",
         run_status.job.failure,
     )
-    failure = find_cause(run_evidence)
+    failure = failure_of_run_evidence(run_evidence)
     return Diagnosis(
         run=str(run),
         state=run_status.state_name,
         exit_status=exit_status,
-        kind=failure.memory_aware_cause.value,
+        kind=failure.cause_or_out_of_memory_if_killed.value,
         verdict=diagnosis_verdict(failure),
-        advice=() if run_status.state_name == "pruned" else advice_for_run(failure, run_evidence),
+        advice=()
+        if run_status.state_name == "pruned"
+        else advice_by_run_evidence(failure, run_evidence),
         evidence=(
             *_evidence_lines(run_evidence, failure),
             *filter(
@@ -102,22 +104,22 @@ def diagnose_run(run: RunDir) -> Diagnosis:
     )
 
 
-def add_verdict_to_output(run: RunDir, run_end: RunEnd) -> str:
+def end_text_with_verdict_and_advice(run: RunDir, run_end: RunEnd) -> str:
     """Return the final output of a command whose run failed.
 
     Verdict and advice stand before its last line. If nothing went wrong, the text is unchanged.
     """
-    run_evidence = evidence.read_evidence(
+    run_evidence = evidence.read_run_evidence(
         run, "failed", run_end.status, run_end.text, run_end.failure
     )
-    failure = find_cause(run_evidence)
-    if failure.memory_aware_cause in _CAUSES_WITHOUT_VERDICT:
+    failure = failure_of_run_evidence(run_evidence)
+    if failure.cause_or_out_of_memory_if_killed in _CAUSES_WITHOUT_VERDICT:
         return run_end.text
     verdict_text = diagnosis_verdict(failure)
     text_before = run_end.text_before.rstrip("\n")
     memory_lines = (
-        memory_suggestions(run_evidence)
-        if failure.memory_aware_cause is Cause.OUT_OF_MEMORY
+        memory_table_and_smaller_setting_lines(run_evidence)
+        if failure.cause_or_out_of_memory_if_killed is Cause.OUT_OF_MEMORY
         else []
     )
     first_line = text_before.partition("\n")[0]
@@ -131,7 +133,10 @@ def add_verdict_to_output(run: RunDir, run_end: RunEnd) -> str:
     lines = [
         f"{VERDICT_PREFIX}{verdict_text}",
         *memory_lines,
-        *(f"{ADVICE_PREFIX}{advice_text}" for advice_text in advice_for_run(failure, run_evidence)),
+        *(
+            f"{ADVICE_PREFIX}{advice_text}"
+            for advice_text in advice_by_run_evidence(failure, run_evidence)
+        ),
     ]
     return "\n".join(
         [
@@ -145,7 +150,7 @@ def add_verdict_to_output(run: RunDir, run_end: RunEnd) -> str:
 def _evidence_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
     exit_status = run_evidence.exit_status
     yield f"  {run_evidence.state}" + (
-        f", exit status {exit_status}{_exit_status_meaning(exit_status)}"
+        f", exit status {exit_status}{_exit_status_meaning_or_empty(exit_status)}"
         if exit_status is not None
         else ""
     )
@@ -168,13 +173,13 @@ def _evidence_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
             if not line.startswith(CONTINUE_PREFIX)
         ]
         yield f"  last message of the command: {output_lines[-1] if exit_status else output_lines[0]}"
-    yield from _progress_lines(run_evidence)
-    yield from _storage_lines(run_evidence, failure)
+    yield from _last_step_and_checkpoint_lines(run_evidence)
+    yield from _failed_save_and_free_space_lines(run_evidence, failure)
     yield from (
         f"  {line}"
         for line in (
-            memory_suggestions(run_evidence)
-            if failure.memory_aware_cause is Cause.OUT_OF_MEMORY
+            memory_table_and_smaller_setting_lines(run_evidence)
+            if failure.cause_or_out_of_memory_if_killed is Cause.OUT_OF_MEMORY
             else ()
         )
     )
@@ -188,7 +193,7 @@ def _evidence_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
         )
 
 
-def _exit_status_meaning(exit_status: int) -> str:
+def _exit_status_meaning_or_empty(exit_status: int) -> str:
     """Return the meaning of an exit status: 85, or 128 + a signal's number; else ""."""
     if exit_status == 85:
         return " (saved; the same command continues the run)"
@@ -202,9 +207,9 @@ def _exit_status_meaning(exit_status: int) -> str:
         return ""
 
 
-def _progress_lines(run_evidence: Evidence) -> Iterator[str]:
+def _last_step_and_checkpoint_lines(run_evidence: Evidence) -> Iterator[str]:
     """Yield the last logged step, skipped and bad steps, and the newest complete checkpoint."""
-    if steps := evidence.last_json_lines(run_evidence.run.metrics, "step", "loss"):
+    if steps := evidence.json_lines_in_file_tail(run_evidence.run.metrics, "step", "loss"):
         loss = number_or_none(steps[-1]["loss"])
         first_line = steps[0]
         last_line = steps[-1]
@@ -219,9 +224,9 @@ def _progress_lines(run_evidence: Evidence) -> Iterator[str]:
             yield (
                 f"  fp16 skipped {skipped_steps:.0f} of the last {step_count} steps: no loss scale works"
             )
-    for line in evidence.last_json_lines(run_evidence.run.bad_steps, "step", "action", "message")[
-        -3:
-    ]:
+    for line in evidence.json_lines_in_file_tail(
+        run_evidence.run.bad_steps, "step", "action", "message"
+    )[-3:]:
         message = str(line["message"]).partition("\n")[0]
         yield f"  bad step {line['step']} ({line['action']}): {message}"
     complete_checkpoints = run_evidence.run.complete_checkpoints()
@@ -232,10 +237,10 @@ def _progress_lines(run_evidence: Evidence) -> Iterator[str]:
     )
 
 
-def _storage_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
+def _failed_save_and_free_space_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
     for line in [
         line
-        for line in evidence.last_json_lines(run_evidence.run.saves, "step")
+        for line in evidence.json_lines_in_file_tail(run_evidence.run.saves, "step")
         if line.get("error")
     ][-1:]:
         yield f"  the save after step {line['step']} failed: {line['error']}"

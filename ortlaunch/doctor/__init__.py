@@ -16,19 +16,20 @@ from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
 
-def require_everything_installed(recipe: Recipe, world: World) -> None:
+def require_packages_and_extensions_installed(recipe: Recipe, world: World) -> None:
     """Check that this host has everything that the run needs.
 
     Raises:
         MissingDependency: something is missing; one line for each item.
     """
     if item_texts := [
-        ": ".join(filter(None, item_and_remedy)) for item_and_remedy in missing_items(recipe, world)
+        ": ".join(filter(None, item_and_remedy))
+        for item_and_remedy in missing_item_and_remedy_pairs(recipe, world)
     ]:
         raise MissingDependency("\n".join(item_texts))
 
 
-def missing_items(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
+def missing_item_and_remedy_pairs(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     """Yield (missing item, remedy) for a recipe; the remedy is "" if the item's text has it."""
     if recipe.zero is not None and not _is_installed("deepspeed"):
         yield (
@@ -52,35 +53,40 @@ def missing_items(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
         is_on_gpu = world.device == "cuda" and machine.visible_gpu_count(os.environ) > 0
         yield from (
             (f"engine ort: {missing_item}", remedy)
-            for missing_item, remedy in missing_items_for_ort(is_on_gpu)
+            for missing_item, remedy in missing_ort_item_and_remedy_pairs(is_on_gpu)
         )
 
 
-def missing_items_for_ort(is_on_gpu: bool) -> Iterator[tuple[str, str]]:
+def missing_ort_item_and_remedy_pairs(is_on_gpu: bool) -> Iterator[tuple[str, str]]:
     """Yield (missing item, remedy) for engine ort, as `lacking` does."""
     # Imported here: most commands never need it.
     from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
     try:
-        extensions.ort_package_name()
-        missing_extensions = extensions.missing_extensions()
+        extensions.installed_ort_package_name_or_refuse()
+        missing_extensions = extensions.missing_or_damaged_extension_names()
     except MissingDependency as error:
         missing_item, _, remedy = str(error).partition(" Type: ")
         yield missing_item.rstrip("."), remedy or "engines eager and inductor do not need it"
         return
-    if is_on_gpu and extensions.ort_package_name() == "onnxruntime-training-cpu":
+    if (
+        is_on_gpu
+        and extensions.installed_ort_package_name_or_refuse() == "onnxruntime-training-cpu"
+    ):
         yield (
             "onnxruntime-training-cpu has no CUDA",
             'pip install "ortlaunch[ort-cuda]", in an environment without it',
         )
-    elif is_on_gpu and (libraries := cuda_libraries.missing_libraries()):
+    elif is_on_gpu and (libraries := cuda_libraries.missing_cuda_libraries()):
         library_names = ", ".join(library.name for library in libraries)
         yield (
             f"CUDA libraries of onnxruntime-training are not installed ({library_names})",
-            cuda_libraries.install_command_text(libraries),
+            cuda_libraries.cuda_install_command_text(libraries),
         )
     if missing_extensions:
-        reason = "; ".join([", ".join(missing_extensions), *extensions.damage_descriptions()])
+        reason = "; ".join(
+            [", ".join(missing_extensions), *extensions.damaged_extension_descriptions()]
+        )
         yield (
             f"its torch extensions are not built for this torch ({reason})",
             "run `ortlaunch setup` once",

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ortlaunch.doctor.finding import FAILED, OK, Finding, judge_check
+from ortlaunch.doctor.finding import FAILED, OK, Finding, finding_ok_or_with_remedy
 from ortlaunch.launch_plan import Node
 from ortlaunch.units import count_with_noun, human_bytes
 
@@ -19,7 +19,9 @@ _LATE_FACTOR = 3.0
 _LATE_SECONDS = 100e-6
 
 
-def judge_measurements(measurements: Mapping[str, Any], nodes: Sequence[Node]) -> list[Finding]:
+def findings_on_matmul_links_and_all_reduce(
+    measurements: Mapping[str, Any], nodes: Sequence[Node]
+) -> list[Finding]:
     """Return findings: matmul rate of each host, links of each host, all-reduce of all ranks.
 
     Args:
@@ -27,13 +29,13 @@ def judge_measurements(measurements: Mapping[str, Any], nodes: Sequence[Node]) -
         nodes: the hosts of the plan, in the order of their ranks.
     """
     return [
-        *_matrix_rate_findings(measurements, nodes),
-        *_link_findings(measurements.get("links", ()), nodes),
-        *_all_reduce_findings(measurements, nodes),
+        *_matmul_rate_finding_of_each_host(measurements, nodes),
+        *_network_link_finding_of_each_host(measurements.get("links", ()), nodes),
+        *_all_reduce_speed_finding_if_measured(measurements, nodes),
     ]
 
 
-def _matrix_rate_findings(
+def _matmul_rate_finding_of_each_host(
     measurements: Mapping[str, Any], nodes: Sequence[Node]
 ) -> Iterator[Finding]:
     rates = measurements["flops"]
@@ -58,7 +60,7 @@ def _matrix_rate_findings(
             "check other processes, clocks and power limits there (nvidia-smi -q -d "
             "PERFORMANCE), or --exclude it"
         )
-        finding = judge_check(
+        finding = finding_ok_or_with_remedy(
             node.host,
             "matrix rate",
             not slow_ranks,
@@ -71,7 +73,9 @@ def _matrix_rate_findings(
         )
 
 
-def _link_findings(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterator[Finding]:
+def _network_link_finding_of_each_host(
+    links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]
+) -> Iterator[Finding]:
     """Yield a finding for each host, by the better of its two links."""
     # The other link may be slow because of the neighbour.
     if not links:
@@ -104,7 +108,7 @@ def _link_findings(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) ->
             "check its cable, switch port and interface (ethtool, ibstat) and "
             "launch.interface, or --exclude it"
         )
-        finding = judge_check(
+        finding = finding_ok_or_with_remedy(
             node.host, "link", not is_slow, observation, remedy, verdict_if_not_good=FAILED
         )
         yield _add_figures(
@@ -114,7 +118,7 @@ def _link_findings(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) ->
         )
 
 
-def _all_reduce_findings(
+def _all_reduce_speed_finding_if_measured(
     measurements: Mapping[str, Any], nodes: Sequence[Node]
 ) -> Iterator[Finding]:
     all_reduce = measurements.get("all_reduce")

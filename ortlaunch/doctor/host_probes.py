@@ -62,7 +62,7 @@ class ProbeRequest(NamedTuple):
     port: int
     port_range: tuple[int, int] | None = None  # of ports to try, at every host
 
-    def request_for_host(self, host_name: str) -> dict[str, object]:
+    def probe_arguments_for_host(self, host_name: str) -> dict[str, object]:
         """Return the request to one host, as the argument of the probe's `main`."""
         # ssh may need `user@`, name resolution must not have it.
         peer_names = [name.rpartition("@")[2] for name in self.host_names if name != host_name]
@@ -84,7 +84,7 @@ class ProbeRequest(NamedTuple):
         """Return the program for a host: the probe's source and a call of its `main`."""
         return (
             Path(probe.__file__).read_bytes()
-            + f"\nmain({self.request_for_host(host_name)!r})\n".encode()
+            + f"\nmain({self.probe_arguments_for_host(host_name)!r})\n".encode()
         )
 
 
@@ -125,7 +125,9 @@ class ConnectionResult(NamedTuple):
     mtu_bytes: int
 
 
-def query_hosts(request: ProbeRequest) -> tuple[list[ProbeAnswer | ProbeFailure], str | None]:
+def probe_hosts_and_their_connections(
+    probe_request: ProbeRequest,
+) -> tuple[list[ProbeAnswer | ProbeFailure], str | None]:
     """Query all hosts.
 
     At most `_AT_ONCE` connections are open. As soon as enough hosts have answered, they form a
@@ -135,7 +137,7 @@ def query_hosts(request: ProbeRequest) -> tuple[list[ProbeAnswer | ProbeFailure]
         Each host's answer, in the order of the names; and the name of the host that all others
         tried to reach, None if none listened.
     """
-    host_names = request.host_names
+    host_names = probe_request.host_names
     limit_seconds = _FIRST_ANSWER_SECONDS + _EXTRA_SECONDS_PER_HOST * min(
         len(host_names), _MAX_CONNECTIONS
     )
@@ -156,18 +158,18 @@ def query_hosts(request: ProbeRequest) -> tuple[list[ProbeAnswer | ProbeFailure]
             ):
                 index_by_future[
                     connection_pool.submit(
-                        _ProbeCall, request, limit_seconds, host_names[started_count]
+                        _ProbeCall, probe_request, limit_seconds, host_names[started_count]
                     )
                 ] = started_count
                 started_count += 1
             for future in wait(index_by_future, return_when=FIRST_COMPLETED).done:
                 host_index = index_by_future.pop(future)
                 call_by_index[host_index] = future.result()
-                open_calls.callback(call_by_index[host_index].end_or_kill)
+                open_calls.callback(call_by_index[host_index].end_or_kill_probe)
                 if isinstance(call_by_index[host_index].answer, ProbeAnswer):
                     group_indices.append(host_index)
                 else:
-                    call_by_index[host_index].end_or_kill()
+                    call_by_index[host_index].end_or_kill_probe()
             # No group is formed before the first host has answered: all others try to reach it,
             # because ranks will meet there.
             is_last_group = not index_by_future and started_count == len(host_names)
@@ -179,27 +181,29 @@ def query_hosts(request: ProbeRequest) -> tuple[list[ProbeAnswer | ProbeFailure]
                 members = [call_by_index[host_index] for host_index in sorted(group_indices)]
                 # If the first host does not answer, the next one that listens replaces it.
                 meeting_call = meeting_call or next(
-                    (call for call in members if call.can_be_reached), None
+                    (call for call in members if call.has_address_and_open_ports), None
                 )
-                _try_each_other(members, meeting_call, group_pool)
+                _let_hosts_connect_then_end_probes(members, meeting_call, group_pool)
                 group_indices = []
     return [
         call_by_index[host_index].answer for host_index in range(len(host_names))
     ], meeting_call.host_name if meeting_call else None
 
 
-def _try_each_other(
+def _let_hosts_connect_then_end_probes(
     member_calls: list[_ProbeCall], meeting_call: _ProbeCall | None, pool: ThreadPoolExecutor
 ) -> None:
     """Let the hosts that listen try each other and the meeting host, then end their probes."""
     listening_calls = [meeting_call] if meeting_call else []
     listening_calls += [
-        call for call in member_calls if call.can_be_reached and call is not meeting_call
+        call
+        for call in member_calls
+        if call.has_address_and_open_ports and call is not meeting_call
     ]
     other_calls = [call for call in member_calls if call not in listening_calls]
     list(
         pool.map(
-            functools.partial(_ProbeCall.try_others_in_group, group=listening_calls),
+            functools.partial(_ProbeCall.measure_clock_and_connect_to_group, group=listening_calls),
             [*listening_calls, *other_calls],
         )
     )
@@ -207,12 +211,15 @@ def _try_each_other(
     # stays open for later groups.
     list(
         pool.map(
-            _ProbeCall.end_or_kill, (call for call in member_calls if call is not meeting_call)
+            _ProbeCall.end_or_kill_probe,
+            (call for call in member_calls if call is not meeting_call),
         )
     )
 
 
-def _hosts_to_try(call: _ProbeCall, group_calls: list[_ProbeCall]) -> list[_ProbeCall]:
+def _calls_of_hosts_to_connect_to(
+    call: _ProbeCall, group_calls: list[_ProbeCall]
+) -> list[_ProbeCall]:
     """Return the hosts that a host tries: in a small group all others.
 
     In a large group the first host tries all. Every other host tries the first one, and the hosts
@@ -241,12 +248,12 @@ class _ProbeCall:
         self._deadline = time.monotonic() + limit_seconds
         self._start_time = time.monotonic()
         self._limit_seconds = limit_seconds
-        self.answer: ProbeAnswer | ProbeFailure = self._start_and_read_answer(
+        self.answer: ProbeAnswer | ProbeFailure = self._start_probe_and_read_first_answer(
             request.program_for_host(host_name)
         )
 
     @property
-    def can_be_reached(self) -> bool:
+    def has_address_and_open_ports(self) -> bool:
         """Whether other hosts can try to reach it."""
         if isinstance(self.answer, ProbeFailure):
             return False
@@ -254,12 +261,12 @@ class _ProbeCall:
             self.answer.properties["doors"]
         )
 
-    def _start_and_read_answer(self, program: bytes) -> ProbeAnswer | ProbeFailure:
+    def _start_probe_and_read_first_answer(self, program: bytes) -> ProbeAnswer | ProbeFailure:
         remote_argv = [sys.executable, "-c", _BOOTSTRAP_CODE, str(len(program))]
         argv = (
             remote_argv
             if needs_no_ssh(self.host_name)
-            else _remote_argv(self.host_name, remote_argv)
+            else _srun_or_ssh_argv(self.host_name, remote_argv)
         )
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -276,8 +283,8 @@ class _ProbeCall:
                 f"cannot start {argv[0]} here: {error.strerror}",
                 f"install {argv[0]}",
             )
-        self._send_input(program)
-        answer_line = self._read_answer_line()
+        self._send_to_probe_if_it_reads(program)
+        answer_line = self._read_answer_line_or_all_output()
         answer_seconds = time.monotonic() - self._start_time
         if answer_line is None:
             return ProbeFailure(
@@ -287,15 +294,15 @@ class _ProbeCall:
             )
         with contextlib.suppress(ValueError, SyntaxError):
             return ProbeAnswer(ast.literal_eval(answer_line.decode()), answer_seconds)
-        return self._failure_of_probe(answer_line)
+        return self._wait_and_explain_probe_failure(answer_line)
 
-    def try_others_in_group(self, group: list[_ProbeCall]) -> None:
+    def measure_clock_and_connect_to_group(self, group: list[_ProbeCall]) -> None:
         """Measure the host's clock, and let it try the ports of the others in the group."""
         if isinstance(self.answer, ProbeFailure):
             return
         ports_to_try = [
             (other_call, tcp_port, udp_port)
-            for other_call in _hosts_to_try(self, group)
+            for other_call in _calls_of_hosts_to_connect_to(self, group)
             for tcp_port, udp_port in other_call.properties["doors"]
         ]
         ports_text = " ".join(
@@ -305,8 +312,8 @@ class _ProbeCall:
         # The clock was read between request and answer, so half of that time is the possible error.
         request_time = time.time()
         self._deadline = time.monotonic() + _SECOND_ANSWER_SECONDS
-        self._send_input(f"{ports_text}\n".encode())
-        answer_line = self._read_answer_line()
+        self._send_to_probe_if_it_reads(f"{ports_text}\n".encode())
+        answer_line = self._read_answer_line_or_all_output()
         try:
             answer = ast.literal_eval((answer_line or b"").decode())
             skew_error_seconds = max(0.0, time.time() - request_time - answer["took"]) / 2
@@ -340,7 +347,7 @@ class _ProbeCall:
         assert isinstance(self.answer, ProbeAnswer)
         return self.answer.properties
 
-    def end_or_kill(self) -> None:
+    def end_or_kill_probe(self) -> None:
         """End the probe; kill it if it does not end by itself."""
         if self._process is None:
             return
@@ -356,15 +363,15 @@ class _ProbeCall:
         with self._process:  # closes its pipes
             self._process = None
 
-    def _send_input(self, data: bytes) -> None:
+    def _send_to_probe_if_it_reads(self, input_bytes: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         # If the probe has ended, reading its output gives the reason.
         with contextlib.suppress(OSError):
-            self._process.stdin.write(data)
+            self._process.stdin.write(input_bytes)
             self._process.stdin.flush()
 
-    def _read_answer_line(self) -> bytes | None:
+    def _read_answer_line_or_all_output(self) -> bytes | None:
         """Return the probe's next line, without output of a login shell before it.
 
         All output if the probe ended instead; None after the deadline.
@@ -382,13 +389,13 @@ class _ProbeCall:
             output += chunk
         return output.splitlines()[-1]
 
-    def _failure_of_probe(self, last_output: bytes) -> ProbeFailure:
+    def _wait_and_explain_probe_failure(self, last_output: bytes) -> ProbeFailure:
         """Return the reason why a probe ended or printed something else."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         exit_status = self._process.returncode
-        error_text = self._read_error_output().decode(errors="replace")
+        error_text = self._read_error_output_until_silent().decode(errors="replace")
         output_texts = (
             output_text.strip()
             for output_text in (error_text, last_output.decode(errors="replace"))
@@ -413,7 +420,7 @@ class _ProbeCall:
         )
         return ProbeFailure("reached", last_message, remedy.format(host=self.host_name))
 
-    def _read_error_output(self) -> bytes:
+    def _read_error_output_until_silent(self) -> bytes:
         """Return the probe's error output."""
         # Not until its end: a shared connection of ssh may keep the pipe open.
         assert self._process is not None
@@ -435,7 +442,7 @@ def _is_answer_line(output_line: bytes) -> bool:
         return False
 
 
-def _remote_argv(host_name: str, remote_program: list[str]) -> list[str]:
+def _srun_or_ssh_argv(host_name: str, remote_words: list[str]) -> list[str]:
     """Return the command that runs a program on another host: ssh, or a step of the Slurm job."""
     # Compute nodes of many clusters accept no ssh, but a job may always start steps.
     if "SLURM_JOB_ID" in os.environ:
@@ -446,6 +453,6 @@ def _remote_argv(host_name: str, remote_program: list[str]) -> list[str]:
             "--nodes=1",
             "--ntasks=1",
             f"--nodelist={host_name}",
-            *remote_program,
+            *remote_words,
         ]
-    return ssh_argv(host_name, remote_program, _CONNECT_SECONDS)
+    return ssh_argv(host_name, remote_words, _CONNECT_SECONDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch.doctor import host_probes, probe
-from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judge_check
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, finding_ok_or_with_remedy
 from ortlaunch.doctor.host_probes import ConnectionResult, ProbeAnswer, ProbeFailure, ProbeRequest
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
@@ -56,15 +56,17 @@ class HostRequirements(NamedTuple):
         )
 
 
-def check_hosts(requirements: HostRequirements) -> list[Finding]:
+def probe_and_judge_all_hosts(requirements: HostRequirements) -> list[Finding]:
     """Run every check on every host; return the findings in the order of the hosts."""
-    with _write_token_during_check(requirements.run_folder) as token:
-        answers, meeting_host = host_probes.query_hosts(requirements.probe_request)
+    with _write_token_file_within_block(requirements.run_folder) as token:
+        answers, meeting_host = host_probes.probe_hosts_and_their_connections(
+            requirements.probe_request
+        )
     local_versions = probe.installed_versions()
     local_sources_sum = probe.sources_checksum()
     findings: list[Finding] = []
     usual_cpu_count = _most_common_cpu_count(answers)
-    error_by_closed_port = _unreachable_ports(answers)
+    error_by_closed_port = _error_by_port_unreachable_for_all(answers)
     host_by_machine = dict[str, str]()
     # With an absent host, routes are not judged: others may lack a route only to that one.
     judges_routes = len(requirements.nodes) > 1 and not any(
@@ -80,7 +82,7 @@ def check_hosts(requirements: HostRequirements) -> list[Finding]:
         reached_text = f"{properties['hostname']}, Python {properties['python']}, {answer.answer_seconds:.1f} s"
         findings += [
             Finding(node.host, "reached", OK, reached_text),
-            _package_finding(node.host, properties["packages"], local_versions),
+            _package_version_difference_finding(node.host, properties["packages"], local_versions),
         ]
         # Same version, other files: usually a checkout that was edited on one host only.
         if properties["sources"] != local_sources_sum and properties["packages"].get(
@@ -95,7 +97,7 @@ def check_hosts(requirements: HostRequirements) -> list[Finding]:
             observation = f"is the same machine as {first_name}"
             remedy = f"list it once, as {first_name}, with the slots of both"
             findings.append(
-                judge_check(
+                finding_ok_or_with_remedy(
                     node.host,
                     "alias",
                     False,
@@ -104,16 +106,20 @@ def check_hosts(requirements: HostRequirements) -> list[Finding]:
                     verdict_if_not_good=FAILED if requirements.device == "cuda" else WARNING,
                 )
             )
-        findings += _network_findings(node.host, answer, requirements, judges_routes, meeting_host)
-        findings += _connection_findings(
+        findings += _interface_address_and_port_findings(
+            node.host, answer, requirements, judges_routes, meeting_host
+        )
+        findings += _port_udp_and_mtu_findings(
             node.host,
             answer.connections,
             error_by_closed_port,
             sum(isinstance(other_answer, ProbeAnswer) for other_answer in answers) - 1,
         )
-        findings += _resource_findings(node, properties, requirements, token)
+        findings += _gpu_run_folder_and_disk_findings(node, properties, requirements, token)
         if not requirements.checks_failures_only:
-            findings += _slowness_findings(node.host, answer, requirements, usual_cpu_count)
+            findings += _warnings_on_conditions_that_slow_runs(
+                node.host, answer, requirements, usual_cpu_count
+            )
     return findings
 
 
@@ -125,30 +131,36 @@ def _most_common_cpu_count(answers: Sequence[ProbeAnswer | ProbeFailure]) -> int
     return max(cpu_counts, key=cpu_counts.count, default=0)
 
 
-def check_this_host_alone(node: Node, requirements: HostRequirements) -> list[Finding]:
+def judge_this_host_without_peers(host_node: Node, requirements: HostRequirements) -> list[Finding]:
     """Run the checks of this host that need no other host."""
-    host_properties = probe.host_properties(requirements.probe_request.request_for_host(node.host))
+    host_properties = probe.properties_of_this_host(
+        requirements.probe_request.probe_arguments_for_host(host_node.host)
+    )
     open_ports = probe.OpenPorts(host_properties["address"] or "127.0.0.1", (requirements.port,))
     host_properties["listens"] = open_ports.ports[0][0] if open_ports.ports else open_ports.error
-    requirements_alone = requirements._replace(nodes=(node,))
+    requirements_alone = requirements._replace(nodes=(host_node,))
     answer = ProbeAnswer(host_properties, 0.0)
     open_ports.close_sockets()
     findings = [
-        *_network_findings(node.host, answer, requirements_alone, False, node.host),
-        *_resource_findings(node, host_properties, requirements, None),
+        *_interface_address_and_port_findings(
+            host_node.host, answer, requirements_alone, False, host_node.host
+        ),
+        *_gpu_run_folder_and_disk_findings(host_node, host_properties, requirements, None),
     ]
     # Both compare with other hosts.
     return [
         finding
         for finding in (
             *findings,
-            *_slowness_findings(node.host, answer, requirements, host_properties["cpus"]),
+            *_warnings_on_conditions_that_slow_runs(
+                host_node.host, answer, requirements, host_properties["cpus"]
+            ),
         )
         if finding.check not in ("clock", "cpus")
     ]
 
 
-def _package_finding(
+def _package_version_difference_finding(
     host_name: str, remote_versions: dict[str, str], local_versions: dict[str, str]
 ) -> Finding:
     differences = [
@@ -170,11 +182,11 @@ def _package_finding(
     )
 
 
-def _network_findings(
+def _interface_address_and_port_findings(
     host_name: str,
     answer: ProbeAnswer,
     requirements: HostRequirements,
-    judges_routes: bool,
+    judges_routes_to_hosts: bool,
     meeting_host: str | None,
 ) -> Iterator[Finding]:
     """Yield findings on a host's address, and on the port where ranks meet."""
@@ -194,7 +206,7 @@ def _network_findings(
             "set launch.interface to one that every host has",
         )
         return
-    if judges_routes:
+    if judges_routes_to_hosts:
         remedy = (
             "ranks meet over IPv4: check its routes, or set the interface: launch.interface=eth0"
         )
@@ -202,7 +214,7 @@ def _network_findings(
         if local_names:
             remedy = f"instead of {local_names[0]} use the name under which the other hosts reach that host"
         observation = properties["address"] or "no IPv4 route to the other hosts except loopback"
-        yield judge_check(
+        yield finding_ok_or_with_remedy(
             host_name,
             "address",
             properties["address"] is not None,
@@ -239,7 +251,9 @@ def _network_findings(
         )
 
 
-def _unreachable_ports(answers: Sequence[ProbeAnswer | ProbeFailure]) -> dict[tuple[str, int], str]:
+def _error_by_port_unreachable_for_all(
+    answers: Sequence[ProbeAnswer | ProbeFailure],
+) -> dict[tuple[str, int], str]:
     """Return the ports that no host could reach, with the reason.
 
     The reason is then on the host of the port, such as its firewall.
@@ -255,7 +269,7 @@ def _unreachable_ports(answers: Sequence[ProbeAnswer | ProbeFailure]) -> dict[tu
     }
 
 
-def _connection_findings(
+def _port_udp_and_mtu_findings(
     host_name: str,
     connections: Sequence[ConnectionResult],
     error_by_closed_port: Mapping[tuple[str, int], str],
@@ -334,53 +348,56 @@ def _shorten_names(host_names: Sequence[str]) -> str:
     )
 
 
-def _resource_findings(
-    node: Node, properties: Json, requirements: HostRequirements, token: str | None
+def _gpu_run_folder_and_disk_findings(
+    host_node: Node,
+    host_properties: Json,
+    requirements: HostRequirements,
+    shared_folder_token: str | None,
 ) -> Iterator[Finding]:
     """Yield findings on a host's GPUs, its run folder and its disk."""
-    host_name = node.host
+    host_name = host_node.host
     if requirements.device == "cuda":
-        observation = f"{properties['gpus']} for {count_with_noun(node.slots, 'slot')}"
+        observation = f"{host_properties['gpus']} for {count_with_noun(host_node.slots, 'slot')}"
         remedy = (
             "reduce its slots"
-            if properties["gpus"]
+            if host_properties["gpus"]
             else "check nvidia-smi there, or train with launch.device=cpu"
         )
-        yield judge_check(
+        yield finding_ok_or_with_remedy(
             host_name,
             "gpus",
-            properties["gpus"] >= node.slots,
+            host_properties["gpus"] >= host_node.slots,
             observation,
             remedy,
             verdict_if_not_good=FAILED,
         )
     # Only a shared folder has the file that this host has just written.
-    if token is not None:
-        is_shared = properties["token"] == token
+    if shared_folder_token is not None:
+        is_shared = host_properties["token"] == shared_folder_token
         observation = (
             f"{requirements.run_folder} "
             f"{'is shared' if is_shared else 'the folder there is not the one here'}"
         )
         remedy = "give a --run-dir on a disk that all hosts share"
-        if is_shared and not properties["writable"]:
+        if is_shared and not host_properties["writable"]:
             is_shared = False
             observation = f"{requirements.run_folder} cannot be written there"
             remedy = "check how its disk is mounted there"
-        yield judge_check(
+        yield finding_ok_or_with_remedy(
             host_name, "run folder", is_shared, observation, remedy, verdict_if_not_good=FAILED
         )
-    has_enough_space = properties["free"] >= requirements.disk_bytes_needed
+    has_enough_space = host_properties["free"] >= requirements.disk_bytes_needed
     needed_text = (
         f", and checkpoints take {human_bytes(requirements.disk_bytes_needed)}"
         if requirements.disk_bytes_needed
         else ""
     )
-    yield judge_check(host_name, "disk", has_enough_space, (f"{human_bytes(properties['free'])} "
+    yield finding_ok_or_with_remedy(host_name, "disk", has_enough_space, (f"{human_bytes(host_properties['free'])} "
                                        f"free{needed_text}"), "free disk space, or lower checkpoint.keep",
                  verdict_if_not_good=FAILED)  # fmt: skip
-    temporary_folder, temporary_bytes = properties["temporary"]
+    temporary_folder, temporary_bytes = host_properties["temporary"]
     # mpirun writes there before any rank begins, and says that a firewall is in its way.
-    yield judge_check(
+    yield finding_ok_or_with_remedy(
         host_name,
         "temporary",
         temporary_bytes >= _LEAST_TEMPORARY_BYTES,
@@ -390,7 +407,7 @@ def _resource_findings(
     )
 
 
-def _slowness_findings(
+def _warnings_on_conditions_that_slow_runs(
     host_name: str, answer: ProbeAnswer, requirements: HostRequirements, usual_cpu_count: int
 ) -> Iterator[Finding]:
     """Yield findings on conditions that may slow a run, or end it late."""
@@ -448,14 +465,14 @@ def _slowness_findings(
             )
         )
     if requirements.device == "cuda" and properties["gpus"]:
-        checks.append(_idle_gpu_check(properties["busy_gpus"]))
+        checks.append(_idle_gpu_check_with_remedy(properties["busy_gpus"]))
     for check_name, is_good, observation, remedy in checks:
-        yield judge_check(
+        yield finding_ok_or_with_remedy(
             host_name, check_name, is_good, observation, remedy, verdict_if_not_good=WARNING
         )
 
 
-def _idle_gpu_check(busy_processes: list[str] | None) -> tuple[str, bool, str, str]:
+def _idle_gpu_check_with_remedy(busy_processes: list[str] | None) -> tuple[str, bool, str, str]:
     if busy_processes is None:
         return (
             "gpus idle",
@@ -472,7 +489,7 @@ def _idle_gpu_check(busy_processes: list[str] | None) -> tuple[str, bool, str, s
 
 
 @contextlib.contextmanager
-def _write_token_during_check(run_folder: Path | None) -> Iterator[str | None]:
+def _write_token_file_within_block(run_folder: Path | None) -> Iterator[str | None]:
     """Write a random token to the run folder while the hosts are checked; yield the token."""
     if run_folder is None:
         yield None

@@ -52,12 +52,12 @@ def installed_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
             if name and ending in (".dist-info", ".egg-info"):
                 # The first folder of the path wins, as for an import.
                 version_by_package.setdefault(
-                    name, _version_in_metadata(os.path.join(folder, entry))
+                    name, _version_in_metadata_or_unknown(os.path.join(folder, entry))
                 )
     return version_by_package
 
 
-def _version_in_metadata(metadata_folder: str) -> str:
+def _version_in_metadata_or_unknown(metadata_folder: str) -> str:
     for file in ("METADATA", "PKG-INFO"):
         try:
             with open(
@@ -77,7 +77,7 @@ def interface_names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def local_ipv4_address(peer_names: list[str], interface_name: str | None) -> str | None:
+def local_ipv4_address_or_none(peer_names: list[str], interface_name: str | None) -> str | None:
     """Return this host's IPv4 address, as other hosts see it; None if it has none but loopback.
 
     Args:
@@ -100,11 +100,11 @@ def local_ipv4_address(peer_names: list[str], interface_name: str | None) -> str
 
 
 def _interface_address(interface_name: str) -> str | None:
-    address_bytes = _query_interface(interface_name, _SIOCGIFADDR)
+    address_bytes = _interface_ioctl_answer_or_empty(interface_name, _SIOCGIFADDR)
     return socket.inet_ntoa(address_bytes[4:8]) if address_bytes else None
 
 
-def interface_mtu(own_address: str | None) -> int:
+def interface_mtu_bytes_or_zero(own_address: str | None) -> int:
     """Return the MTU in bytes of the interface with this address; 0 if unknown."""
     interface_name = next(
         (
@@ -114,11 +114,13 @@ def interface_mtu(own_address: str | None) -> int:
         ),
         None,
     )
-    mtu_bytes = _query_interface(interface_name, _SIOCGIFMTU) if interface_name else b""
+    mtu_bytes = (
+        _interface_ioctl_answer_or_empty(interface_name, _SIOCGIFMTU) if interface_name else b""
+    )
     return int.from_bytes(mtu_bytes[:4], sys.byteorder)
 
 
-def _query_interface(interface_name: str, ioctl_request: int) -> bytes:
+def _interface_ioctl_answer_or_empty(interface_name: str, ioctl_request: int) -> bytes:
     """Return the kernel's answer to an ioctl on an interface, without the name; b"" on an error."""
     import fcntl
 
@@ -172,7 +174,7 @@ class OpenPorts:
         for open_socket in self.sockets:
             open_socket.close()
 
-    def answer_ready_sockets(self, ready_files: Sequence[object]) -> None:
+    def accept_or_echo_on_ready_sockets(self, ready_files: Sequence[object]) -> None:
         """Accept connections, and return the first bytes of each datagram to its sender."""
         for open_socket in self.sockets:
             with contextlib.suppress(OSError):
@@ -182,14 +184,14 @@ class OpenPorts:
                     data, sender = open_socket.recvfrom(1 << 16)
                     open_socket.sendto(data[:_TAG_BYTES], sender)
 
-    def read_input_lines(self) -> Iterator[str]:
+    def read_input_lines_while_answering_peers(self) -> Iterator[str]:
         """Yield the lines of standard input; connections and datagrams are answered meanwhile."""
         # Read without a buffer: `select` would not see lines that a buffer already holds.
         partial_line = b""
         input_descriptor = sys.stdin.fileno()
         while True:
             ready_files = select.select([input_descriptor, *self.sockets], [], [])[0]
-            self.answer_ready_sockets(ready_files)
+            self.accept_or_echo_on_ready_sockets(ready_files)
             if input_descriptor in ready_files:
                 chunk = os.read(input_descriptor, 1 << 16)
                 if not chunk:
@@ -197,7 +199,7 @@ class OpenPorts:
                 *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
                 yield from (line.decode() for line in complete_lines)
 
-    def reach_peers(
+    def try_tcp_and_udp_of_peers(
         self, peers: Sequence[tuple[str, int, int, int]]
     ) -> list[tuple[str, bool, bool]]:
         """Try to reach ports of other hosts, all at the same time.
@@ -212,7 +214,7 @@ class OpenPorts:
         start_time = time.monotonic()
         connecting_sockets = [_begin_connection(address, port) for address, port, _, _ in peers]
         error_by_peer = {peer_index: "timed out" for peer_index, _ in enumerate(peers)}
-        own_mtu = interface_mtu(self.bind_address)
+        own_mtu = interface_mtu_bytes_or_zero(self.bind_address)
         answered_tags = set[bytes]()
         next_send_seconds = 0.0
         with (
@@ -227,7 +229,9 @@ class OpenPorts:
             while (passed_seconds := time.monotonic() - start_time) < _REACH_SECONDS:
                 if passed_seconds >= next_send_seconds:
                     next_send_seconds = passed_seconds + _AGAIN_SECONDS
-                    answered_tags |= _send_datagrams(udp, peers, own_mtu, answered_tags)
+                    answered_tags |= _send_unanswered_datagrams_again(
+                        udp, peers, own_mtu, answered_tags
+                    )
                 if not waiting_sockets and (
                     len(answered_tags) == 2 * len(peers) or passed_seconds > _UDP_SECONDS
                 ):
@@ -236,7 +240,7 @@ class OpenPorts:
                     [udp, *self.sockets], list(waiting_sockets.values()), [], 0.1
                 )
                 # The others try this host meanwhile.
-                self.answer_ready_sockets(reading)
+                self.accept_or_echo_on_ready_sockets(reading)
                 if udp in reading:
                     with contextlib.suppress(OSError):
                         answered_tags.add(udp.recv(_TAG_BYTES))
@@ -271,8 +275,8 @@ def _datagram_tag(peer_index: int, is_long: bool) -> bytes:
     return f"{peer_index}{'L' if is_long else 'S'}".encode().ljust(_TAG_BYTES)
 
 
-def _send_datagrams(
-    udp: socket.socket,
+def _send_unanswered_datagrams_again(
+    udp_socket: socket.socket,
     peers: Sequence[tuple[str, int, int, int]],
     own_mtu: int,
     answered_tags: set[bytes],
@@ -292,7 +296,7 @@ def _send_datagrams(
         ):
             if tag not in answered_tags:
                 try:
-                    udp.sendto(tag.ljust(datagram_bytes), (address, port))
+                    udp_socket.sendto(tag.ljust(datagram_bytes), (address, port))
                 except OSError as error:
                     undeliverable_tags |= {tag} if error.errno == errno.EMSGSIZE else set()
     return undeliverable_tags
@@ -319,7 +323,7 @@ def sources_checksum() -> int:
     return checksum
 
 
-def machine_id() -> str:
+def boot_and_network_namespace_id() -> str:
     """Return the boot id and network namespace: equal for two names of one host, else different."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -328,7 +332,7 @@ def machine_id() -> str:
         return ""
 
 
-def read_token(run_folder: str) -> str | None:
+def read_run_folder_token_or_none(run_folder: str) -> str | None:
     """Return the token that another host has written to the run folder; None if absent."""
     try:
         with open(os.path.join(run_folder, TOKEN_FILE), encoding="utf-8") as file:
@@ -337,7 +341,7 @@ def read_token(run_folder: str) -> str | None:
         return None
 
 
-def living_rank_processes() -> list[str]:
+def living_rank_texts_of_runs() -> list[str]:
     """Return this user's living ranks here, by run: `run folder (process id, ...)`."""
     ranks_by_folder: dict[str, list[str]] = {}
     for process_id in sorted(filter(str.isdecimal, os.listdir("/proc")), key=int):
@@ -367,7 +371,7 @@ def gpu_device_count() -> int:
     return sum(name.startswith("nvidia") and name[6:].isdecimal() for name in os.listdir("/dev"))
 
 
-def gpu_process_lines() -> list[str] | None:
+def gpu_process_lines_or_none() -> list[str] | None:
     """Return `process id, memory` of processes on GPUs now; None if nvidia-smi fails."""
     import subprocess
 
@@ -380,14 +384,14 @@ def gpu_process_lines() -> list[str] | None:
         return None
 
 
-def host_properties(request: Json) -> Json:
+def properties_of_this_host(probe_request: Json) -> Json:
     """Return all properties of this host that need no other host.
 
     Args:
-        request: `peers` (names), `interface` (or null), `run_folder` (the run's, or null), `cuda`
+        probe_request: `peers` (names), `interface` (or null), `run_folder` (the run's, or null), `cuda`
             (whether GPUs count).
     """
-    run_folder = request["folder"]
+    run_folder = probe_request["folder"]
     # Not tempfile's: it leaves out a folder whose disk is full.
     temporary_folder = os.environ.get("TMPDIR") or "/tmp"
     gpu_count = gpu_device_count()
@@ -396,13 +400,13 @@ def host_properties(request: Json) -> Json:
         "python": sys.version.split()[0],
         "packages": installed_versions(),
         "sources": sources_checksum(),
-        "machine": machine_id(),
+        "machine": boot_and_network_namespace_id(),
         "cpus": len(os.sched_getaffinity(0)),
-        "address": local_ipv4_address(request["peers"], request["interface"]),
+        "address": local_ipv4_address_or_none(probe_request["peers"], probe_request["interface"]),
         "interfaces": interface_names(),
         "gpus": gpu_count,
-        "busy_gpus": gpu_process_lines() if request["cuda"] and gpu_count else [],
-        "token": read_token(str(run_folder)) if run_folder else None,
+        "busy_gpus": gpu_process_lines_or_none() if probe_request["cuda"] and gpu_count else [],
+        "token": read_run_folder_token_or_none(str(run_folder)) if run_folder else None,
         "writable": run_folder is None or os.access(run_folder, os.W_OK),
         "free": free_disk_bytes(str(run_folder or os.getcwd())),
         "temporary": (temporary_folder, free_disk_bytes(temporary_folder)),
@@ -411,7 +415,7 @@ def host_properties(request: Json) -> Json:
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/sys/class/infiniband")
         and bool(os.listdir("/sys/class/infiniband")),
-        "stale": living_rank_processes(),
+        "stale": living_rank_texts_of_runs(),
     }
 
 
@@ -425,26 +429,26 @@ def main(request: Json) -> None:
         request: `peers`, `interface`, `folder` and `cuda` as above, and `ports` to listen on; 0:
             any.
     """
-    own_properties = host_properties(request)
+    own_properties = properties_of_this_host(request)
     open_ports = OpenPorts(own_properties["address"] or "127.0.0.1", request["ports"])
     ports = open_ports.ports
     print(
         {
             **own_properties,
             "doors": ports,
-            "mtu": interface_mtu(own_properties["address"]),
+            "mtu": interface_mtu_bytes_or_zero(own_properties["address"]),
             "listens": ports[0][0] if ports else open_ports.error,
         },
         flush=True,
     )
-    for line in open_ports.read_input_lines():
+    for line in open_ports.read_input_lines_while_answering_peers():
         request_time = time.time()
         peer_words = line.split()
         peers = [
             (peer_words[word_index], *map(int, peer_words[word_index + 1 : word_index + 4]))
             for word_index in range(0, len(peer_words), 4)
         ]
-        connection_results = open_ports.reach_peers(peers)  # type: ignore[arg-type]
+        connection_results = open_ports.try_tcp_and_udp_of_peers(peers)  # type: ignore[arg-type]
         print(
             {"time": request_time, "took": time.time() - request_time, "reach": connection_results},
             flush=True,

@@ -72,7 +72,7 @@ class LaunchRequest(NamedTuple):
             write_text_atomically(Path(path), text)
 
 
-def stop_request_of_plan(plan: Plan, run_dir: RunDir) -> StopRequest | None:
+def stop_request_if_plan_saves(plan: Plan, run_dir: RunDir) -> StopRequest | None:
     """Return how the ranks of this plan are requested to stop; None if they save nothing."""
     return (
         StopRequest(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds)
@@ -119,17 +119,17 @@ class Backend(Protocol):
     A job is what `submit` returned. For a job of another process it is a JobRecord.
     """
 
-    def check(self, nodes: Sequence[Node], run_dir: RunDir) -> None:
+    def require_launchable_hosts(self, nodes: Sequence[Node], run_dir: RunDir) -> None:
         """Check that the backend can start ranks there, before anything is measured or written.
 
         Raises:
             PlanError, MissingDependency: it cannot start them.
         """
 
-    def request(self, plan: Plan, run_dir: RunDir) -> LaunchRequest:
+    def launch_request_of_plan(self, plan: Plan, run_dir: RunDir) -> LaunchRequest:
         """Return the request for this plan, without side effects."""
 
-    def submit(self, request: LaunchRequest, output: Path | None = None) -> Any:
+    def write_files_and_start_job(self, request: LaunchRequest, output: Path | None = None) -> Any:
         """Start the request and return the job.
 
         If the user stops the job by a signal, the job's `signal` has its number.
@@ -138,13 +138,13 @@ class Backend(Protocol):
             output: a file for the job's output, instead of this process's own output.
         """
 
-    def state(self, job: object) -> JobState:
+    def job_state(self, job: object) -> JobState:
         """Return the state of the job."""
 
-    def wait(self, job: Any) -> int:
+    def forward_signals_until_job_ends(self, job: Any) -> int:
         """Wait for the end of the job and return its exit status."""
 
-    def cancel(self, job: object) -> None:
+    def end_job_and_its_processes(self, job: object) -> None:
         """End the job and every process that it started; return when they have ended.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.cause import Cause
-from ortlaunch.launch.failure import RunEnd, first_error_record, ranks_that_began
+from ortlaunch.launch.failure import RunEnd, first_error_record, ranks_whose_supervisor_started
 from ortlaunch.launch.record import Attempt
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import NO_FAULT
@@ -11,8 +11,12 @@ from ortlaunch.run_folder.error_record import ErrorRecord
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 
 
-def failed_attempt_record(
-    run: RunDir, end: RunEnd, attempt_number: int, attempt_seconds: float, checkpoint_at_start: int
+def record_of_failed_attempt_with_last_step(
+    run: RunDir,
+    run_end: RunEnd,
+    attempt_number: int,
+    attempt_seconds: float,
+    checkpoint_at_start: int,
 ) -> Attempt:
     """Return the record of an attempt that failed.
 
@@ -21,33 +25,45 @@ def failed_attempt_record(
         checkpoint_at_start: step of the newest complete checkpoint at its start; 0 if there was none.
     """
     first_record = first_error_record(run)
-    has_begun = bool(ranks_that_began(run))
+    has_begun = bool(ranks_whose_supervisor_started(run))
     return Attempt(
         number=attempt_number,
         seconds=round(attempt_seconds, 1),
-        exit_status=end.status,
-        cause=failure_cause(end),
-        verdict=end.last_output.partition("\n")[0],
-        failure=_comparable_failure_text(first_record, end),
+        exit_status=run_end.status,
+        cause=failure_cause(run_end),
+        verdict=run_end.last_output.partition("\n")[0],
+        failure=_exception_or_exit_status_text(first_record, run_end),
         step=None if not has_begun or first_record is None else first_record.step,
-        checkpoint=newest_complete_checkpoint_step(run),
+        checkpoint=newest_complete_checkpoint_step_or_zero(run),
         resumed=checkpoint_at_start,
     )
 
 
 def failure_cause(end: RunEnd) -> Cause:
-    return end.failure.memory_aware_cause if end.failure else Cause.UNKNOWN
+    return end.failure.cause_or_out_of_memory_if_killed if end.failure else Cause.UNKNOWN
 
 
-def _comparable_failure_text(first_record: ErrorRecord | None, end: RunEnd) -> str:
+def _exception_or_exit_status_text(
+    first_error_record_or_none: ErrorRecord | None, run_end: RunEnd
+) -> str:
     """Return the text that is compared between attempts: the exception, or the exit status."""
-    if first_record is None or first_record.secondary or first_record.is_seen_by_supervisor_only:
-        return f"exit status {end.status}"
-    message = first_record.message.strip().splitlines()
-    return f"{first_record.type}: {message[0][:200]}" if message else first_record.type
+    if (
+        first_error_record_or_none is None
+        or first_error_record_or_none.secondary
+        or first_error_record_or_none.is_seen_by_supervisor_only
+    ):
+        return f"exit status {run_end.status}"
+    message = first_error_record_or_none.message.strip().splitlines()
+    return (
+        f"{first_error_record_or_none.type}: {message[0][:200]}"
+        if message
+        else first_error_record_or_none.type
+    )
 
 
-def newest_complete_checkpoint_step(run: RunDir, before_time_ns: float = float("inf")) -> int:
+def newest_complete_checkpoint_step_or_zero(
+    run: RunDir, before_time_ns: float = float("inf")
+) -> int:
     """Return the step of the newest checkpoint that was complete before a time; 0 if there is none.
 
     Args:
@@ -61,9 +77,9 @@ def newest_complete_checkpoint_step(run: RunDir, before_time_ns: float = float("
     return max(complete_steps, default=0)
 
 
-def failed_scheduler_job_record(
+def failed_job_record_unless_no_fault(
     run: RunDir,
-    end: RunEnd,
+    run_end: RunEnd,
     attempt_number: int,
     attempt_seconds: float,
     rank0_prepared_folder: bool,
@@ -77,28 +93,28 @@ def failed_scheduler_job_record(
     """
     command_restarts_ranks = rank0_prepared_folder and Plan.read(run.plan).started_by.is_ours
     if (
-        end.status == 0
-        or end.status in NO_FAULT
+        run_end.status == 0
+        or run_end.status in NO_FAULT
         or command_restarts_ranks
         or run.stop_request.exists()
     ):
         return None
     if rank0_prepared_folder:
-        return failed_attempt_record(
+        return record_of_failed_attempt_with_last_step(
             run,
-            end,
+            run_end,
             attempt_number,
             attempt_seconds,
-            newest_complete_checkpoint_step(run, run.request.stat().st_mtime_ns),
+            newest_complete_checkpoint_step_or_zero(run, run.request.stat().st_mtime_ns),
         )
-    newest_step = newest_complete_checkpoint_step(run)
-    failure = f"exit status {end.status}"
+    newest_step = newest_complete_checkpoint_step_or_zero(run)
+    failure = f"exit status {run_end.status}"
     return Attempt(
         attempt_number,
         round(attempt_seconds, 1),
-        end.status,
-        failure_cause(end),
-        end.last_output,
+        run_end.status,
+        failure_cause(run_end),
+        run_end.last_output,
         failure,
         None,
         newest_step,

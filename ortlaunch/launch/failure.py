@@ -22,7 +22,7 @@ from ortlaunch.run_folder.cause_text import (
     command_end_sentence,
 )
 from ortlaunch.run_folder.error_record import ErrorRecord, most_likely_cause, read_error_records
-from ortlaunch.run_folder.folder import RunDir, is_disk_full, read_own_json
+from ortlaunch.run_folder.folder import RunDir, is_disk_nearly_full, read_own_json
 from ortlaunch.run_folder.library_messages import match_cause_in_text
 from ortlaunch.run_folder.origin import planned_steps
 
@@ -55,7 +55,9 @@ class RunEnd(NamedTuple):
         return self._replace(last_output=line, text_before=f"{self.text}\n")
 
     @classmethod
-    def from_failure(cls, status: int, failure: Failure, text_after: str = "") -> RunEnd:
+    def end_of_failure_detected_by_command(
+        cls, status: int, failure: Failure, text_after: str = ""
+    ) -> RunEnd:
         """Return the end for a failure that the command detected.
 
         Args:
@@ -77,20 +79,20 @@ def classify_run_end(
     Args:
         user_signal: the signal that the user sent to the command, if any.
         launcher_signal: the signal that ended the launcher itself, if any.
-        out_of_memory_kill_count: processes of this control group that the kernel's out-of-memory killer ended
+        memory_kill_count_of_control_group: processes of this control group that the kernel's out-of-memory killer ended
             during the run; None if unknown.
         rank0_output_was_shown: whether rank 0's output went to the terminal, so that its end is not printed again.
     """
     unrequested = user_signal is None and not run.stop_request.exists()
     if run.stopped.exists():
         # The ranks saved because their launcher was killed.
-        return _end_after_saving(
+        return _end_of_run_that_saved_on_request(
             run, user_signal, launcher_signal == signal.SIGKILL and unrequested
         )
     records = read_error_records(run)
     first_record = most_likely_cause(records)
     on_request = first_record is not None and first_record.cause is Cause.STOPPED
-    launcher_error = _torchrun_exception_line(run)
+    launcher_error = _torchrun_exception_line_or_empty(run)
     # A rank's stop or secondary failure is then the effect of the launcher's own failure.
     if (
         launcher_error
@@ -100,24 +102,26 @@ def classify_run_end(
         cause = (match_cause_in_text(launcher_error) or (None,))[0]
         cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
         failure = Failure(cause, launcher_error, who=Plan.read(run.plan).started_by.program)
-        return RunEnd.from_failure(1, failure, f"; logs: {run.logs}")
+        return RunEnd.end_of_failure_detected_by_command(1, failure, f"; logs: {run.logs}")
     if (
         first_record is not None
         and on_request
         and not _ranks_without_record_that_may_be_cause(run, records, user_signal)
     ):
-        return _end_after_stop_with_nothing_to_save(run, first_record, user_signal)
+        return _end_of_stopped_run_with_nothing_to_save(run, first_record, user_signal)
     # A requested stop explains the end better than the errors that it caused in the ranks.
     if user_signal is not None and (launcher_status or first_record is not None):
-        return _end_after_stop_without_saving(run, first_record, user_signal)
+        return _end_of_stopped_run_without_new_save(run, first_record, user_signal)
     if first_record is not None and not first_record.secondary and not on_request:
         return _end_from_error_record(first_record, rank0_output_was_shown)
     if first_record is None and launcher_status == 0:
         return RunEnd(0, f"done: {run}")
-    return _end_without_original_failure(run, launcher_status, launcher_signal, oom_kills, records)
+    return _end_without_original_error_record(
+        run, launcher_status, launcher_signal, oom_kills, records
+    )
 
 
-def _torchrun_exception_line(run: RunDir) -> str:
+def _torchrun_exception_line_or_empty(run: RunDir) -> str:
     """Return the first line of torchrun's own exception.
 
     Empty if there is no exception, or if torchrun was ended by a signal.
@@ -140,21 +144,23 @@ def _torchrun_exception_line(run: RunDir) -> str:
 
 
 def _ranks_without_record_that_may_be_cause(
-    run: RunDir, records: list[ErrorRecord], user_signal: int | None
+    run: RunDir, error_records: list[ErrorRecord], user_signal: int | None
 ) -> set[int]:
     """Return the ranks without a record whose end may be the reason why the others were stopped.
 
     These are ranks whose supervisor was killed: the disk space that it reserved for an error record
     is still reserved. If no user requested a stop, they are also the ranks that never began.
     """
-    began = ranks_that_began(run)
-    recorded = {record.rank for record in records} | set(_ending_signals_by_rank(run))
+    began = ranks_whose_supervisor_started(run)
+    recorded = {record.rank for record in error_records} | set(
+        _signal_and_arrival_time_by_rank(run)
+    )
     killed = {rank for rank in began - recorded if run.reserved_space_path(rank).exists()}
     requested = user_signal is not None or run.stop_request.exists()
     return killed if requested else killed | set(range(Plan.read(run.plan).world_size)) - began
 
 
-def _end_after_saving(
+def _end_of_run_that_saved_on_request(
     run: RunDir, user_signal: int | None, launcher_killed: bool = False
 ) -> RunEnd:
     """Return the end of a run that saved after a stop request."""
@@ -167,28 +173,28 @@ def _end_after_saving(
     return RunEnd(status, end_text, Failure(Cause.STOPPED, end_text), stopped_on_request=True)
 
 
-def classify_vanished_command(run: RunDir, command_name: str) -> RunEnd:
+def end_of_run_whose_command_vanished(run: RunDir, command_name: str) -> RunEnd:
     """Return the end of a run whose command disappeared together with its ranks."""
     if run.stopped.exists():
-        return _end_after_saving(run, None)
+        return _end_of_run_that_saved_on_request(run, None)
     first_record = most_likely_cause(read_error_records(run))
     if first_record is not None and not first_record.secondary:
         return _end_from_error_record(first_record)
-    return RunEnd.from_failure(
+    return RunEnd.end_of_failure_detected_by_command(
         137, Failure(Cause.COMMAND_KILLED, who=command_name), f"\nlogs: {run.logs}"
     )
 
 
-def _end_without_original_failure(
+def _end_without_original_error_record(
     run: RunDir,
     launcher_status: int,
     launcher_signal: int | None,
     oom_kills: int | None,
-    records: list[ErrorRecord],
+    error_records: list[ErrorRecord],
 ) -> RunEnd:
     """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
-    exit_requests = _ending_signals_by_rank(run)
+    exit_requests = _signal_and_arrival_time_by_rank(run)
     # EXIT_SAVED requests another start. Without stopped.json nothing proves that the run saved.
     launcher_status = 1 if launcher_status == EXIT_SAVED else launcher_status
     if launcher_signal is not None and plan.started_by.program:
@@ -198,28 +204,30 @@ def _end_without_original_failure(
             signal=launcher_signal,
             memory_kills=oom_kills,
         )
-        return RunEnd.from_failure(128 + launcher_signal, killed)
-    began = ranks_that_began(run)
-    silent = sorted(began - {record.rank for record in records} - set(exit_requests))
+        return RunEnd.end_of_failure_detected_by_command(128 + launcher_signal, killed)
+    began = ranks_whose_supervisor_started(run)
+    silent = sorted(began - {record.rank for record in error_records} - set(exit_requests))
     # Ranks that ended in order removed the space reserved for their error record.
     killed_ranks = [rank for rank in silent if run.reserved_space_path(rank).exists()] or silent
-    if launcher_status and not records and is_disk_full(run.path):
-        return RunEnd.from_failure(launcher_status, Failure(Cause.DISK_FULL, str(run)))
+    if launcher_status and not error_records and is_disk_nearly_full(run.path):
+        return RunEnd.end_of_failure_detected_by_command(
+            launcher_status, Failure(Cause.DISK_FULL, str(run))
+        )
     if killed_ranks and launcher_status:
         return _end_with_killed_ranks(run, plan, killed_ranks, oom_kills)
     absent = sorted(set(range(plan.world_size)) - began)
     if absent and launcher_status:
-        return _end_with_absent_ranks(
+        return _end_with_absent_ranks_or_failed_launcher(
             run, launcher_status, oom_kills, _rank_and_host_names(plan, absent), len(began)
         )
-    first_record = most_likely_cause(records)
+    first_record = most_likely_cause(error_records)
     if (
         first_record is not None
         and first_record.signal is not None
         and first_record.cause is Cause.OUTLIVED
         and first_record.exit_status == EXIT_SAVED
     ):
-        return _end_after_stop_without_saving(run, first_record, first_record.signal)
+        return _end_of_stopped_run_without_new_save(run, first_record, first_record.signal)
     if exit_requests:
         rank = min(exit_requests, key=lambda rank: exit_requests[rank][1])
         signal_number = exit_requests[rank][0]
@@ -227,15 +235,17 @@ def _end_without_original_failure(
         failure = Failure(
             Cause.SIGNALLED, launcher, who=_rank_and_host_names(plan, [rank]), signal=signal_number
         )
-        return RunEnd.from_failure(128 + signal_number, failure, f"; logs: {run.logs}")
+        return RunEnd.end_of_failure_detected_by_command(
+            128 + signal_number, failure, f"; logs: {run.logs}"
+        )
     if first_record is None:
-        return _end_with_absent_ranks(run, launcher_status, oom_kills)
+        return _end_with_absent_ranks_or_failed_launcher(run, launcher_status, oom_kills)
     return _end_from_error_record(first_record)._replace(
         failure=Failure(Cause.LOST_PEERS, first_record.summary)
     )
 
 
-def _end_with_absent_ranks(
+def _end_with_absent_ranks_or_failed_launcher(
     run: RunDir,
     launcher_status: int,
     oom_kills: int | None,
@@ -250,7 +260,9 @@ def _end_with_absent_ranks(
         status=launcher_status,
         memory_kills=oom_kills,
     )
-    return RunEnd.from_failure(launcher_status, failure, f"; see above, and {run.logs}")
+    return RunEnd.end_of_failure_detected_by_command(
+        launcher_status, failure, f"; see above, and {run.logs}"
+    )
 
 
 def first_error_record(run: RunDir) -> ErrorRecord | None:
@@ -258,7 +270,7 @@ def first_error_record(run: RunDir) -> ErrorRecord | None:
     return most_likely_cause(read_error_records(run))
 
 
-def ranks_that_began(run: RunDir) -> set[int]:
+def ranks_whose_supervisor_started(run: RunDir) -> set[int]:
     """Return the ranks whose supervisor started."""
     # Older logs belong to an earlier run in this folder.
     request_time_ns = run.request.stat().st_mtime_ns
@@ -268,7 +280,7 @@ def ranks_that_began(run: RunDir) -> set[int]:
     return {int(path.stem[len("rank_") :]) for path in logs}
 
 
-def _ending_signals_by_rank(run: RunDir) -> dict[int, tuple[int, float]]:
+def _signal_and_arrival_time_by_rank(run: RunDir) -> dict[int, tuple[int, float]]:
     """Return (signal, time of arrival) for each rank that received a signal to end."""
     signals_by_rank = {}
     for path in run.errors.glob("asked_*"):
@@ -282,7 +294,7 @@ def _ending_signals_by_rank(run: RunDir) -> dict[int, tuple[int, float]]:
     return signals_by_rank
 
 
-def _end_after_stop_without_saving(
+def _end_of_stopped_run_without_new_save(
     run: RunDir, first_record: ErrorRecord | None, signal_number: int
 ) -> RunEnd:
     """Return the end of a run that was requested to stop and did not save.
@@ -325,7 +337,7 @@ def _end_after_stop_without_saving(
     )
 
 
-def _end_after_stop_with_nothing_to_save(
+def _end_of_stopped_run_with_nothing_to_save(
     run: RunDir, first_record: ErrorRecord, user_signal: int | None
 ) -> RunEnd:
     """Return the end of a run that was requested to stop when it had nothing to save.
@@ -363,12 +375,12 @@ def _end_with_killed_ranks(
     failure = Failure(
         Cause.RANK_VANISHED, who=_rank_and_host_names(plan, killed_ranks), memory_kills=kills
     )
-    return RunEnd.from_failure(
-        137, failure, f"{_last_error_line_for_message(run, killed_ranks)}\nlogs: {run.logs}"
+    return RunEnd.end_of_failure_detected_by_command(
+        137, failure, f"{_last_error_log_line_or_empty(run, killed_ranks)}\nlogs: {run.logs}"
     )
 
 
-def _last_error_line_for_message(run: RunDir, ranks: list[int]) -> str:
+def _last_error_log_line_or_empty(run: RunDir, ranks: list[int]) -> str:
     """Return the last line of the first non-empty error log of these ranks."""
     # It may name the cause: MPI writes its reason there before it aborts.
     for rank in ranks:

@@ -16,7 +16,12 @@ import threading
 import time
 
 from ortlaunch.launch import LaunchRequest
-from ortlaunch.launch.processes import Job, cancel, submit, wait
+from ortlaunch.launch.processes import (
+    Job,
+    end_job_and_its_processes,
+    forward_signals_until_job_ends,
+    write_files_and_start_job,
+)
 
 HEARTBEAT_LINE = "0"
 # Seconds between two heartbeats.
@@ -27,15 +32,15 @@ EXTRA_GRACE_SECONDS = 6.0
 _SILENT_SECONDS = 12.0
 
 
-def main() -> int:
+def run_command_of_first_input_line() -> int:
     """Run the requested command and return its exit status."""
-    line, unread_bytes = _read_line(sys.stdin.fileno(), b"")
+    line, unread_bytes = _read_line_or_empty_if_silent(sys.stdin.fileno(), b"")
     if not line:
         # The other side ended before it sent the command.
         return 1
     job_message = json.loads(line)
     os.chdir(job_message["cwd"])
-    job = submit(
+    job = write_files_and_start_job(
         LaunchRequest(
             tuple(job_message["argv"]), tuple(job_message["env"].items()), notifies_ranks=False
         )
@@ -43,14 +48,16 @@ def main() -> int:
     # `over_ssh` reports a signal once for all hosts.
     job.is_quiet = True
     threading.Thread(
-        target=_forward_signals_from_input,
+        target=_signal_self_as_input_lines_say,
         args=(job, job_message["grace_seconds"], unread_bytes),
         daemon=True,
     ).start()
-    return wait(job)
+    return forward_signals_until_job_ends(job)
 
 
-def _forward_signals_from_input(job: Job, grace_seconds: float, unread_bytes: bytes) -> None:
+def _signal_self_as_input_lines_say(
+    job_to_cancel: Job, grace_seconds: float, unread_bytes: bytes
+) -> None:
     """Send this process the signals that the lines name, and SIGTERM when the input ends.
 
     What has not ended after the grace is killed.
@@ -59,17 +66,17 @@ def _forward_signals_from_input(job: Job, grace_seconds: float, unread_bytes: by
     while signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
         time.sleep(0.01)
     while True:
-        line, unread_bytes = _read_line(sys.stdin.fileno(), unread_bytes)
+        line, unread_bytes = _read_line_or_empty_if_silent(sys.stdin.fileno(), unread_bytes)
         if line != HEARTBEAT_LINE:
             os.kill(os.getpid(), int(line or signal.SIGTERM))
         if not line:
             # torchrun may wait in C++ for a file that is not written any more, deaf to SIGTERM.
             time.sleep(grace_seconds + EXTRA_GRACE_SECONDS)
-            cancel(job)
+            end_job_and_its_processes(job_to_cancel)
             return
 
 
-def _read_line(file_descriptor: int, unread_bytes: bytes) -> tuple[str, bytes]:
+def _read_line_or_empty_if_silent(file_descriptor: int, unread_bytes: bytes) -> tuple[str, bytes]:
     """Return the next line and the bytes after it; an empty line if the input ended or is silent."""
     while b"\n" not in unread_bytes:
         ready, _, _ = select.select([file_descriptor], [], [], _SILENT_SECONDS)
@@ -82,4 +89,4 @@ def _read_line(file_descriptor: int, unread_bytes: bytes) -> tuple[str, bytes]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command_of_first_input_line())

@@ -32,7 +32,7 @@ _QUIET_SECONDS = 30
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def start_ranks_of_this_node_and_wait(argv: Sequence[str] | None = None) -> int:
     """Start this node's ranks, wait for them and return the node's exit status."""
     parser = argparse.ArgumentParser(prog="ortlaunch.launch.node")
     parser.add_argument("--nodes", type=int, required=True)
@@ -52,18 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     try:
-        shared = world_variables(options.nodes, options.ranks, options.master)
-        node = node_index(options.nodes, os.environ) if options.number is None else options.number
-        _wait_until_host_resolves(
+        shared = variables_shared_by_all_ranks(options.nodes, options.ranks, options.master)
+        node = (
+            require_node_index_in_environ(options.nodes, os.environ)
+            if options.number is None
+            else options.number
+        )
+        _wait_until_host_resolves_or_raise(
             options.master if options.nodes > 1 and node else "", options.name_seconds
         )
-        return _wait_for_ranks(_start_ranks(options.command, shared, node, options.ranks))
+        return _wait_for_ranks_and_end_all_on_failure(
+            _start_ranks_and_pass_signals_on(options.command, shared, node, options.ranks)
+        )
     except (LaunchError, RankError) as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
 
 
-def node_index(node_count: int, environ: Mapping[str, str]) -> int:
+def require_node_index_in_environ(node_count: int, environ: Mapping[str, str]) -> int:
     """Return the number of this node, from 0.
 
     Raises:
@@ -89,7 +95,9 @@ def node_index(node_count: int, environ: Mapping[str, str]) -> int:
     return int(value)
 
 
-def world_variables(node_count: int, ranks_per_node: int, master_host: str) -> dict[str, str]:
+def variables_shared_by_all_ranks(
+    node_count: int, ranks_per_node: int, master_host: str
+) -> dict[str, str]:
     """Return the variables that all ranks share."""
     sizes = {
         "WORLD_SIZE": str(node_count * ranks_per_node),
@@ -99,31 +107,31 @@ def world_variables(node_count: int, ranks_per_node: int, master_host: str) -> d
     return {**sizes, "MASTER_ADDR": master_host or "127.0.0.1", "MASTER_PORT": port}
 
 
-def _wait_until_host_resolves(host: str, limit_seconds: float) -> None:
+def _wait_until_host_resolves_or_raise(host_or_empty: str, limit_seconds: float) -> None:
     began = time.monotonic()
     is_quiet = True
-    while host:
+    while host_or_empty:
         try:
-            socket.getaddrinfo(host, None)
+            socket.getaddrinfo(host_or_empty, None)
             return
         except OSError as error:
             passed = time.monotonic() - began
             if passed > limit_seconds:
                 raise LaunchError(
-                    f"the first node's name {host} does not resolve after {limit_seconds:g} s: {error}"
+                    f"the first node's name {host_or_empty} does not resolve after {limit_seconds:g} s: {error}"
                 ) from None
             if is_quiet and passed > min(_QUIET_SECONDS, limit_seconds / 2):
                 is_quiet = False
                 print(
-                    f"ortlaunch: waiting for the first node's name {host} to resolve, at most "
+                    f"ortlaunch: waiting for the first node's name {host_or_empty} to resolve, at most "
                     f"{limit_seconds:g} s",
                     flush=True,
                 )
             time.sleep(min(1.0, limit_seconds / 4))
 
 
-def _start_ranks(
-    command: Sequence[str],
+def _start_ranks_and_pass_signals_on(
+    rank_command: Sequence[str],
     shared_variables: Mapping[str, str],
     node_index: int,
     ranks_per_node: int,
@@ -151,7 +159,7 @@ def _start_ranks(
             "LOCAL_RANK": str(local_rank),
         }
         process = subprocess.Popen(
-            command,
+            rank_command,
             env={**outer_variables, **shared_variables, **rank_variables},
             start_new_session=True,
         )
@@ -160,13 +168,13 @@ def _start_ranks(
     return processes
 
 
-def _wait_for_ranks(processes: list[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks_and_end_all_on_failure(rank_processes: list[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks; once one has failed, end the others.
 
     Returns:
         The first failing status, else 85 if ranks have saved, else 0.
     """
-    running_processes = list(processes)
+    running_processes = list(rank_processes)
     statuses = [0]
     deadline = float("inf")
     while running_processes:
@@ -193,4 +201,4 @@ def _send_signals(processes: list[subprocess.Popen[bytes]], *signal_numbers: int
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start_ranks_of_this_node_and_wait())

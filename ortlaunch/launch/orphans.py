@@ -34,7 +34,7 @@ class DescendantReaper:
         self._launcher = launcher_pid
         self._launchers.add(launcher_pid)
 
-    def reap_and_list_living(self) -> dict[int, bool]:
+    def reap_ended_and_map_is_root_by_living_pid(self) -> dict[int, bool]:
         """Reap the job's ended processes and return the living ones.
 
         Returns:
@@ -63,7 +63,7 @@ class DescendantReaper:
             if not processes_by_pid[pid].has_ended
         }
 
-    def living_children(self, parent_pid: int) -> list[int]:
+    def living_child_pids(self, parent_pid: int) -> list[int]:
         """Return the living processes that `parent_pid` started."""
         return [
             process.pid

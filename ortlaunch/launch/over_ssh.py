@@ -47,7 +47,7 @@ class HostAgent:
             start_new_session=True,
         )
 
-    def send_line(self, message: str) -> None:
+    def send_line_if_agent_reads(self, message: str) -> None:
         """Send the agent a line, if it still reads."""
         assert self._process.stdin is not None
         try:
@@ -67,7 +67,7 @@ class HostAgent:
         send_signal(-self._process.pid, signal.SIGKILL)
 
 
-def main() -> int:
+def start_host_agents_and_relay_signals() -> int:
     """Start all agents and wait for them; the first that fails ends the others.
 
     Returns:
@@ -98,11 +98,15 @@ def main() -> int:
         "grace_seconds": job_message["grace_seconds"],
     }
     for agent in agents:
-        agent.send_line(json.dumps({"argv": agent.argv, **shared_fields}))
-    return _wait_for_agents(agents, received_signals, RunDir(Path(sys.argv[1]).parent))
+        agent.send_line_if_agent_reads(json.dumps({"argv": agent.argv, **shared_fields}))
+    return _relay_signals_and_end_all_on_failure(
+        agents, received_signals, RunDir(Path(sys.argv[1]).parent)
+    )
 
 
-def _wait_for_agents(agents: list[HostAgent], received_signals: list[int], run: RunDir) -> int:
+def _relay_signals_and_end_all_on_failure(
+    agents: list[HostAgent], received_signals: list[int], run: RunDir
+) -> int:
     first_failed_status = 0
     deadline = float("inf")
     last_heartbeat_time = 0.0
@@ -111,13 +115,13 @@ def _wait_for_agents(agents: list[HostAgent], received_signals: list[int], run: 
         if failed_agent and not first_failed_status:
             first_failed_status = failed_agent[1]
             if failed_agent[1] == _SSH_ERROR_STATUS:
-                _record_lost_host(failed_agent[0].host, run)
+                _print_and_record_lost_host(failed_agent[0].host, run)
             # The run cannot continue without the ranks of one host: end those of the others.
             received_signals.append(signal.SIGTERM)
         while received_signals:
             signal_number = received_signals.pop(0)
             for agent in living:
-                agent.send_line(str(int(signal_number)))
+                agent.send_line_if_agent_reads(str(int(signal_number)))
             # SIGUSR1 and SIGUSR2 are notices; only the other signals start the time to end.
             if signal_number not in (signal.SIGUSR1, signal.SIGUSR2):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS + EXTRA_GRACE_SECONDS)
@@ -127,19 +131,24 @@ def _wait_for_agents(agents: list[HostAgent], received_signals: list[int], run: 
         if time.monotonic() - last_heartbeat_time > HEARTBEAT_SECONDS:
             last_heartbeat_time = time.monotonic()
             for agent in living:
-                agent.send_line(HEARTBEAT_LINE)
+                agent.send_line_if_agent_reads(HEARTBEAT_LINE)
         time.sleep(0.05)
     return first_failed_status or next((status for agent in agents if (status := agent.poll())), 0)
 
 
-def _record_lost_host(host: str, run: RunDir) -> None:
+def _print_and_record_lost_host(host_name: str, run: RunDir) -> None:
     """Print that the host is lost, and record it as the cause of the run's end."""
     # Ranks that see the record end without a grace: nothing can be saved without the lost host.
-    message = f"ssh to {host} ended with status {_SSH_ERROR_STATUS}: it could not connect, or the connection was lost"
+    message = (
+        f"ssh to {host_name} ended with status {_SSH_ERROR_STATUS}: it could not connect, "
+        "or the connection was lost"
+    )
     print(f"ortlaunch: {message}", file=sys.stderr, flush=True)
-    rank = next((node.first_rank for node in Plan.read(run.plan).nodes if node.host == host), 0)
-    LostHost(rank, host, message).write_unless_recorded(run)
+    rank = next(
+        (node.first_rank for node in Plan.read(run.plan).nodes if node.host == host_name), 0
+    )
+    LostHost(rank, host_name, message).write_as_cause_unless_recorded(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start_host_agents_and_relay_signals())

@@ -19,7 +19,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.run_folder.folder import RunDir
 
 
-def private_folder_path(run_dir: RunDir) -> Path:
+def private_folder_path_in_tmp(run_dir: RunDir) -> Path:
     """Return the path of the private folder.
 
     It is the same for each start of a run on this host, so that it can be printed before the start.
@@ -31,13 +31,13 @@ def private_folder_path(run_dir: RunDir) -> Path:
     return Path(tempfile.gettempdir()) / f"ortlaunch-{os.geteuid()}" / name
 
 
-def recreate_private_folder(folder: Path) -> None:
+def recreate_empty_private_folder(private_folder: Path) -> None:
     """Create the private folder, empty.
 
     Raises:
         LaunchError: another user owns the folder above it, or others can write there.
     """
-    parent_folder = folder.parent
+    parent_folder = private_folder.parent
     user = os.geteuid()
     parent_folder.mkdir(mode=0o700, exist_ok=True)
     # Every user can create files in the temporary folder: a link must not be followed.
@@ -54,7 +54,7 @@ def recreate_private_folder(folder: Path) -> None:
             "remove it, or set TMPDIR"
         )
     # A command that was killed leaves its folder.
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    shutil.rmtree(private_folder, ignore_errors=True)
+    private_folder.mkdir()
     # A mode given to mkdir would be reduced by the umask.
-    folder.chmod(stat.S_IRWXU)
+    private_folder.chmod(stat.S_IRWXU)

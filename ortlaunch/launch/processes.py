@@ -22,21 +22,21 @@ from typing import NamedTuple
 from ortlaunch import die_with_parent, machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, LaunchRequest
-from ortlaunch.launch.failure import ranks_that_began
+from ortlaunch.launch.failure import ranks_whose_supervisor_started
 from ortlaunch.launch.orphans import DescendantReaper, send_signal
-from ortlaunch.launch.private import recreate_private_folder
+from ortlaunch.launch.private import recreate_empty_private_folder
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.process import (
     Process,
-    living_descendants,
+    living_descendant_pids,
+    name_by_stopped_process_id,
     process_space,
     signals_to_handle,
-    stopped_process_names,
-    wait_until,
+    wait_until_true_or_timeout,
 )
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
-from ortlaunch.run_folder.folder import RANK_LINE_BYTES, RunDir, is_disk_full
+from ortlaunch.run_folder.folder import RANK_LINE_BYTES, RunDir, is_disk_nearly_full
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A scheduler sends these some time before the job's time limit.
@@ -66,7 +66,7 @@ class Job:
         is_late: whether it was ended because it had not ended in time.
         sent_sigterm, sent_sigkill: whether this process sent SIGTERM, or SIGKILL.
         foreign_signal: the signal that ended the command itself, if any.
-        out_of_memory_kill_count: processes of this control group that the kernel's out-of-memory killer ended
+        memory_kill_count_of_control_group: processes of this control group that the kernel's out-of-memory killer ended
             during the job; None if the kernel reports none.
     """
 
@@ -87,17 +87,17 @@ class Job:
         self.sent_sigterm = self.sent_sigkill = self.is_late = False
         self.foreign_signal: int | None = None
         self.oom_kills: int | None = None
-        self._oom_kills_before = machine.out_of_memory_kill_count()
+        self._oom_kills_before = machine.memory_kill_count_of_control_group()
 
-    def record_end(self, returncode: int) -> None:
+    def keep_end_signal_and_memory_kills(self, returncode: int) -> None:
         """Record the foreign signal that ended the command, and the out-of-memory kills since its start."""
         self.foreign_signal = -returncode if returncode < 0 and not self.is_late else None
-        kills_now = machine.out_of_memory_kill_count()
+        kills_now = machine.memory_kill_count_of_control_group()
         if kills_now is not None and self._oom_kills_before is not None:
             self.oom_kills = kills_now - self._oom_kills_before
 
 
-def die_with_parent_prefix() -> list[str]:
+def command_prefix_to_end_with_parent() -> list[str]:
     """Return the words before a command that gets SIGTERM when this process ends.
 
     Also after `kill -9`. The path of its program follows, then its arguments from the 0th.
@@ -107,7 +107,7 @@ def die_with_parent_prefix() -> list[str]:
     return [sys.executable, "-I", "-S", program, *arguments]
 
 
-def submit(request: LaunchRequest, output_path: Path | None = None) -> Job:
+def write_files_and_start_job(request: LaunchRequest, output_path: Path | None = None) -> Job:
     """Write the request's files and start its command.
 
     Args:
@@ -117,12 +117,12 @@ def submit(request: LaunchRequest, output_path: Path | None = None) -> Job:
         LaunchError: the program is not installed.
     """
     if request.private_folder:
-        recreate_private_folder(Path(request.private_folder))
+        recreate_empty_private_folder(Path(request.private_folder))
     request.write_files()
     program = shutil.which(request.argv[0])
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: program not found")
-    argv = [*die_with_parent_prefix(), program, *request.argv]
+    argv = [*command_prefix_to_end_with_parent(), program, *request.argv]
     # An outer torchrun's options, which an inner one would take from its environment.
     outer_variables = {
         name: value for name, value in os.environ.items() if not name.startswith("PET_")
@@ -137,7 +137,7 @@ def submit(request: LaunchRequest, output_path: Path | None = None) -> Job:
     return Job(process, orphans, request)
 
 
-def state(job: Job | JobRecord) -> JobState:
+def job_state(job: Job | JobRecord) -> JobState:
     """Return the state of a job; one of another process has failed if its command left no record."""
     if isinstance(job, JobRecord):
         return job.state if job.state.is_end or job.process.is_alive() else JobState.FAILED
@@ -147,7 +147,7 @@ def state(job: Job | JobRecord) -> JobState:
     return JobState.SUCCEEDED if status == 0 else JobState.FAILED
 
 
-def wait(job: Job) -> int:
+def forward_signals_until_job_ends(job: Job) -> int:
     """Wait until the job and all its processes on this host have ended.
 
     Signals to this process are forwarded to the job during that time.
@@ -155,10 +155,10 @@ def wait(job: Job) -> int:
     Returns:
         The exit status as a shell reports it: 128 + the signal's number after a signal.
     """
-    with _forward_signals(job):
-        status = _wait_or_end_late_command(job)
-        job.record_end(status)
-        _end_remaining_processes(job)
+    with _handle_signals_for_job_within_block(job):
+        status = _wait_for_command_or_end_late_one(job)
+        job.keep_end_signal_and_memory_kills(status)
+        _end_remaining_processes_and_private_folder(job)
     if job.request.limits:
         RunDir(job.request.limits.folder).ended_ranks.unlink(missing_ok=True)
     # With status 0 the command completed in spite of the signal.
@@ -167,7 +167,7 @@ def wait(job: Job) -> int:
     return 128 - status if status < 0 else status
 
 
-def _wait_or_end_late_command(job: Job) -> int:
+def _wait_for_command_or_end_late_one(job: Job) -> int:
     """Wait for the command, but only some seconds once the ranks gave up or have ended.
 
     Returns:
@@ -179,138 +179,148 @@ def _wait_or_end_late_command(job: Job) -> int:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.process.wait(_POLL_SECONDS)
-        late = _reason_to_end_command(job)
+        late = _reason_to_end_launcher_or_none(job)
         if late is not None:
-            return _end_late_command(job, late)
+            return _wait_then_end_launcher(job, late)
         if time.monotonic() - last_look_seconds > _STOPPED_CHECK_SECONDS:
             last_look_seconds = time.monotonic()
-            names_by_stopped_pid = _report_stopped_processes(job, names_by_stopped_pid)
+            names_by_stopped_pid = _print_processes_stopped_at_two_polls(job, names_by_stopped_pid)
 
 
-class _Lateness(NamedTuple):
+class _LauncherEndReason(NamedTuple):
     """Why a command is to be ended, and the seconds that it still has to end by itself."""
 
     seconds_left: float
     message: str = ""
-    is_over: bool = False
+    have_all_ranks_ended: bool = False
     """Whether all ranks have ended, so that the command's end is not the run's."""
 
 
-def _reason_to_end_command(job: Job) -> _Lateness | None:
+def _reason_to_end_launcher_or_none(job: Job) -> _LauncherEndReason | None:
     """Return why the command is to be ended; None if it may go on."""
     limits = job.request.limits
     if limits is None:
         return None
     run = RunDir(limits.folder)
     if limits.hosts > 1 and (run.lost.exists() or run.stall.exists()):
-        return _Lateness(_LOST_SECONDS if run.lost.exists() else _STALL_SECONDS)
+        return _LauncherEndReason(_LOST_SECONDS if run.lost.exists() else _STALL_SECONDS)
     ended_bytes = run.ended_ranks.stat().st_size if run.ended_ranks.exists() else 0
     if ended_bytes >= limits.ranks * RANK_LINE_BYTES:
         message = f"has not ended {_OUTLIVED_SECONDS:g} s after its last rank"
-        return _Lateness(_OUTLIVED_SECONDS, message, is_over=True)
+        return _LauncherEndReason(_OUTLIVED_SECONDS, message, have_all_ranks_ended=True)
     if job.has_all_ranks or time.monotonic() - job.start_seconds < limits.start_seconds:
         return None
-    begun_rank_count = len(ranks_that_began(run))
+    begun_rank_count = len(ranks_whose_supervisor_started(run))
     # On a full disk, ranks leave no log.
-    job.has_all_ranks = begun_rank_count == limits.ranks or is_disk_full(run.path)
+    job.has_all_ranks = begun_rank_count == limits.ranks or is_disk_nearly_full(run.path)
     message = (
         f"has started {begun_rank_count} of {limits.ranks} ranks in {limits.start_seconds:g} s"
     )
-    return None if job.has_all_ranks else _Lateness(0.0, message)
+    return None if job.has_all_ranks else _LauncherEndReason(0.0, message)
 
 
-def _end_late_command(job: Job, lateness: _Lateness) -> int:
+def _wait_then_end_launcher(job: Job, end_reason: _LauncherEndReason) -> int:
     """Give the command its seconds, then end it; return its status, 0 if its ranks had ended."""
     for signal_number, seconds in (
-        (signal.SIGTERM, lateness.seconds_left),
+        (signal.SIGTERM, end_reason.seconds_left),
         (signal.SIGKILL, _LOST_SECONDS),
     ):
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = job.process.wait(seconds)
-            return 0 if job.is_late and lateness.is_over else status
-        if lateness.message and not job.is_late:
+            return 0 if job.is_late and end_reason.have_all_ranks_ended else status
+        if end_reason.message and not job.is_late:
             _print_line(
-                f"the launcher (process {job.process.pid}) {lateness.message}, and is ended"
+                f"the launcher (process {job.process.pid}) {end_reason.message}, and is ended"
             )
         job.is_late = True
         _signal_process_group(job, signal_number)
     status = job.process.wait()
-    return 0 if lateness.is_over else status
+    return 0 if end_reason.have_all_ranks_ended else status
 
 
-def _report_stopped_processes(job: Job, names_at_last_look: dict[int, str]) -> dict[int, str]:
+def _print_processes_stopped_at_two_polls(
+    job: Job, name_by_pid_at_last_poll: dict[int, str]
+) -> dict[int, str]:
     """Print the processes of the job that were stopped at the last look, too; return all stopped.
 
     A process that has been reported has no name in the result.
     """
-    names_by_pid = stopped_process_names(job.process.pid)
+    names_by_pid = name_by_stopped_process_id(job.process.pid)
     for pid in names_by_pid:
-        if name := names_at_last_look.get(pid):
+        if name := name_by_pid_at_last_poll.get(pid):
             _print_line(
                 f"process {pid} ({name}) is stopped, and the run waits for it: kill -CONT {pid}"
             )
-        names_by_pid[pid] = "" if pid in names_at_last_look else names_by_pid[pid]
+        names_by_pid[pid] = "" if pid in name_by_pid_at_last_poll else names_by_pid[pid]
     return names_by_pid
 
 
-def cancel(job: Job | JobRecord) -> None:
+def end_job_and_its_processes(job: Job | JobRecord) -> None:
     """End the job with SIGTERM, and after a grace with SIGKILL, and all processes that it started.
 
     For a job of another process, end that process's command.
     """
     if isinstance(job, JobRecord):
-        _end_command_and_descendants(job.process)
+        _end_process_or_kill_with_descendants(job.process)
     else:
-        _end_remaining_processes(job)
+        _end_remaining_processes_and_private_folder(job)
         job.process.wait()
 
 
-def _end_command_and_descendants(command: Process) -> None:
+def _end_process_or_kill_with_descendants(command_process: Process) -> None:
     """Let a command end its ranks and itself within their grace; else kill it and its descendants.
 
     Raises:
         LaunchError: SIGKILL does not end one of them.
     """
-    command.send_signal_if_alive(signal.SIGTERM)
+    command_process.send_signal_if_alive(signal.SIGTERM)
     # A process that is suspended by SIGSTOP handles SIGTERM only after SIGCONT.
-    command.send_signal_if_alive(signal.SIGCONT)
-    if wait_until(lambda: not command.is_alive(), GRACE_SECONDS + 2 * _EXTRA_GRACE_SECONDS):
+    command_process.send_signal_if_alive(signal.SIGCONT)
+    if wait_until_true_or_timeout(
+        lambda: not command_process.is_alive(), GRACE_SECONDS + 2 * _EXTRA_GRACE_SECONDS
+    ):
         return
     # Collected before the kill: afterwards the descendants have another parent.
-    family = [command, *(Process.identity_of_pid(pid) for pid in living_descendants(command.pid))]
+    family = [
+        command_process,
+        *(Process.identity_of_pid(pid) for pid in living_descendant_pids(command_process.pid)),
+    ]
 
     def living_pids() -> list[str]:
         return [str(process.pid) for process in family if process.is_alive()]
 
-    command.send_signal_if_alive(signal.SIGKILL)
+    command_process.send_signal_if_alive(signal.SIGKILL)
     # The launcher and the ranks end with the command.
-    if wait_until(lambda: not living_pids(), GRACE_SECONDS + _EXTRA_GRACE_SECONDS):
+    if wait_until_true_or_timeout(lambda: not living_pids(), GRACE_SECONDS + _EXTRA_GRACE_SECONDS):
         return
     for process in family:
         process.send_signal_if_alive(signal.SIGKILL)
-    if not wait_until(lambda: not living_pids(), KILLED_SECONDS):
+    if not wait_until_true_or_timeout(lambda: not living_pids(), KILLED_SECONDS):
         raise LaunchError(f"SIGKILL did not end process {', '.join(living_pids())}")
 
 
 @contextlib.contextmanager
-def _forward_signals(job: Job) -> Iterator[None]:
+def _handle_signals_for_job_within_block(job: Job) -> Iterator[None]:
     """Forward signals of this process to the job inside the `with` block."""
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
     handlers.update(
         dict.fromkeys(
             signals_to_handle(_ENDING_SIGNALS),
-            lambda signal_number, frame: _handle_ending_signal(job, signal_number),
+            lambda signal_number, frame: _request_stop_or_end_job_on_signal(job, signal_number),
         )
     )
     handlers.update(
-        dict.fromkeys(_NOTICES, lambda signal_number, frame: _forward_notice(job, signal_number))
+        dict.fromkeys(
+            _NOTICES,
+            lambda signal_number, frame: _announce_and_forward_notice_signal(job, signal_number),
+        )
     )
     if job.request.stop is not None or job.request.notice_ends:
-        handlers[signal.SIGUSR1] = lambda signal_number, frame: _handle_ending_signal(
+        handlers[signal.SIGUSR1] = lambda signal_number, frame: _request_stop_or_end_job_on_signal(
             job, signal_number
         )
     if job.request.stop is not None:
-        # The interval timer that `_request_ranks_to_save_and_stop` sets raises SIGALRM when the grace is over.
+        # The interval timer that `_request_save_and_start_kill_timer` sets raises SIGALRM when the grace is over.
         handlers[signal.SIGALRM] = lambda signal_number, frame: _kill_job(job)
     previous = {
         signal_number: signal.signal(signal_number, handler)
@@ -327,13 +337,13 @@ def _forward_signals(job: Job) -> Iterator[None]:
             signal.signal(signal_number, handler)
 
 
-def _handle_ending_signal(job: Job, signal_number: int) -> None:
+def _request_stop_or_end_job_on_signal(job: Job, signal_number: int) -> None:
     """Handle a signal that requests the end: first let the ranks save, if the run saves at all."""
     was_signalled = job.user_signal is not None
     job.user_signal = job.user_signal or signal_number
     if job.request.stop is not None and not job.request.stop.is_cancelled:
         if not was_signalled:
-            _request_ranks_to_save_and_stop(job, job.request.stop, signal_number)
+            _request_save_and_start_kill_timer(job, job.request.stop, signal_number)
         elif signal_number == signal.SIGINT:
             _kill_job(job)
     elif job.sent_sigterm:
@@ -345,16 +355,18 @@ def _handle_ending_signal(job: Job, signal_number: int) -> None:
         _signal_process_group(job, signal.SIGCONT)
 
 
-def _request_ranks_to_save_and_stop(job: Job, stop: StopRequest, signal_number: int) -> None:
+def _request_save_and_start_kill_timer(
+    job: Job, stop_request: StopRequest, signal_number: int
+) -> None:
     """Request the ranks to save and stop; the timer kills all of them after their grace."""
     name = signal.Signals(signal_number).name
-    grace = stop.grace_seconds
+    grace = stop_request.grace_seconds
     # `ortlaunch stop` and schedulers send SIGUSR1, which no user types.
     cause = f"stop requested ({name})" if signal_number == signal.SIGUSR1 else name
     _print_line(
         f"{cause}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now"
     )
-    stop.write_unless_present(name)
+    stop_request.write_unless_present(name)
     _signal_process_group(job, signal.SIGCONT)
     _signal_rank_supervisors(job, signal.SIGUSR1)
     # Later than the supervisors, which kill their ranks after the grace and record that.
@@ -364,11 +376,11 @@ def _request_ranks_to_save_and_stop(job: Job, stop: StopRequest, signal_number: 
 def _kill_job(job: Job) -> None:
     """Kill the job and all its processes now."""
     job.sent_sigkill = True
-    for pid in (job.process.pid, *job.orphans.reap_and_list_living()):
+    for pid in (job.process.pid, *job.orphans.reap_ended_and_map_is_root_by_living_pid()):
         send_signal(pid, signal.SIGKILL)
 
 
-def _forward_notice(job: Job, signal_number: int) -> None:
+def _announce_and_forward_notice_signal(job: Job, signal_number: int) -> None:
     """Forward a notice to the ranks."""
     saves = job.request.stop is not None and signal_number == signal.SIGUSR2
     name = signal.Signals(signal_number).name
@@ -383,7 +395,7 @@ def _signal_rank_supervisors(job: Job, signal_number: int) -> None:
     for pid in (
         [job.process.pid]
         if job.request.notifies_ranks
-        else job.orphans.living_children(job.process.pid)
+        else job.orphans.living_child_pids(job.process.pid)
     ):
         send_signal(pid, signal_number)
 
@@ -396,11 +408,11 @@ def _print_line(line: str) -> None:
         os.write(2, f"{start}ortlaunch: {line}\n".encode())
 
 
-def _end_remaining_processes(job: Job) -> None:
+def _end_remaining_processes_and_private_folder(job: Job) -> None:
     """End the job's remaining processes: SIGTERM to the topmost, and after a grace SIGKILL to all."""
     deadline = time.monotonic() + GRACE_SECONDS + _EXTRA_GRACE_SECONDS
     signalled_pids = set[int]()
-    while is_root_by_pid := job.orphans.reap_and_list_living():
+    while is_root_by_pid := job.orphans.reap_ended_and_map_is_root_by_living_pid():
         should_kill = time.monotonic() > deadline or job.sent_sigkill
         for pid in (
             is_root_by_pid

@@ -16,7 +16,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.process import Process
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.run_folder.records import from_json
+from ortlaunch.run_folder.records import record_from_json_values
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,24 @@ class JobRecord:
         return cls(backend, str(me.pid), me.host, me.space, me.began, current_time_iso(), state)
 
     @classmethod
-    def at_start(cls, run: RunDir, backend: str, state: JobState) -> JobRecord:
+    def for_starting_or_queued_command(
+        cls, run: RunDir, backend_name: str, job_state: JobState
+    ) -> JobRecord:
         """Return the record of this process's job.
 
         If `ortlaunch submit` queued it, the record is that of the scheduler's job.
         """
         scheduler, _, job_id = os.environ.get(JOB_VARIABLE, "").partition(":")
         if not job_id:
-            return cls.for_this_process(backend, state)
-        queued = cls.read(run)
+            return cls.for_this_process(backend_name, job_state)
+        queued = cls.read_or_none(run)
         started, failed = (queued.started, queued.attempts) if queued else (current_time_iso(), ())
-        return cls(scheduler, job_id, socket.gethostname(), "", "", started, state, attempts=failed)
+        return cls(
+            scheduler, job_id, socket.gethostname(), "", "", started, job_state, attempts=failed
+        )
 
     @classmethod
-    def read(cls, run: RunDir) -> JobRecord | None:
+    def read_or_none(cls, run: RunDir) -> JobRecord | None:
         """The record in a run folder, or None.
 
         Raises:
@@ -117,15 +121,15 @@ class JobRecord:
         try:
             value = read_own_json(run.job)
             attempts = tuple(
-                from_json(Attempt, {**attempt, "cause": Cause(attempt["cause"])})
+                record_from_json_values(Attempt, {**attempt, "cause": Cause(attempt["cause"])})
                 for attempt in value.get("attempts", ())
             )
             failure_value = value.get("failure")
-            failure = failure_value and from_json(
+            failure = failure_value and record_from_json_values(
                 Failure, {**failure_value, "cause": Cause(failure_value.get("cause"))}
             )
             state = JobState(value["state"])
-            record = from_json(
+            record = record_from_json_values(
                 cls, {**value, "state": state, "failure": failure, "attempts": attempts}
             )
             # Fail here on damaged times and ids, not in a later caller.
@@ -149,16 +153,20 @@ class JobRecord:
         """Write the record into the run folder."""
         write_json_atomically(run.job, {**asdict(self), "state": self.state.value})
 
-    def ended_record(
-        self, state: JobState, exit_status: int, verdict: str, failure: Failure | None = None
+    def copy_ended_now(
+        self,
+        end_state: JobState,
+        exit_status: int,
+        verdict_text: str,
+        failure: Failure | None = None,
     ) -> JobRecord:
         """Return the record of the same job, ended now."""
         return replace(
             self,
-            state=state,
+            state=end_state,
             ended=current_time_iso(),
             exit_status=exit_status,
-            verdict=verdict,
+            verdict=verdict_text,
             failure=failure,
         )
 

@@ -18,10 +18,12 @@ _FURTHER_STEPS = 100
 _KILLED = 137
 
 
-def reason_not_to_restart(failed_attempts: Sequence[Attempt], max_restarts: int) -> str | None:
+def reason_restart_is_refused(
+    failed_attempts: Sequence[Attempt], max_restarts_without_progress: int
+) -> str | None:
     """Return why the ranks are not started again; None if they are."""
     *earlier_attempts, last_attempt = failed_attempts
-    if earlier_attempts and _repeats_failure(earlier_attempts[-1], last_attempt):
+    if earlier_attempts and _repeats_deterministic_failure(earlier_attempts[-1], last_attempt):
         where = (
             "before any rank started"
             if last_attempt.step is None
@@ -31,10 +33,10 @@ def reason_not_to_restart(failed_attempts: Sequence[Attempt], max_restarts: int)
             f"not restarted: the same failure {where} as before ({last_attempt.failure}), so it is "
             "deterministic"
         )
-    if restarts_without_progress(failed_attempts) >= max_restarts:
+    if restarts_without_progress(failed_attempts) >= max_restarts_without_progress:
         return (
-            f"not started again: {count_with_noun(max_restarts, 'restart')} without progress "
-            f"(launch.max_restarts: {max_restarts})"
+            f"not started again: {count_with_noun(max_restarts_without_progress, 'restart')} without progress "
+            f"(launch.max_restarts: {max_restarts_without_progress})"
         )
     return None
 
@@ -47,24 +49,30 @@ def restarts_without_progress(failed_attempts: Sequence[Attempt]) -> int:
     return count
 
 
-def _made_progress(earlier: Attempt, later: Attempt) -> bool:
+def _made_progress(earlier_attempt: Attempt, later_attempt: Attempt) -> bool:
     """Whether the later attempt left a new complete checkpoint, or did many more steps."""
     return (
-        later.checkpoint > earlier.checkpoint
-        or (later.step or 0) >= (earlier.step or 0) + _FURTHER_STEPS
+        later_attempt.checkpoint > earlier_attempt.checkpoint
+        or (later_attempt.step or 0) >= (earlier_attempt.step or 0) + _FURTHER_STEPS
     )
 
 
-def _repeats_failure(earlier: Attempt, later: Attempt) -> bool:
+def _repeats_deterministic_failure(earlier_attempt: Attempt, later_attempt: Attempt) -> bool:
     """Whether the second failure repeats the first."""
     # A lost host and a SIGKILL come from outside and may not come again. A SIGKILL for memory does.
-    is_killed = later.exit_status == _KILLED and later.cause is not Cause.OUT_OF_MEMORY
-    if is_killed or later.cause is Cause.HOST_LOST:
+    is_killed = (
+        later_attempt.exit_status == _KILLED and later_attempt.cause is not Cause.OUT_OF_MEMORY
+    )
+    if is_killed or later_attempt.cause is Cause.HOST_LOST:
         return False
-    return (_text_without_numbers(earlier.failure), earlier.exit_status, earlier.step) == (
-        _text_without_numbers(later.failure),
-        later.exit_status,
-        later.step,
+    return (
+        _text_without_numbers(earlier_attempt.failure),
+        earlier_attempt.exit_status,
+        earlier_attempt.step,
+    ) == (
+        _text_without_numbers(later_attempt.failure),
+        later_attempt.exit_status,
+        later_attempt.step,
     )
 
 

@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ortlaunch.launch.attempts import (
-    failed_attempt_record,
     move_logs_and_errors_to_attempt,
-    newest_complete_checkpoint_step,
+    newest_complete_checkpoint_step_or_zero,
+    record_of_failed_attempt_with_last_step,
 )
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt
 from ortlaunch.launch.restart_policy import (
-    reason_not_to_restart,
+    reason_restart_is_refused,
     restart_delay_seconds,
     restarts_without_progress,
 )
@@ -36,40 +36,40 @@ class EndedAttempt(NamedTuple):
     """The end of one start of the ranks; `stopped`: a signal to this command stopped it."""
 
     end: RunEnd
-    stopped: bool
+    was_stopped_by_signal: bool
 
 
-def start_ranks_until_end(
+def start_ranks_and_restart_after_failures(
     run: RunDir,
-    max_restarts: int,
+    max_restarts_without_progress: int,
     record_failed_attempts: Callable[[Sequence[Attempt]], None],
     start_and_wait: Callable[[int], EndedAttempt],
 ) -> EndedAttempt:
     """Start the ranks, and again after each fault, until they end well or a restart is useless.
 
     Args:
-        max_restarts: highest number of restarts without progress.
-        record_failed_attempts: function that records the failed attempts, after each of them.
+        max_restarts_without_progress: highest number of restarts without progress.
+        record_attempts_and_act_on_signal: function that records the failed attempts, after each of them.
         start_and_wait: function that starts the ranks and waits; its argument counts the starts from 1.
     """
     failed_attempts: list[Attempt] = []
-    checkpoint_at_start = newest_complete_checkpoint_step(run)
+    checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
     for start_number in itertools.count(1):
         began = time.monotonic()
         ended = start_and_wait(start_number)
         # A requested restart is no fault and counts as no attempt.
-        if _accept_restart_request(run, ended):
-            checkpoint_at_start = newest_complete_checkpoint_step(run)
+        if _take_restart_request_after_save(run, ended):
+            checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
             continue
         if (
             ended.end.status == 0
-            or ended.stopped
+            or ended.was_stopped_by_signal
             or ended.end.status in NO_FAULT
-            or not max_restarts
+            or not max_restarts_without_progress
         ):
-            return _add_restart_count(ended, failed_attempts)
+            return _add_restart_count_to_successful_end(ended, failed_attempts)
         failed_attempts.append(
-            failed_attempt_record(
+            record_of_failed_attempt_with_last_step(
                 run,
                 ended.end,
                 len(failed_attempts) + 1,
@@ -78,9 +78,9 @@ def start_ranks_until_end(
             )
         )
         record_failed_attempts(failed_attempts)
-        reason = reason_not_to_restart(failed_attempts, max_restarts)
+        reason = reason_restart_is_refused(failed_attempts, max_restarts_without_progress)
         if not reason:
-            _wait_before_restart(run, failed_attempts, max_restarts)
+            _announce_and_await_restart(run, failed_attempts, max_restarts_without_progress)
             # A stop may have been requested during the wait.
             reason = "not restarted: a stop was requested" if run.stop_request.exists() else None
         if reason:
@@ -92,29 +92,33 @@ def start_ranks_until_end(
             folder=f"{run.attempts.name}/{attempt_number}" if attempt_number else None,
         )
         record_failed_attempts(failed_attempts)
-        checkpoint_at_start = newest_complete_checkpoint_step(run)
+        checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
     raise AssertionError
 
 
-def _accept_restart_request(run: RunDir, ended: EndedAttempt) -> bool:
+def _take_restart_request_after_save(run: RunDir, ended_attempt: EndedAttempt) -> bool:
     """Whether the run saved because `ortlaunch restart` requested another start."""
-    if ended.stopped or ended.end.status != EXIT_SAVED or not run.restart_request.exists():
+    if (
+        ended_attempt.was_stopped_by_signal
+        or ended_attempt.end.status != EXIT_SAVED
+        or not run.restart_request.exists()
+    ):
         return False
     # The same request stopped the ranks; left there, it would stop the next ones, too.
     run.stop_request.unlink(missing_ok=True)
     print(
-        f"{ended.end.text}\nortlaunch: restarting the ranks, as requested",
+        f"{ended_attempt.end.text}\nortlaunch: restarting the ranks, as requested",
         file=sys.stderr,
         flush=True,
     )
     return True
 
 
-def _wait_before_restart(
-    run: RunDir, failed_attempts: Sequence[Attempt], max_restarts: int
+def _announce_and_await_restart(
+    run: RunDir, failed_attempts: Sequence[Attempt], max_restarts_without_progress: int
 ) -> None:
     seconds = restart_delay_seconds(failed_attempts)
-    newest = newest_complete_checkpoint_step(run)
+    newest = newest_complete_checkpoint_step_or_zero(run)
     position_text = (
         f"after step {newest}" if newest else "at step 1, because no checkpoint is complete"
     )
@@ -122,19 +126,21 @@ def _wait_before_restart(
     print(
         f"{failed_attempts[-1].verdict}\nortlaunch: attempt {failed_attempts[-1].number} failed; "
         "restarting the ranks in "
-        f"{seconds:.0f} s, {position_text} (restart {used} of {max_restarts} without progress)",
+        f"{seconds:.0f} s, {position_text} (restart {used} of {max_restarts_without_progress} without progress)",
         file=sys.stderr, flush=True,
     )  # fmt: skip
     time.sleep(seconds)
 
 
-def _add_restart_count(ended: EndedAttempt, failed_attempts: Sequence[Attempt]) -> EndedAttempt:
+def _add_restart_count_to_successful_end(
+    ended_attempt: EndedAttempt, failed_attempts: Sequence[Attempt]
+) -> EndedAttempt:
     """Return a good end with a note on the restarts before it."""
-    if not failed_attempts or ended.end.status:
-        return ended
+    if not failed_attempts or ended_attempt.end.status:
+        return ended_attempt
     duration_text = clock_duration(sum(attempt.seconds for attempt in failed_attempts))
     end_text = (
-        f"{ended.end.text}, after {count_with_noun(len(failed_attempts), 'restart')} "
+        f"{ended_attempt.end.text}, after {count_with_noun(len(failed_attempts), 'restart')} "
         f"(failed attempts took {duration_text})"
     )
-    return ended._replace(end=RunEnd(0, end_text))
+    return ended_attempt._replace(end=RunEnd(0, end_text))

@@ -17,20 +17,23 @@ def needs_no_ssh(host: str) -> bool:
 
 
 def ssh_argv(
-    host: str, command: Iterable[str], connect_seconds: int, alive_seconds: int | None = None
+    host_name: str,
+    command_words: Iterable[str],
+    connect_seconds: int,
+    keep_alive_seconds: int | None = None,
 ) -> list[str]:
-    """Return the ssh command that runs `command` on a host, without a terminal and without prompts.
+    """Return the ssh command that runs `command_words` on a host, without a terminal and without prompts.
 
     Args:
         connect_seconds: time after which an attempt to connect fails.
-        alive_seconds: time between two checks of the connection, which ends when three in a row
+        keep_alive_seconds: time between two checks of the connection, which ends when three in a row
             fail; None: no checks.
     """
     options = ["BatchMode=yes", f"ConnectTimeout={connect_seconds}"]
-    if alive_seconds is not None:
+    if keep_alive_seconds is not None:
         options += [
-            f"ServerAliveInterval={alive_seconds}",
+            f"ServerAliveInterval={keep_alive_seconds}",
             f"ServerAliveCountMax={_MISSED_ANSWERS}",
         ]
     flags = [word for option in options for word in ("-o", option)]
-    return ["ssh", "-T", *flags, host, shlex.join(command)]
+    return ["ssh", "-T", *flags, host_name, shlex.join(command_words)]

@@ -20,15 +20,27 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_of_plan
-from ortlaunch.launch.private import private_folder_path
-from ortlaunch.launch.processes import cancel, state, submit, wait
+from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_if_plan_saves
+from ortlaunch.launch.private import private_folder_path_in_tmp
+from ortlaunch.launch.processes import (
+    end_job_and_its_processes,
+    forward_signals_until_job_ends,
+    job_state,
+    write_files_and_start_job,
+)
 from ortlaunch.launch.ssh import needs_no_ssh
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
 
-__all__ = ["cancel", "check", "request", "state", "submit", "wait"]
+__all__ = [
+    "end_job_and_its_processes",
+    "forward_signals_until_job_ends",
+    "job_state",
+    "launch_request_of_plan",
+    "require_launchable_hosts",
+    "write_files_and_start_job",
+]
 
 # Each host reads the whole file, which grows with the square of the number of hosts.
 MOST_RENDEZVOUS_HOSTS = 64
@@ -38,7 +50,7 @@ _KEEP_ALIVE_SECONDS = 3600
 _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
+def require_launchable_hosts(nodes: Sequence[Node], run_dir: RunDir) -> None:
     """Check that all hosts have the same number of slots: torchrun documents no other case."""
     slots = sorted({node.slots for node in nodes})
     if len(slots) > 1:
@@ -48,9 +60,9 @@ def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
         )
 
 
-def request(plan: Plan, run_dir: RunDir) -> LaunchRequest:
+def launch_request_of_plan(plan: Plan, run_dir: RunDir) -> LaunchRequest:
     """Return a torchrun command with a rendezvous in a file; it never restarts ranks by itself."""
-    check(plan.nodes, run_dir)
+    require_launchable_hosts(plan.nodes, run_dir)
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
     env = {
         "OMP_NUM_THREADS": str(plan.threads or 1),
@@ -66,13 +78,15 @@ def request(plan: Plan, run_dir: RunDir) -> LaunchRequest:
         **dict(plan.env),
     }
     if len(plan.nodes) > 1 or not needs_no_ssh(plan.nodes[0].host):
-        return _request_over_ssh(plan, run_dir, env)
-    private_path = private_folder_path(run_dir)
+        return _torchrun_request_over_ssh(plan, run_dir, env)
+    private_path = private_folder_path_in_tmp(run_dir)
     rendezvous = private_path / run_dir.rendezvous.name
     # Without --log-dir, torchrun leaves a folder in /tmp for good.
-    argv = _torchrun_argv(plan, run_dir, "localhost", rendezvous, (f"--log-dir={private_path}",))
+    argv = _torchrun_argv_of_one_host(
+        plan, run_dir, "localhost", rendezvous, (f"--log-dir={private_path}",)
+    )
     files = ((str(rendezvous), ""),)
-    stop = stop_request_of_plan(plan, run_dir)
+    stop = stop_request_if_plan_saves(plan, run_dir)
     return LaunchRequest(
         argv,
         tuple(sorted(env.items())),
@@ -84,13 +98,15 @@ def request(plan: Plan, run_dir: RunDir) -> LaunchRequest:
     )
 
 
-def _request_over_ssh(plan: Plan, run_dir: RunDir, variables: dict[str, str]) -> LaunchRequest:
+def _torchrun_request_over_ssh(
+    plan: Plan, run_dir: RunDir, torchrun_variables: dict[str, str]
+) -> LaunchRequest:
     """Return the request that starts one torchrun on each host through ssh."""
     # Without `threads` in the plan, each host's own value of OMP_NUM_THREADS counts.
     if plan.threads is None:
-        variables = {
+        torchrun_variables = {
             name: value
-            for name, value in variables.items()
+            for name, value in torchrun_variables.items()
             if name != "OMP_NUM_THREADS" or name in dict(plan.env)
         }
     exceeds_rendezvous = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS
@@ -98,13 +114,19 @@ def _request_over_ssh(plan: Plan, run_dir: RunDir, variables: dict[str, str]) ->
     rendezvous = run_dir.rendezvous / os.urandom(4).hex()
     # torchrun orders the nodes by the name in --local-addr, hence the number with leading zeros.
     agents = [
-        {"host": node.host, "argv": _node_argv(plan, run_dir, node_index) if exceeds_rendezvous
-         else _torchrun_argv(plan, run_dir, f"{node_index:05d}.{node.host}", rendezvous)}
+        {
+            "host": node.host,
+            "argv": _argv_of_one_host_without_rendezvous(plan, run_dir, node_index)
+            if exceeds_rendezvous
+            else _torchrun_argv_of_one_host(
+                plan, run_dir, f"{node_index:05d}.{node.host}", rendezvous
+            ),
+        }
         for node_index, node in enumerate(plan.nodes)
-    ]  # fmt: skip
+    ]
     job_message = {
         "agents": agents,
-        "env": dict(sorted(variables.items())),
+        "env": dict(sorted(torchrun_variables.items())),
         "forward": plan.forward,
         "grace_seconds": plan.grace_seconds if plan.traits.saves else GRACE_SECONDS,
     }
@@ -117,12 +139,14 @@ def _request_over_ssh(plan: Plan, run_dir: RunDir, variables: dict[str, str]) ->
     return LaunchRequest(
         argv,
         files=files,
-        stop=stop_request_of_plan(plan, run_dir),
+        stop=stop_request_if_plan_saves(plan, run_dir),
         limits=launch_limits(plan, run_dir),
     )
 
 
-def _node_argv(plan: Plan, run_dir: RunDir, node_index: int) -> tuple[str, ...]:
+def _argv_of_one_host_without_rendezvous(
+    plan: Plan, run_dir: RunDir, node_index: int
+) -> tuple[str, ...]:
     """Return the command of one of many hosts: launch/node.py, which needs no rendezvous."""
     return (
         *start.module_command("ortlaunch.launch.node", plan.argv[0]),
@@ -137,11 +161,11 @@ def _node_argv(plan: Plan, run_dir: RunDir, node_index: int) -> tuple[str, ...]:
     )
 
 
-def _torchrun_argv(
+def _torchrun_argv_of_one_host(
     plan: Plan,
     run_dir: RunDir,
     node_name: str,
-    rendezvous: Path,
+    rendezvous_file: Path,
     extra_options: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
     """Return the command of one host; torchrun numbers the hosts in the order of `node_name`."""
@@ -150,7 +174,7 @@ def _torchrun_argv(
         f"--nnodes={len(plan.nodes)}",
         f"--nproc-per-node={plan.nodes[0].slots}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={rendezvous}",
+        f"--rdzv-endpoint={rendezvous_file}",
         f"--rdzv-conf=store_type=file,keep_alive_interval={_KEEP_ALIVE_SECONDS}",
         f"--local-addr={node_name}",
         *extra_options,

@@ -9,7 +9,10 @@ import warnings
 from typing import Any, TypeVar
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider, fuse_gradient_norm
+from ortlaunch.ortmodule.deepspeed.gradient_norm import (
+    GradientNormProvider,
+    fuse_deepspeed_overflow_check_and_norm,
+)
 
 # The methods that ONNX Runtime's FP16_Optimizer sets on an optimizer that it supports.
 _REPLACED_METHODS = (
@@ -35,31 +38,33 @@ def FP16_Optimizer(optimizer: _Optimizer) -> _Optimizer:
     """
     groups: Any = getattr(optimizer, "param_groups", None) or [{"params": []}]
     devices = {parameter.device.type for parameter in groups[0]["params"]}
-    provider = fuse_by_ort_or_own(optimizer, next(iter(devices), "cpu"))
+    provider = fuse_gradient_norm_by_ort_or_own(optimizer, next(iter(devices), "cpu"))
     if not provider.applied:
         message = f"FP16_Optimizer changed nothing: {provider.why}"
-        tally.add_note_once(message)
+        tally.add_end_note_once(message)
         warnings.warn(message, stacklevel=2)
     return optimizer
 
 
-def fuse_by_ort_or_own(optimizer: Any, device_type: str) -> GradientNormProvider:
+def fuse_gradient_norm_by_ort_or_own(
+    deepspeed_optimizer: Any, device_type: str
+) -> GradientNormProvider:
     """Replace the overflow check and gradient norm by ONNX Runtime's, else by ours.
 
     Args:
-        optimizer: DeepSpeed's optimizer.
+        deepspeed_optimizer: DeepSpeed's optimizer.
         device_type: the type of the device of its parameters.
     """
-    ort_reason = apply_ort_fp16_optimizer(optimizer, device_type)
+    ort_reason = apply_ort_fp16_optimizer_or_reason_not(deepspeed_optimizer, device_type)
     if not ort_reason:
         return GradientNormProvider(True, "onnxruntime", "")
-    own_provider = fuse_gradient_norm(optimizer)
+    own_provider = fuse_deepspeed_overflow_check_and_norm(deepspeed_optimizer)
     return own_provider._replace(
         why="; ".join(reason for reason in (ort_reason, own_provider.why) if reason)
     )
 
 
-def apply_ort_fp16_optimizer(optimizer: object, device_type: str) -> str:
+def apply_ort_fp16_optimizer_or_reason_not(deepspeed_optimizer: object, device_type: str) -> str:
     """Replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer.
 
     Returns:
@@ -74,10 +79,10 @@ def apply_ort_fp16_optimizer(optimizer: object, device_type: str) -> str:
     # For an optimizer that it does not support, FP16_Optimizer gives at most a warning.
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        FP16_Optimizer(optimizer)
-    if all(name in vars(optimizer) for name in _REPLACED_METHODS):
+        FP16_Optimizer(deepspeed_optimizer)
+    if all(name in vars(deepspeed_optimizer) for name in _REPLACED_METHODS):
         return ""
-    optimizer_name = type(optimizer).__name__
+    optimizer_name = type(deepspeed_optimizer).__name__
     reason = (
         str(caught_warnings[0].message).splitlines()[0]
         if caught_warnings

@@ -39,22 +39,22 @@ def FusedAdam(
         eps: the value added to the denominator.
         weight_decay: the decoupled weight decay.
     """
-    groups = parameter_groups(params)
+    groups = as_parameter_groups(params)
     settings: Json = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    reason = unsupported_reason(groups)
+    reason = reason_ort_adam_is_unsupported_or_empty(groups)
     if not reason:
         return fused_adam(groups, **settings)
     message = f"FusedAdam: {TORCH} runs instead: {reason}"
-    tally.add_note_once(message)
+    tally.add_end_note_once(message)
     warnings.warn(message, stacklevel=2)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
-def parameter_groups(
-    params: Iterable[torch.Tensor] | Iterable[Mapping[str, Any]],
+def as_parameter_groups(
+    parameters_or_groups: Iterable[torch.Tensor] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return parameter groups, each with a list of parameters."""
-    group_items: list[Any] = list(params)
+    group_items: list[Any] = list(parameters_or_groups)
     groups = (
         group_items
         if group_items and isinstance(group_items[0], Mapping)
@@ -63,15 +63,15 @@ def parameter_groups(
     return [{**group, "params": list(group["params"])} for group in groups]
 
 
-def unsupported_reason(groups: Sequence[Mapping[str, Any]]) -> str:
+def reason_ort_adam_is_unsupported_or_empty(adam_groups: Sequence[Mapping[str, Any]]) -> str:
     """Return why ONNX Runtime's FusedAdam cannot update these parameters; empty if it can."""
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = [parameter for group in adam_groups for parameter in group["params"]]
     if any(parameter.device.type != "cuda" for parameter in parameters):
         return "ONNX Runtime's is for CUDA only"
-    return too_large_reason([parameter.numel() for parameter in parameters])
+    return reason_tensor_is_too_large_or_empty([parameter.numel() for parameter in parameters])
 
 
-def too_large_reason(element_counts: Iterable[int]) -> str:
+def reason_tensor_is_too_large_or_empty(element_counts: Iterable[int]) -> str:
     """Return why FusedAdam cannot count the elements of one of the tensors; empty if it can."""
     largest = max(element_counts, default=0)
     if largest < MOST_ELEMENTS:

@@ -17,22 +17,29 @@ from ortlaunch.errors import EngineError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import options, witness
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.base.patching import set_environment_variables, wrap_method
+from ortlaunch.ortmodule.base.patching import (
+    replace_method_by_wrapper,
+    set_environment_variables_temporarily,
+)
 from ortlaunch.ortmodule.base.registry import Repair
-from ortlaunch.ortmodule.base.settings import Settings, attached_settings, qualified_function_name
+from ortlaunch.ortmodule.base.settings import (
+    Settings,
+    module_and_qualified_name,
+    settings_of_ort_object_or_defaults,
+)
 from ortlaunch.ortmodule.build import cuda_libraries
-from ortlaunch.ortmodule.repaired import import_ortmodule
+from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
-from ortlaunch.ortmodule.report import process_report
-from ortlaunch.ortmodule.state.buffers import restore_modes_after
-from ortlaunch.ortmodule.state.unsupported import uncompiled_model
-from ortlaunch.ortmodule.wrapper import Wrapper, class_with_ort_base
+from ortlaunch.ortmodule.report import process_wide_ort_report
+from ortlaunch.ortmodule.state.buffers import restore_layer_modes_after_block
+from ortlaunch.ortmodule.state.unsupported import model_inside_torch_compile
+from ortlaunch.ortmodule.wrapper import TransparentOrtWrapper, create_class_with_ort_base
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, OrtModule
 
 
-class ORTModule(Wrapper):
+class ORTModule(TransparentOrtWrapper):
     """An `onnxruntime.training.ortmodule.ORTModule` of `model`; its first pass makes the graph.
 
     Raises:
@@ -43,27 +50,29 @@ class ORTModule(Wrapper):
 
     def __init__(self, model: nn.Module, settings: Settings | None = None) -> None:
         settings = settings or Settings()
-        model = uncompiled_model(model)
-        options.import_with_settings(settings)
+        model = model_inside_torch_compile(model)
+        options.import_ortmodule_with_settings(settings)
         # Before the repairs, whose wrappers are then the outer ones.
-        witness.get_counting_witness()
-        import_with_all_repairs()
-        copies_model = options.decide_deepcopy(model, settings)
+        witness.get_or_start_pass_counters()
+        import_ortmodule_with_all_repairs()
+        copies_model = options.decide_and_record_deepcopy(model, settings)
         # ORT sets every layer to the mode of the whole model, also a frozen BatchNorm in eval mode.
         with (
-            set_environment_variables(**options.constructor_variables(settings, copies_model)),
-            restore_modes_after(model),
+            set_environment_variables_temporarily(
+                **options.write_files_and_get_constructor_variables(settings, copies_model)
+            ),
+            restore_layer_modes_after_block(model),
         ):
-            super().__init__(model, options.create_debug_options(settings))
-        options.set_runtime_options(self, settings)
-        store_settings(self, settings)
+            super().__init__(model, options.create_debug_options_that_save_on_rank_0(settings))
+        options.set_runtime_options_of_both_managers(self, settings)
+        store_settings_in_both_managers(self, settings)
         # ORT has no option for this logger, which reports guesses about shapes.
         logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (
             _reconstruct,
-            (type(self)._ortlaunch_kind, self._attached_settings()),
+            (type(self)._ortlaunch_kind, self._settings_of_this_module()),
             self.__getstate__(),
         )
 
@@ -79,22 +88,22 @@ class ORTModule(Wrapper):
             PyTorch ran; `training_graph` and `evaluation_graph`: the nodes of the newest ones;
             `torch_calls`: operators and layers that torch ran inside the graphs; `notes`.
         """
-        active_witness = witness.get_counting_witness()
-        settings = self._attached_settings()
+        active_witness = witness.get_or_start_pass_counters()
+        settings = self._settings_of_this_module()
         settings_record = dataclasses.asdict(settings)
         if settings.postprocess:
-            settings_record["postprocess"] = qualified_function_name(settings.postprocess)
+            settings_record["postprocess"] = module_and_qualified_name(settings.postprocess)
         defaults = dataclasses.asdict(Settings())
         return {
             "provider": active_witness.graphs[-1].provider if active_witness.graphs else "",
             "settings": {
                 name: value for name, value in settings_record.items() if value != defaults[name]
             },
-            **process_report(active_witness),
+            **process_wide_ort_report(active_witness),
         }
 
-    def _attached_settings(self) -> Settings:
-        return attached_settings(self._torch_module._execution_manager(True))
+    def _settings_of_this_module(self) -> Settings:
+        return settings_of_ort_object_or_defaults(self._torch_module._execution_manager(True))
 
 
 def _reconstruct(wrapper_class: Any, settings: Settings) -> Any:
@@ -102,12 +111,12 @@ def _reconstruct(wrapper_class: Any, settings: Settings) -> Any:
 
     The unpickling process may not have imported ONNX Runtime yet.
     """
-    options.import_with_settings(settings)
-    import_with_all_repairs()
-    return object.__new__(class_with_ort_base(wrapper_class))
+    options.import_ortmodule_with_settings(settings)
+    import_ortmodule_with_all_repairs()
+    return object.__new__(create_class_with_ort_base(wrapper_class))
 
 
-def store_settings(ort_module: OrtModule, settings: Settings) -> None:
+def store_settings_in_both_managers(ort_module: OrtModule, settings: Settings) -> None:
     """Store ortlaunch's settings, which ORT does not have, in an ORTModule's two managers."""
     for is_training in (True, False):
         manager = ort_module._torch_module._execution_manager(is_training)
@@ -115,17 +124,17 @@ def store_settings(ort_module: OrtModule, settings: Settings) -> None:
         manager._ortlaunch_settings = manager._runtime_options._ortlaunch_settings = settings
 
 
-def import_with_all_repairs() -> object:
+def import_ortmodule_with_all_repairs() -> object:
     """Return the module onnxruntime.training.ortmodule, with every repair."""
-    ortmodule = import_ortmodule()
-    registry.apply_known_repairs(
-        [Repair("limit_session_threads", install=_set_sessions_and_exports)]
+    ortmodule = import_repaired_ortmodule()
+    registry.apply_fitting_repairs_once(
+        [Repair("limit_session_threads", install=_patch_sessions_and_exports_to_use_settings)]
     )
     apply_repairs()
     return ortmodule
 
 
-def _set_sessions_and_exports() -> None:
+def _patch_sessions_and_exports_to_use_settings() -> None:
     # The classes are patched and the instances hold the settings. ORT pickles its managers, and a
     # function on an instance could not be pickled.
     from onnxruntime.training.ortmodule import (
@@ -135,26 +144,32 @@ def _set_sessions_and_exports() -> None:
         _training_manager,
     )
 
-    wrap_method(
-        _graph_execution_manager.GraphExecutionManager, "_get_session_config", _set_session_options
+    replace_method_by_wrapper(
+        _graph_execution_manager.GraphExecutionManager,
+        "_get_session_config",
+        _session_config_with_threads_and_tf32,
     )
-    wrap_method(
+    replace_method_by_wrapper(
         _graph_transition_manager.GraphTransitionManager,
         "get_post_processed_model",
-        _run_export_with_settings,
+        _run_export_with_module_settings,
     )
     for manager in (_training_manager.TrainingManager, _inference_manager.InferenceManager):
-        wrap_method(manager, "_create_execution_agent", _raise_if_on_cpu)
+        replace_method_by_wrapper(
+            manager, "_create_execution_agent", _create_agent_and_refuse_cpu_session
+        )
 
 
-def _set_session_options(original: AnyFunction, manager: Manager) -> object:
+def _session_config_with_threads_and_tf32(
+    original_get_config: AnyFunction, manager: Manager
+) -> object:
     """Set a session's threads and TF32.
 
     By default ORT's sessions use every physical core, whatever the number of ranks, and use TF32 on
     CUDA, whatever torch's setting.
     """
-    session_options, providers, provider_options = original(manager)
-    settings = attached_settings(manager)
+    session_options, providers, provider_options = original_get_config(manager)
+    settings = settings_of_ort_object_or_defaults(manager)
     session_options.intra_op_num_threads = (
         torch.get_num_threads() if settings.threads is None else settings.threads
     )
@@ -166,21 +181,25 @@ def _set_session_options(original: AnyFunction, manager: Manager) -> object:
     return session_options, providers, provider_options
 
 
-def _raise_if_on_cpu(original: AnyFunction, manager: Manager) -> None:
+def _create_agent_and_refuse_cpu_session(
+    original_create_agent: AnyFunction, manager: Manager
+) -> None:
     """Raise an error if the session of a CUDA model runs on the CPU.
 
     If its CUDA provider does not load, ORT itself only logs a line.
     """
-    original(manager)
+    original_create_agent(manager)
     provider = manager._execution_agent._inference_session.get_providers()[0]
     if manager._device.type == "cuda" and provider != cuda_libraries.PROVIDER:
         raise EngineError(
             f"the model is on {manager._device}, and ONNX Runtime's session runs on {provider}: "
-            f"{cuda_libraries.check_gpu_in_subprocess() or 'its CUDA provider was not loaded in this process'}"
+            f"{cuda_libraries.reason_ort_fails_on_gpu_or_empty() or 'its CUDA provider was not loaded in this process'}"
         )
 
 
-def _run_export_with_settings(original: AnyFunction, manager: Manager, *args: object) -> object:
+def _run_export_with_module_settings(
+    original_export: AnyFunction, manager: Manager, *export_arguments: object
+) -> object:
     """Run an export with the settings that it reads outside its module's own options."""
-    with options.apply_export_settings(manager._runtime_options):
-        return original(manager, *args)
+    with options.apply_autograd_inlining_setting(manager._runtime_options):
+        return original_export(manager, *export_arguments)

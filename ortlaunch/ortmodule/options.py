@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from ortlaunch import machine
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.base.custom_functions import set_autograd_inlining
-from ortlaunch.ortmodule.base.graph import GraphContents
-from ortlaunch.ortmodule.base.patching import set_environment_variables
+from ortlaunch.ortmodule.base.custom_functions import inline_or_call_custom_functions
+from ortlaunch.ortmodule.base.graph import GraphNodeCounts
+from ortlaunch.ortmodule.base.patching import set_environment_variables_temporarily
 from ortlaunch.ortmodule.base.settings import SettingError, Settings
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.repaired import import_ortmodule
+from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ _INLINE_ATTRIBUTE = "_ortlaunch_inline"
 _report: Json = {}
 
 
-def import_with_settings(settings: Settings) -> None:
+def import_ortmodule_with_settings(settings: Settings) -> None:
     """Import ORTModule with the settings that it reads only at import, and check all requirements.
 
     Call it before transformers is imported (compat.py has the reason). If nobody has called it, the
@@ -63,9 +63,9 @@ def import_with_settings(settings: Settings) -> None:
         "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag_text(settings.efficient_attention),
         "ORTMODULE_ATEN_SDPA_FALLBACK": "",
     }
-    with set_environment_variables(**flags):
-        import_ortmodule()
-    _raise_if_unsupported(settings)
+    with set_environment_variables_temporarily(**flags):
+        import_repaired_ortmodule()
+    _refuse_settings_unsupported_here(settings)
     for setting_name, imported_value in _imported_with.items():
         if getattr(settings, setting_name) != imported_value:
             raise SettingError(
@@ -78,14 +78,14 @@ def import_with_settings(settings: Settings) -> None:
 _imported_with: dict[str, bool] = {}
 
 
-def decisions_record() -> Json:
+def deepcopy_decision_record() -> Json:
     """Return the decisions of this module, for engine.json."""
     return dict(_report)
 
 
-def _raise_if_unsupported(settings: Settings) -> None:
+def _refuse_settings_unsupported_here(settings: Settings) -> None:
     """Refuse settings that ORT would ignore with the installed versions."""
-    if refusal := extensions.interop_refusal_reason():
+    if refusal := extensions.reason_interop_is_unbuildable_or_empty():
         extra_names = ["torch_operators"] if not isinstance(settings.torch_operators, str) else []
         for setting_name in (
             *_NEEDS_INTEROP,
@@ -99,7 +99,7 @@ def _raise_if_unsupported(settings: Settings) -> None:
                 )
                 raise SettingError(setting_name, f"{problem}; leave it out")
     if settings.triton:
-        _require_triton()
+        _require_triton_for_ort()
     if settings.flash_attention:
         import torch
 
@@ -112,7 +112,7 @@ def _raise_if_unsupported(settings: Settings) -> None:
             )
 
 
-def _require_triton() -> None:
+def _require_triton_for_ort() -> None:
     from onnxruntime.capi import _pybind_state
 
     if not _pybind_state.is_triton_enabled():
@@ -123,17 +123,19 @@ def _require_triton() -> None:
         raise SettingError("triton", "the package triton is not installed: pip install triton")
 
 
-def raise_if_no_effect(settings: Settings, graphs: Sequence[GraphContents]) -> None:
+def refuse_settings_without_effect(
+    settings: Settings, executed_graphs: Sequence[GraphNodeCounts]
+) -> None:
     """Refuse settings that had no effect on the model, which ORT does not report.
 
     Args:
         settings: the model's settings.
-        graphs: the graphs that the witness recorded.
+        executed_graphs: the graphs that the witness recorded.
 
     Raises:
         SettingError: no training graph has the nodes that a setting should create.
     """
-    training_graphs = [graph for graph in graphs if graph.training]
+    training_graphs = [graph for graph in executed_graphs if graph.training]
     aten, triton = (
         {name for graph in training_graphs for name in getattr(graph, operator_kind)}
         for operator_kind in ("aten", "triton")
@@ -150,11 +152,13 @@ def raise_if_no_effect(settings: Settings, graphs: Sequence[GraphContents]) -> N
             )
 
 
-def constructor_variables(settings: Settings, copies_model: bool) -> dict[str, str]:
+def write_files_and_get_constructor_variables(
+    settings: Settings, copies_model_before_export: bool
+) -> dict[str, str]:
     """Return environment variables for ORTModule's constructor, which has no such parameters."""
     variable_values = {
         "ORTMODULE_CONV_ALGO_SEARCH": settings.conv_algorithm_search.upper(),
-        "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag_text(copies_model),
+        "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag_text(copies_model_before_export),
         "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag_text(settings.compute_optimizer),
         "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag_text(
             settings.sparsity_optimizer is not False
@@ -165,9 +169,11 @@ def constructor_variables(settings: Settings, copies_model: bool) -> dict[str, s
         "ORTMODULE_ENABLE_TUNING": _flag_text(settings.tuning),
         "ORTMODULE_LOG_LEVEL": settings.log_level.upper(),
         "ORTMODULE_MAX_TUNING_DURATION_MS": str(settings.tuning_duration_ms or 0),
-        "ORTMODULE_MEMORY_OPT_CONFIG": _write_json_file(list(settings.memory_optimization_config)),
+        "ORTMODULE_MEMORY_OPT_CONFIG": _write_temporary_json_file_or_empty(
+            list(settings.memory_optimization_config)
+        ),
         "ORTMODULE_MEMORY_OPT_LEVEL": str(settings.memory_optimization),
-        "ORTMODULE_ONNX_OPSET_VERSION": str(settings.opset or _default_opset()),
+        "ORTMODULE_ONNX_OPSET_VERSION": str(settings.opset or _default_onnx_opset_of_ort()),
         "ORTMODULE_PRINT_INPUT_DENSITY": _flag_text(settings.print_input_density),
         "ORTMODULE_PRINT_MEMORY_STATS": _flag_text(settings.print_memory_stats),
         "ORTMODULE_SAVE_ONNX_PATH": settings.save_onnx or "",
@@ -182,7 +188,7 @@ def constructor_variables(settings: Settings, copies_model: bool) -> dict[str, s
     )
 
 
-def create_debug_options(settings: Settings) -> object:
+def create_debug_options_that_save_on_rank_0(settings: Settings) -> object:
     """Return ORT's DebugOptions; only rank 0 saves graphs, because all ranks have the same."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel
     from onnxruntime.training.ortmodule._utils import get_rank
@@ -200,7 +206,7 @@ def create_debug_options(settings: Settings) -> object:
         raise SettingError("save_onnx", f"cannot write to {folder}: {error}") from None
 
 
-def set_runtime_options(ort_module: OrtModule, settings: Settings) -> None:
+def set_runtime_options_of_both_managers(ort_module: OrtModule, settings: Settings) -> None:
     """Set the options of a wrapped module's two managers for which ORT has no variable."""
     from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
 
@@ -215,26 +221,28 @@ def set_runtime_options(ort_module: OrtModule, settings: Settings) -> None:
             setattr(options, _INLINE_ATTRIBUTE, True)
     if settings.triton_config is not None:
         # Set for good, because ORT reads it for each session, and any later pass may create one.
-        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _write_json_file(dict(settings.triton_config))
+        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _write_temporary_json_file_or_empty(
+            dict(settings.triton_config)
+        )
 
 
 @contextlib.contextmanager
-def apply_export_settings(runtime_options: RuntimeOptions) -> Iterator[None]:
+def apply_autograd_inlining_setting(runtime_options: RuntimeOptions) -> Iterator[None]:
     """Apply the settings that an export reads outside its module's own options."""
-    with set_autograd_inlining(getattr(runtime_options, _INLINE_ATTRIBUTE, False)):
+    with inline_or_call_custom_functions(getattr(runtime_options, _INLINE_ATTRIBUTE, False)):
         yield
 
 
-def decide_deepcopy(module: nn.Module, settings: Settings) -> bool:
+def decide_and_record_deepcopy(model: nn.Module, settings: Settings) -> bool:
     """Return whether the export works on a copy of the model.
 
     The setting decides if it is given, else whether copies fit into this process's share of memory.
     """
     requested_copy = settings.deepcopy_before_export
     parameter_bytes = sum(
-        parameter.numel() * parameter.element_size() for parameter in module.parameters()
+        parameter.numel() * parameter.element_size() for parameter in model.parameters()
     )
-    limit = _tightest_memory_limit(module, settings.processes_on_host)
+    limit = _tightest_memory_limit_of_device(model, settings.processes_on_host)
     # The copy takes `size` bytes during the export; as many must stay free.
     is_copied = (
         2 * parameter_bytes <= limit.free_bytes if requested_copy is None else requested_copy
@@ -249,37 +257,39 @@ def decide_deepcopy(module: nn.Module, settings: Settings) -> bool:
     return is_copied
 
 
-def _tightest_memory_limit(module: nn.Module, process_count: int) -> machine.MemoryLimit:
+def _tightest_memory_limit_of_device(
+    model: nn.Module, process_count_on_host: int
+) -> machine.MemoryLimit:
     """Return the tightest memory limit of the module's device.
 
     On the CPU `free` is this process's share of the host's free memory.
     """
     import torch
 
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "cuda":
         limit = machine.memory_limit_with_least_free()
-        return limit._replace(free_bytes=limit.free_bytes // process_count)
+        return limit._replace(free_bytes=limit.free_bytes // process_count_on_host)
     free, size = torch.cuda.mem_get_info(device)
     return machine.MemoryLimit(f"GPU {device.index}", size, free)
 
 
-def _write_json_file(value: object) -> str:
+def _write_temporary_json_file_or_empty(json_value: object) -> str:
     """Write a value to a file for ORT to read; return its path, or "" for an empty value.
 
     The file is deleted at the end of the process.
     """
-    if not value:
+    if not json_value:
         return ""
     with tempfile.NamedTemporaryFile(
         "w", prefix="ortlaunch-", suffix=".json", delete=False
     ) as file:
-        json.dump(value, file)
+        json.dump(json_value, file)
     atexit.register(Path(file.name).unlink, missing_ok=True)
     return file.name
 
 
-def _default_opset() -> int:
+def _default_onnx_opset_of_ort() -> int:
     from onnxruntime.training import ortmodule
 
     return int(ortmodule.ONNX_OPSET_VERSION)

@@ -22,10 +22,10 @@ import torch
 
 from ortlaunch.ortmodule.base import counters, custom_functions, gradients, patching
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export, export_from_arguments
+from ortlaunch.ortmodule.base.export import ExportContext, export_context_from_ort_arguments
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
-from ortlaunch.ortmodule.base.registry import applied_repairs
-from ortlaunch.ortmodule.base.source_guard import TRANSITION, function_owner
+from ortlaunch.ortmodule.base.registry import applied_repair_names
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owning_class_or_module
 from ortlaunch.ortmodule.graph_repairs import (
     bfloat16,
     broadcasts,
@@ -60,142 +60,170 @@ Trace = AnyFunction
 
 # 1. Contexts of the plain pass, which gives ORT the model's outputs, and of the trace; the
 # outermost first.
-_CONTEXT_STEPS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], ...] = (
-    ("detect_traced_values", values.record_value_reads),
-    ("export_smoothed_cross_entropy", cross_entropy.write_out_cross_entropy),
-    ("skip_ignored_labels", cross_entropy.leave_out_ignored_labels),
-    ("map_gradient_checkpointing", checkpointing.call_checkpoints_directly),
-    ("refuse_weight_changes", weight_changes.refuse_changes_keep_weights),
-    ("follow_model_state", model_state.record_or_refuse_state),
-    ("stop_gradient_under_no_grad", grad_mode.record_grad_mode_reads),
-    ("keep_buffers_exact", buffers.restore_modes_and_buffers),
-    ("detect_kept_tensors", escapes.record_escaped_tensors),
+_CONTEXT_STEPS: tuple[tuple[str, Callable[[ExportContext], AbstractContextManager[None]]], ...] = (
+    ("detect_traced_values", values.record_values_and_sizes_read_in_python),
+    ("export_smoothed_cross_entropy", cross_entropy.write_out_soft_or_smoothed_cross_entropy),
+    ("skip_ignored_labels", cross_entropy.leave_out_ignored_labels_in_training_export),
+    ("map_gradient_checkpointing", checkpointing.call_and_record_checkpoints_directly),
+    ("refuse_weight_changes", weight_changes.refuse_weight_changes_and_restore_weights),
+    ("follow_model_state", model_state.record_read_state_and_refuse_untraceable),
+    ("stop_gradient_under_no_grad", grad_mode.record_whether_model_reads_grad_mode),
+    ("keep_buffers_exact", buffers.restore_modes_and_buffers_after_export),
+    ("detect_kept_tensors", escapes.record_escaped_tensors_and_replacements),
 )
 # 2. Wrappers of the trace alone, the innermost first.
 _TRACE_STEPS: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
-    ("export_with_torchscript", tracing.wrap_for_torchscript),
-    ("refuse_custom_backward", custom_functions.wrap_with_inlining_choice),
-    ("export_exact_forms", operator_table.wrap_with_exact_forms),
-    ("keep_constants_apart", tracing.wrap_with_copied_constants),
-    ("trace_swapped_weights", tracing.wrap_allowing_swapped_weights),
+    ("export_with_torchscript", tracing.wrap_export_for_torchscript),
+    ("refuse_custom_backward", custom_functions.wrap_export_with_inlining_choice),
+    ("export_exact_forms", operator_table.wrap_export_with_exact_forms),
+    ("keep_constants_apart", tracing.wrap_export_to_clone_scalar_constants),
+    ("trace_swapped_weights", tracing.wrap_export_allowing_functional_call),
     # Inside the next one, which must track the tensors that this one computes.
-    ("propagate_inplace_views", aliases.wrap_with_alias_tracking),
-    ("stop_gradient_under_no_grad", grad_mode.wrap_with_grad_mode_tracking),
-    ("infer_shapes_without_weights", tracing.wrap_hiding_large_weights),
-    ("silence_export_warnings", tracing.wrap_silencing_warnings),
-    ("keep_buffers_exact", buffers.wrap_preserving_modes),
+    ("propagate_inplace_views", aliases.wrap_export_with_alias_tracking),
+    ("stop_gradient_under_no_grad", grad_mode.wrap_export_with_grad_mode_tracking),
+    ("infer_shapes_without_weights", tracing.wrap_export_hiding_large_weights),
+    ("silence_export_warnings", tracing.wrap_export_silencing_warnings),
+    ("keep_buffers_exact", buffers.wrap_export_preserving_modes),
 )
 # 3. Passes over the exported graph.
-_GRAPH_STEPS: tuple[tuple[str, Callable[[Export, onnx.ModelProto], None]], ...] = (
-    ("keep_buffers_exact", buffers.add_batch_size_outputs),
-    ("skip_ignored_labels", cross_entropy.use_shrunken_gathers),
-    ("export_grouped_conv1d_as_conv2d", convolutions.rewrite_grouped_convolutions),
-    ("keep_broadcast_sizes", broadcasts.record_batch_sizes),
-    ("concatenate_constants", gradient_names.keep_constants_apart),
-    ("sum_repeated_weights", copied_inputs.copy_repeated_weights),
-    ("export_smoothed_cross_entropy", copied_inputs.copy_uncomputed_scores),
-    ("compute_constant_outputs", constant_outputs.add_constant_output_nodes),
+_GRAPH_STEPS: tuple[tuple[str, Callable[[ExportContext, onnx.ModelProto], None]], ...] = (
+    ("keep_buffers_exact", buffers.add_norm_size_outputs_to_cpu_training_graph),
+    ("skip_ignored_labels", cross_entropy.change_label_gathers_to_shrunken_gathers),
+    ("export_grouped_conv1d_as_conv2d", convolutions.rewrite_grouped_convolutions_for_cpu_training),
+    ("keep_broadcast_sizes", broadcasts.write_export_batch_sizes_into_metadata),
+    ("concatenate_constants", gradient_names.slice_repeated_constants),
+    ("sum_repeated_weights", copied_inputs.copy_weights_repeated_in_one_node),
+    ("export_smoothed_cross_entropy", copied_inputs.copy_loss_scores_that_no_node_computes),
+    ("compute_constant_outputs", constant_outputs.compute_constant_outputs_by_unfoldable_nodes),
 )
 # 4. Selection of the inputs and weights that get a gradient.
 _GRADIENT_STEPS: tuple[
-    tuple[str, Callable[[Export, onnx.ModelProto, list[str]], list[str]]], ...
+    tuple[str, Callable[[ExportContext, onnx.ModelProto, list[str]], list[str]]], ...
 ] = (
-    ("skip_frozen_gradients", gradients.names_without_frozen),
-    ("skip_unreached_weights", gradients.names_without_unreached),
+    ("skip_frozen_gradients", gradients.input_names_besides_frozen_weights),
+    ("skip_unreached_weights", gradients.input_names_reached_or_unused),
 )
 # 5. Consequences of the trace: reported, stored in options, or an error.
-_VERDICT_STEPS: tuple[tuple[str, Callable[[Export], None]], ...] = (
-    ("map_gradient_checkpointing", checkpointing.enable_ort_recomputation),
-    ("skip_ignored_labels", cross_entropy.record_label_density),
-    ("detect_traced_values", values.refuse_or_note_values),
+_VERDICT_STEPS: tuple[tuple[str, Callable[[ExportContext], None]], ...] = (
+    ("map_gradient_checkpointing", checkpointing.enable_ort_recomputation_if_checkpointed),
+    ("skip_ignored_labels", cross_entropy.record_counted_label_fraction),
+    ("detect_traced_values", values.refuse_or_note_values_read_in_python),
 )
 
 
-def install_export_steps() -> None:
+def install_export_steps_in_ort() -> None:
     """Install these steps in ORT's export, once in a process."""
-    patching.replace_ort_export(_export_by_wrappers)
-    patching.wrap_method(function_owner(TRANSITION), "_get_exported_model", _trace_with_retries)
-    patching.wrap_method(function_owner(TRANSITION), "_export_model", _export_model_by_steps)
+    patching.replace_torch_export_for_ort(_export_by_wrapped_torch_export)
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(TRANSITION),
+        "_get_exported_model",
+        _trace_until_torch_layers_are_found,
+    )
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(TRANSITION),
+        "_export_model",
+        _export_narrow_gradients_and_apply_verdicts,
+    )
     # Inside the next one, which exports again if an operator has no kernel.
-    bfloat16.install_bfloat16_repairs()
-    operator_translation.install_translation_retries()
-    unsupported.install_cause_messages()
+    bfloat16.install_bfloat16_repairs_for_gpu_graphs()
+    operator_translation.install_build_retries_and_readable_errors()
+    unsupported.install_cause_messages_for_pass_errors()
 
 
-def _export_model_by_steps(original: AnyFunction, **arguments: object) -> object:
+def _export_narrow_gradients_and_apply_verdicts(
+    original_export_model: AnyFunction, **ort_arguments: object
+) -> object:
     """Run steps 1 to 5; a replacement for ORT's `_export_model`."""
     with counters.while_building():
-        model, schema, names, differentiable_names = original(**arguments)  # calls _traced
-        export = export_from_arguments(arguments)
-        for narrow_names in _active_steps(_GRADIENT_STEPS):
-            differentiable_names = narrow_names(export, model, differentiable_names)
-        for apply_verdict in _active_steps(_VERDICT_STEPS):
-            apply_verdict(export)
+        model, schema, names, differentiable_names = original_export_model(
+            **ort_arguments
+        )  # calls _traced
+        export_context = export_context_from_ort_arguments(ort_arguments)
+        for narrow_names in _steps_of_applied_repairs(_GRADIENT_STEPS):
+            differentiable_names = narrow_names(export_context, model, differentiable_names)
+        for apply_verdict in _steps_of_applied_repairs(_VERDICT_STEPS):
+            apply_verdict(export_context)
     return model, schema, names, differentiable_names
 
 
-def _trace_with_retries(original: AnyFunction, **arguments: object) -> object:
+def _trace_until_torch_layers_are_found(
+    original_get_exported: AnyFunction, **ort_arguments: object
+) -> object:
     """Run steps 1 to 3; a replacement for ORT's `_get_exported_model`."""
-    if arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied_repairs():
-        tally.add_note_once(
+    if ort_arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied_repair_names():
+        tally.add_end_note_once(
             "ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from "
             "it"
         )
-        arguments["ortmodule_cache_dir"] = ""
-    export = export_from_arguments(arguments)
-    unsupported.refuse_sparse_or_complex(export.module)
+        ort_arguments["ortmodule_cache_dir"] = ""
+    export_context = export_context_from_ort_arguments(ort_arguments)
+    unsupported.refuse_sparse_gradients_and_complex_weights(export_context.module)
     # Each retry marks one more layer to run as torch, so the loop ends with the last layer.
     while True:
         try:
-            return _trace_once(export, original, arguments)
-        except torch_modules.RepeatExport:
+            return _trace_and_rewrite_graph(export_context, original_get_exported, ort_arguments)
+        except torch_modules.RepeatExportWithTorchLayer:
             continue
 
 
-def _trace_once(export: Export, original: AnyFunction, arguments: dict[str, object]) -> object:
-    export.facts.clear()
-    with _count_export():
+def _trace_and_rewrite_graph(
+    export_context: ExportContext,
+    original_get_exported: AnyFunction,
+    ort_arguments: dict[str, object],
+) -> object:
+    export_context.facts.clear()
+    with _count_and_time_export():
         with contextlib.ExitStack() as contexts:
-            for context in _active_steps(_CONTEXT_STEPS):
-                contexts.enter_context(context(export))
-            contexts.enter_context(padding.replace_torch_pad(export))
-            contexts.enter_context(unsupported.run_uncompiled(export.module))
-            contexts.enter_context(attention.leave_out_causal_masks(export))
-            contexts.enter_context(attention.zero_padding_outputs())
-            contexts.enter_context(operator_translation.keep_torch_operators(export))
-            contexts.enter_context(torch_modules.call_layers_whole(export))
-            with _raise_refusals_alone():
-                model, schema = original(**arguments)  # calls _trace
-        bfloat16.correct_bfloat16_casts(model)
-        for rewrite in _active_steps(_GRAPH_STEPS):
-            rewrite(export, model)
-        model = postprocess.apply_user_function(export, model)
+            for context in _steps_of_applied_repairs(_CONTEXT_STEPS):
+                contexts.enter_context(context(export_context))
+            contexts.enter_context(padding.replace_torch_pad_temporarily(export_context))
+            contexts.enter_context(
+                unsupported.run_compiled_layers_uncompiled(export_context.module)
+            )
+            contexts.enter_context(
+                attention.let_transformers_leave_out_causal_masks(export_context)
+            )
+            contexts.enter_context(attention.zero_padding_in_transformer_encoder_outputs())
+            contexts.enter_context(
+                operator_translation.keep_torch_operators_while_exporting(export_context)
+            )
+            contexts.enter_context(
+                torch_modules.record_torch_layers_as_single_calls(export_context)
+            )
+            with _raise_refusals_without_ort_traceback():
+                model, schema = original_get_exported(**ort_arguments)  # calls _trace
+        bfloat16.correct_type_code_of_bfloat16_casts(model)
+        for rewrite in _steps_of_applied_repairs(_GRAPH_STEPS):
+            rewrite(export_context, model)
+        model = postprocess.apply_and_check_user_postprocess(export_context, model)
     return model, schema
 
 
 # wraps, because ORT reads the function's signature.
 @functools.wraps(torch.onnx.export)
-def _export_by_wrappers(*args: object, **kwargs: object) -> object:
+def _export_by_wrapped_torch_export(*args: object, **kwargs: object) -> object:
     """Run step 2; a replacement for `torch.onnx.export` in ORT."""
-    return tracing.wrap_restoring_cast_cache(_wrapped_export())(*args, **kwargs)
+    return tracing.wrap_export_restoring_autocast_cache(_torch_export_with_active_wrappers())(
+        *args, **kwargs
+    )
 
 
 @functools.cache
-def _wrapped_export() -> Trace:
+def _torch_export_with_active_wrappers() -> Trace:
     # Not a repair, because the operator is ortlaunch's own.
-    export = head_loss.wrap_keeping_chunked_loss(torch.onnx.export)
+    export = head_loss.wrap_export_keeping_chunked_loss(torch.onnx.export)
     for step_name, wrap_export in _TRACE_STEPS:
-        if step_name in applied_repairs():
+        if step_name in applied_repair_names():
             export = wrap_export(export)
     return export
 
 
-def _active_steps(steps: tuple[tuple[str, Step], ...]) -> Iterator[Step]:
-    return (step for step_name, step in steps if step_name in applied_repairs())
+def _steps_of_applied_repairs(named_steps: tuple[tuple[str, Step], ...]) -> Iterator[Step]:
+    return (step for step_name, step in named_steps if step_name in applied_repair_names())
 
 
 @contextlib.contextmanager
-def _raise_refusals_alone() -> Iterator[None]:
+def _raise_refusals_without_ort_traceback() -> Iterator[None]:
     """Raise a refusal of this package as it is, without the traceback that ORT puts around it.
 
     The exception keeps ORT's type, by which it decides about its fallback.
@@ -215,7 +243,7 @@ def _raise_refusals_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _count_export() -> Iterator[None]:
+def _count_and_time_export() -> Iterator[None]:
     started_at = time.perf_counter()
     yield
     tally.exports += 1

@@ -9,7 +9,7 @@ from ortlaunch.ortmodule.tracing import compat
 
 
 @functools.cache
-def import_ortmodule() -> ModuleType:
+def import_repaired_ortmodule() -> ModuleType:
     """Return the module `onnxruntime.training.ortmodule`, repaired; the first call imports it.
 
     With torch 2.6 and older, call it before transformers is imported. ORT replaces
@@ -19,9 +19,9 @@ def import_ortmodule() -> ModuleType:
     Raises:
         MissingDependency: a package or extension is missing; has the command to type.
     """
-    ortmodule = compat.import_with_repairs()
+    ortmodule = compat.import_ortmodule_with_repairs_once()
     # After the import, because some of its modules import ORT's.
     from ortlaunch.ortmodule import pipeline
 
-    pipeline.install_export_steps()
+    pipeline.install_export_steps_in_ort()
     return ortmodule

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.copies import fix_deepcopy_and_pickle
-from ortlaunch.ortmodule.base.registry import Repair, apply_known_repairs
+from ortlaunch.ortmodule.base.registry import Repair, apply_fitting_repairs_once
 from ortlaunch.ortmodule.base.source_guard import (
     EVALUATION,
     MANAGER,
@@ -21,19 +21,19 @@ from ortlaunch.ortmodule.base.source_guard import (
     SHAPES,
     TRAINING,
     TRANSITION,
-    function_owner,
+    owning_class_or_module,
 )
 from ortlaunch.ortmodule.graph_repairs.broadcasts import keep_broadcast_sizes
 from ortlaunch.ortmodule.graph_repairs.frozen_weights import name_frozen_gradients
-from ortlaunch.ortmodule.graph_repairs.splits import cut_unequal_parts
+from ortlaunch.ortmodule.graph_repairs.splits import slice_partly_derived_splits
 from ortlaunch.ortmodule.graph_repairs.symbolic_sizes import infer_symbolic_sizes
-from ortlaunch.ortmodule.graph_repairs.vectors import keep_vanishing_sizes
-from ortlaunch.ortmodule.graphs import choose_graphs
-from ortlaunch.ortmodule.state.backward import follow_autograd
+from ortlaunch.ortmodule.graph_repairs.vectors import keep_sizes_of_one
+from ortlaunch.ortmodule.graphs import choose_graph_per_pass
+from ortlaunch.ortmodule.state.backward import follow_autograd_rules
 from ortlaunch.ortmodule.state.buffers import keep_buffers_exact
-from ortlaunch.ortmodule.state.outputs import keep_outputs, restore_output_dtypes
+from ortlaunch.ortmodule.state.outputs import copy_shared_outputs, restore_output_dtypes
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import call_torch_kernels
-from ortlaunch.ortmodule.tracing.checkpointing import bypass_ort_checkpoints
+from ortlaunch.ortmodule.tracing.checkpointing import call_functions_of_ort_checkpoints_directly
 from ortlaunch.ortmodule.tracing.cross_entropy import skip_ignored_labels
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 def apply_repairs(*omitted_names: str) -> None:
     """Apply every repair, once in a process; tests name repairs to skip in `omitted_names`."""
-    apply_known_repairs(REPAIRS, *omitted_names)
+    apply_fitting_repairs_once(REPAIRS, *omitted_names)
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -53,46 +53,50 @@ def fix_grad_management_device() -> None:
 
     ORT passed the dictionary of parameters, which failed in `zeros() ... device=dict`.
     """
-    patching.wrap_method(function_owner(_MANAGEMENT), _ENABLE, _enable_with_device)
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(_MANAGEMENT), _ENABLE, _enable_gradient_management_with_device
+    )
 
 
 _MANAGEMENT = "_mem_efficient_grad_mgmt:"
 _ENABLE = "post_processing_enable_mem_efficient_training"
 
 
-def _enable_with_device(
-    original: AnyFunction, model: Any, named_parameters: Any, parameters: Any
+def _enable_gradient_management_with_device(
+    original_enable: AnyFunction, model: Any, named_parameters: Any, parameters: Any
 ) -> object:
-    return original(model, named_parameters, next(iter(parameters.values())).device)
+    return original_enable(model, named_parameters, next(iter(parameters.values())).device)
 
 
 # ------------------------------------------------------------------------------------------- output
 
 
-def keep_printed_output() -> None:
+def flush_before_redirecting() -> None:
     """Flush stdout and stderr before ORT redirects them; leave streams without a descriptor alone.
 
     During an export ORT redirects the descriptors of both into a file. Text that was still buffered
     went into that file and was lost. Under `contextlib.redirect_stdout` the export failed.
     """
-    patching.wrap_method(function_owner(_LOGGER), _REDIRECT, _redirect_after_flush)
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(_LOGGER), _REDIRECT, _flush_and_redirect_if_usable
+    )
 
 
 _LOGGER = "_logger:"
 _REDIRECT = "_suppress_os_stream_output"
 
 
-def _redirect_after_flush(
-    original: AnyFunction, enable: bool = True, on_exit: object = None
+def _flush_and_redirect_if_usable(
+    original_redirect: AnyFunction, enable: bool = True, on_exit: object = None
 ) -> object:
-    are_usable = [_has_descriptor(stream) for stream in (sys.stdout, sys.stderr)]
-    return original(enable and all(are_usable), on_exit)
+    are_usable = [_flush_and_check_descriptor(stream) for stream in (sys.stdout, sys.stderr)]
+    return original_redirect(enable and all(are_usable), on_exit)
 
 
-def _has_descriptor(stream: Any) -> bool:
+def _flush_and_check_descriptor(output_stream: Any) -> bool:
     try:
-        stream.flush()
-        os.fstat(stream.fileno())
+        output_stream.flush()
+        os.fstat(output_stream.fileno())
     # None, a stream in memory, a closed stream and a closed descriptor.
     except (AttributeError, OSError, ValueError):
         return False
@@ -108,12 +112,16 @@ def create_session_once() -> None:
     ORT creates a first session to list what could be recomputed, and simplifies a formula for each
     entry. Only a memory optimization level, or a log level below WARNING, uses the list.
     """
-    patching.wrap_method(
-        function_owner(TRAINING), "_create_execution_agent", _create_needed_sessions
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(TRAINING),
+        "_create_execution_agent",
+        _create_agent_without_unneeded_session,
     )
 
 
-def _create_needed_sessions(original: AnyFunction, manager: Manager) -> None:
+def _create_agent_without_unneeded_session(
+    original_create_agent: AnyFunction, manager: Manager
+) -> None:
     from onnxruntime.training.ortmodule._logger import LogLevel
     from onnxruntime.training.ortmodule.options import _MemoryOptimizationLevel
 
@@ -122,7 +130,7 @@ def _create_needed_sessions(original: AnyFunction, manager: Manager) -> None:
         level != _MemoryOptimizationLevel.USER_SPECIFIED
         or manager._debug_options.logging.log_level < LogLevel.WARNING
     )
-    original(manager)
+    original_create_agent(manager)
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -153,7 +161,7 @@ REPAIRS = (
     Repair("skip_frozen_gradients", _EXPORT),
     Repair("skip_unreached_weights", _EXPORT),
     Repair(
-        "choose_graphs",
+        "choose_graph_per_pass",
         (
             "_utils:patch_torch_module_ort_forward_method",
             f"{TRAINING}._create_autofunction_class",
@@ -162,12 +170,12 @@ REPAIRS = (
             f"{TRANSITION}.get_post_processed_model",
             f"{MANAGER}.__getstate__",
         ),
-        choose_graphs,
+        choose_graph_per_pass,
     ),
     Repair(
-        "follow_autograd",
+        "follow_autograd_rules",
         (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward"),
-        follow_autograd,
+        follow_autograd_rules,
     ),
     Repair(
         "keep_buffers_exact",
@@ -196,14 +204,14 @@ REPAIRS = (
             "torch.utils.checkpoint:checkpoint",
             "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
         ),
-        bypass_ort_checkpoints,
+        call_functions_of_ort_checkpoints_directly,
     ),
     Repair(
         "fix_grad_management_device",
         (f"{_MANAGEMENT}{_ENABLE}", f"{TRANSITION}.get_post_processed_model"),
         fix_grad_management_device,
     ),
-    Repair("keep_printed_output", (f"{_LOGGER}{_REDIRECT}",), keep_printed_output),
+    Repair("flush_before_redirecting", (f"{_LOGGER}{_REDIRECT}",), flush_before_redirecting),
     Repair(
         "skip_ignored_labels",
         (
@@ -226,8 +234,8 @@ REPAIRS = (
         (*_EXPORT, *_INFERENCE),
         keep_broadcast_sizes,
     ),
-    Repair("keep_vanishing_sizes", _EXPORT, keep_vanishing_sizes),
-    Repair("cut_unequal_parts", _EXPORT, cut_unequal_parts),
+    Repair("keep_sizes_of_one", _EXPORT, keep_sizes_of_one),
+    Repair("slice_partly_derived_splits", _EXPORT, slice_partly_derived_splits),
     Repair("infer_symbolic_sizes", _SIZE_INFERENCE, infer_symbolic_sizes),
     Repair("name_frozen_gradients", (f"{TRAINING}._build_graph",), name_frozen_gradients),
     Repair(
@@ -236,7 +244,7 @@ REPAIRS = (
         call_torch_kernels,
     ),
     # After the kernels: torch's results have memory of their own.
-    Repair("keep_outputs", (f"{TRAINING}._build_graph",), keep_outputs),
+    Repair("copy_shared_outputs", (f"{TRAINING}._build_graph",), copy_shared_outputs),
     Repair("create_session_once", (f"{TRAINING}._create_execution_agent",), create_session_once),
     Repair("ignore_ort_export_cache", _EXPORT),
 )

@@ -8,22 +8,22 @@ from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import options
 from ortlaunch.ortmodule.base import registry, torch_calls
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 
 
-def process_report(witness: Witness) -> Json:
+def process_wide_ort_report(pass_witness: PassAndGraphCounters) -> Json:
     """Return repairs, counts of passes, exports, graphs and fallbacks, and notes.
 
     The names are those of `OnnxRuntime` in docs/run-folder.md.
     """
     return {
-        "repairs": list(registry.applied_repairs()),
-        "repairs_not_applied": registry.unapplied_repair_reasons(),
-        "deepcopy_before_export": options.decisions_record().get("deepcopy_before_export"),
+        "repairs": list(registry.applied_repair_names()),
+        "repairs_not_applied": registry.reason_by_unapplied_repair(),
+        "deepcopy_before_export": options.deepcopy_decision_record().get("deepcopy_before_export"),
         "torch_calls": {
-            name: asdict(calls) for name, calls in torch_calls.counts_of_called().items()
+            name: asdict(calls) for name, calls in torch_calls.call_counts_by_called_name().items()
         },
-        "torch_share": round(torch_calls.torch_share_of_pass_time(), 4),
-        **witness.counts_record(),
-        **tally.counts_record(),
+        "torch_share": round(torch_calls.torch_fraction_of_pass_time(), 4),
+        **pass_witness.pass_and_graph_counts_record(),
+        **tally.counts_and_notes_record(),
     }

@@ -29,10 +29,10 @@ _SAVING_METHODS = ("save_pretrained", "push_to_hub")
 _COMPLETE_ATTRIBUTE = "_ortlaunch_complete"
 
 
-class Wrapper(nn.Module):
-    """The part of an ORTModule that ortlaunch adds; `class_with_ort_base` adds ORT's class as a base."""
+class TransparentOrtWrapper(nn.Module):
+    """The part of an ORTModule that ortlaunch adds; `create_class_with_ort_base` adds ORT's class as a base."""
 
-    _ortlaunch_kind: ClassVar[type[Wrapper]]
+    _ortlaunch_kind: ClassVar[type[TransparentOrtWrapper]]
     # Attributes of ORT's class.
     module: nn.Module
     _torch_module: TorchModule
@@ -60,9 +60,9 @@ class Wrapper(nn.Module):
         # ORT's class becomes a base here and not in the class statement, because ORT must be
         # imported after the settings that it reads at import are set. The slot of `object` is used,
         # because `__class__` is a property of this class.
-        vars(object)["__class__"].__set__(self, class_with_ort_base(type(self)))  # type: ignore[arg-type]  # hashable
+        vars(object)["__class__"].__set__(self, create_class_with_ort_base(type(self)))  # type: ignore[arg-type]  # hashable
         super().__init__(*args)
-        _restore_model_methods(self)
+        _restore_model_methods_on_wrapper(self)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module, hidden from torch.compile(wrapped).
@@ -88,7 +88,7 @@ class Wrapper(nn.Module):
         super().__setstate__(
             {name: value for name, value in state.items() if name != _COMPLETE_ATTRIBUTE}
         )
-        _restore_model_methods(self)
+        _restore_model_methods_on_wrapper(self)
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
@@ -103,7 +103,7 @@ class Wrapper(nn.Module):
 
 
 @functools.cache
-def class_with_ort_base(wrapper_class: type[Any]) -> Any:
+def create_class_with_ort_base(wrapper_class: type[Any]) -> Any:
     """Return `wrapper_class`, a subclass of Wrapper, with ORT's ORTModule as its last base.
 
     The first call imports ORT.
@@ -123,7 +123,7 @@ def class_with_ort_base(wrapper_class: type[Any]) -> Any:
     )
 
 
-def _restore_model_methods(ort_module: OrtModule) -> None:
+def _restore_model_methods_on_wrapper(ort_module: OrtModule) -> None:
     """Restore class methods and saving methods to the model's own.
 
     ORT binds copies of the model's methods to the wrapper.

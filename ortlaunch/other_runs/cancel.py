@@ -10,10 +10,10 @@ from ortlaunch.launch.orphans import send_signal
 from ortlaunch.launch.processes import KILLED_SECONDS
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.other_runs.queued import cancel_queued_job as cancel_queued
+from ortlaunch.other_runs.queued import cancel_queued_job_and_wait as cancel_queued
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import Status, advice_for_other_host, read_status
-from ortlaunch.process import Process, wait_until
+from ortlaunch.process import Process, wait_until_true_or_timeout
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -22,7 +22,7 @@ from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 _EXTRA_GRACE_SECONDS = 4.0
 
 
-def cancel_run(run: RunDir) -> str:
+def cancel_run_and_wait_for_its_end(run: RunDir) -> str:
     """Cancel a run, and return a text with the result once none of its processes here is alive.
 
     Raises:
@@ -31,56 +31,60 @@ def cancel_run(run: RunDir) -> str:
     """
     status = read_status(run)
     if is_queued(status.job):
-        return _cancel_queued_run(run, status)
+        return _cancel_queued_run_and_describe_result(run, status)
     if not status.state.is_end or status.alive:
-        _refuse_foreign_run(run, status)
+        _refuse_run_not_controlled_from_here(run, status)
     try:
         if not status.state.is_end:
             # Without this file, SIGTERM would request the ranks to save first.
             write_text_atomically(run.cancelled, "")
-            load_backend(status.job.backend).cancel(status.job)
-        killed_count = _wait_or_kill_processes(run, status.job.process)
+            load_backend(status.job.backend).end_job_and_its_processes(status.job)
+        killed_count = _wait_for_ranks_or_kill_and_count(run, status.job.process)
     except PermissionError:
         raise InputError(
             f"{run}: is a run of user {_owner_name(run)}; only that user or root may cancel it"
         ) from None
     if status.state.is_end:
         return f"nothing to cancel: it has ended{_killed_text(killed_count)}\n{read_status(run)}"
-    _record_cancellation(run, status.job, killed_count)
-    return f"{_cancellation_text(run, status.job)}{_killed_text(killed_count)}\n{read_status(run)}"
+    _record_cancellation_if_unrecorded(run, status.job, killed_count)
+    return f"{_recorded_cancellation_text(run, status.job)}{_killed_text(killed_count)}\n{read_status(run)}"
 
 
-def _cancel_queued_run(run: RunDir, status: Status) -> str:
-    if status.state.is_end:
-        return f"nothing to cancel: it has ended\n{status}"
-    job = cancel_queued(run, status.job)
+def _cancel_queued_run_and_describe_result(run: RunDir, run_status: Status) -> str:
+    if run_status.state.is_end:
+        return f"nothing to cancel: it has ended\n{run_status}"
+    job = cancel_queued(run, run_status.job)
     result_text = (
         "cancelled" if job.state is JobState.CANCELLED else "it ended before it was cancelled"
     )
     return f"{result_text}\n{read_status(run)}"
 
 
-def _refuse_foreign_run(run: RunDir, status: Status) -> None:
-    if not status.certain:
-        raise InputError(advice_for_other_host(status.job, run, "cancel"))
-    if status.job.backend not in LAUNCHERS:
+def _refuse_run_not_controlled_from_here(run: RunDir, run_status: Status) -> None:
+    if not run_status.certain:
+        raise InputError(advice_for_other_host(run_status.job, run, "cancel"))
+    if run_status.job.backend not in LAUNCHERS:
         raise InputError(
             f"{run}: its ranks were started by your own launcher; end that (scancel, kill)"
         )
 
 
-def _wait_or_kill_processes(run: RunDir, command: Process) -> int:
+def _wait_for_ranks_or_kill_and_count(run: RunDir, command_process: Process) -> int:
     """Wait for the ranks, which end with their command; kill the others and return their number."""
-    if wait_until(
-        lambda: not _living_processes_of_command(run, command), GRACE_SECONDS + _EXTRA_GRACE_SECONDS
+    if wait_until_true_or_timeout(
+        lambda: not _living_processes_of_command(run, command_process),
+        GRACE_SECONDS + _EXTRA_GRACE_SECONDS,
     ):
         return 0
-    living_process_ids = _living_processes_of_command(run, command)
+    living_process_ids = _living_processes_of_command(run, command_process)
     for pid in living_process_ids:
         send_signal(pid, signal.SIGKILL)
-    if not wait_until(lambda: not _living_processes_of_command(run, command), KILLED_SECONDS):
+    if not wait_until_true_or_timeout(
+        lambda: not _living_processes_of_command(run, command_process), KILLED_SECONDS
+    ):
         raise LaunchError(
-            f"{run}: SIGKILL did not end process {', '.join(map(str, _living_processes_of_command(run, command)))}"
+            f"{run}: SIGKILL did not end process "
+            f"{', '.join(map(str, _living_processes_of_command(run, command_process)))}"
         )
     return len(living_process_ids)
 
@@ -88,12 +92,16 @@ def _wait_or_kill_processes(run: RunDir, command: Process) -> int:
 def _living_processes_of_command(run: RunDir, command_process: Process) -> list[int]:
     """Return the living processes of that command's run."""
     # Another command may have started a run in the folder meanwhile.
-    return lock.living_process_ids(run) if lock.last_command_of_run(run) == command_process else []
+    return (
+        lock.living_process_ids(run)
+        if lock.process_that_last_locked_run(run) == command_process
+        else []
+    )
 
 
-def _record_cancellation(run: RunDir, job: JobRecord, killed_count: int) -> None:
+def _record_cancellation_if_unrecorded(run: RunDir, job: JobRecord, killed_count: int) -> None:
     """Record in job.json that the run was cancelled, if its command could not do so."""
-    recorded_job = JobRecord.read(run)
+    recorded_job = JobRecord.read_or_none(run)
     if (
         recorded_job is not None
         and recorded_job.process == job.process
@@ -102,11 +110,13 @@ def _record_cancellation(run: RunDir, job: JobRecord, killed_count: int) -> None
         verdict_text = (
             f"ortlaunch: cancelled; the command had to be killed{_killed_text(killed_count)}"
         )
-        recorded_job.ended_record(JobState.CANCELLED, 128 + signal.SIGKILL, verdict_text).write(run)
+        recorded_job.copy_ended_now(JobState.CANCELLED, 128 + signal.SIGKILL, verdict_text).write(
+            run
+        )
 
 
-def _cancellation_text(run: RunDir, job: JobRecord) -> str:
-    recorded_job = JobRecord.read(run)
+def _recorded_cancellation_text(run: RunDir, job: JobRecord) -> str:
+    recorded_job = JobRecord.read_or_none(run)
     if recorded_job is None or recorded_job.process != job.process:
         return f"ended process {job.id}, which had not started a run here"
     return (

@@ -19,11 +19,11 @@ from dataclasses import replace
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.launch import JobState
-from ortlaunch.launch.attempts import failed_scheduler_job_record
+from ortlaunch.launch.attempts import failed_job_record_unless_no_fault
 from ortlaunch.launch.failure import RunEnd, classify_run_end, first_error_record
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.launch.restart_policy import reason_not_to_restart, restarts_without_progress
-from ortlaunch.other_runs.queued import is_prepared
+from ortlaunch.launch.restart_policy import reason_restart_is_refused, restarts_without_progress
+from ortlaunch.other_runs.queued import has_rank0_prepared_run_folder
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
 from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_own_text, write_text_atomically
@@ -34,7 +34,7 @@ _FIRST_TASK = re.compile(r"task 0: Exited with exit code (\d+)")
 _ENDED_BY_SLURM = re.compile(r"Task launch for \S+ failed|CANCELLED AT .* DUE TO (?!TIME LIMIT)")
 
 
-def main() -> int:
+def record_end_and_requeue() -> int:
     """Print and record the verdict, and return the run's exit status."""
     run = RunDir(sys.argv[1])
     max_restarts = int(sys.argv[2])
@@ -44,14 +44,14 @@ def main() -> int:
     if run.job_script.exists() and int(run.job_script.stat().st_mtime) > int(sys.argv[4]):
         print("ortlaunch: a later turn of this job has the run", file=sys.stderr, flush=True)
         return exit_status
-    run_end = _queued_run_end(run, exit_status)
-    record = JobRecord.at_start(run, "inside", JobState.RUNNING)
-    if run_end.status == EXIT_SAVED and not run.was_stopped_by_user():
+    run_end = _run_end_by_folder_or_job_output(run, exit_status)
+    record = JobRecord.for_starting_or_queued_command(run, "inside", JobState.RUNNING)
+    if run_end.status == EXIT_SAVED and not run.was_stop_requested_by_user_or_hook():
         write_text_atomically(run.requeue_request, "")
     elif max_restarts:
-        record, run_end = _request_requeue_if_allowed(run, record, run_end, max_restarts)
+        record, run_end = _request_requeue_if_restarts_allow(run, record, run_end, max_restarts)
     if record.state is not JobState.PENDING:
-        record = record.ended_record(
+        record = record.copy_ended_now(
             JobState.state_of_exit_status(run_end.status),
             run_end.status,
             run_end.text,
@@ -62,19 +62,21 @@ def main() -> int:
     return run_end.status
 
 
-def _queued_run_end(run: RunDir, exit_status: int) -> RunEnd:
-    if is_prepared(run):
+def _run_end_by_folder_or_job_output(run: RunDir, exit_status: int) -> RunEnd:
+    if has_rank0_prepared_run_folder(run):
         run_end = classify_run_end(run, exit_status)
-        slurm_messages = [line for line in _lines_of_this_turn(run) if _ENDED_BY_SLURM.search(line)]
+        slurm_messages = [
+            line for line in _output_lines_since_newest_requeue(run) if _ENDED_BY_SLURM.search(line)
+        ]
         if slurm_messages and first_error_record(run) is None:
-            run_end = RunEnd.from_failure(
+            run_end = RunEnd.end_of_failure_detected_by_command(
                 exit_status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {slurm_messages[0]}")
             )
     # An earlier start of the job had completed the run.
     elif exit_status == 0 and run.request.exists():
         return RunEnd(0, f"done: {run}")
     else:
-        output_lines = _lines_of_this_turn(run)
+        output_lines = _output_lines_since_newest_requeue(run)
         # The first task's status; srun's may be that of a task which was ended after it.
         first_task_statuses = [
             status_match[1] for line in output_lines if (status_match := _FIRST_TASK.search(line))
@@ -85,10 +87,10 @@ def _queued_run_end(run: RunDir, exit_status: int) -> RunEnd:
         last_line = (
             own_lines[-1].removeprefix(COMMAND_PREFIX) if own_lines else "its output says no more"
         )
-        run_end = RunEnd.from_failure(
+        run_end = RunEnd.end_of_failure_detected_by_command(
             exit_status, Failure(Cause.UNKNOWN, f"{message}: {last_line}")
         )
-    if run_end.status == EXIT_SAVED and _is_restart_useless(run):
+    if run_end.status == EXIT_SAVED and _reached_time_limit_before_first_step(run):
         message = (
             "the time limit was reached before the first step; raise submit.time or lower "
             "submit.signal_seconds"
@@ -97,7 +99,7 @@ def _queued_run_end(run: RunDir, exit_status: int) -> RunEnd:
     return run_end
 
 
-def _lines_of_this_turn(run: RunDir) -> list[str]:
+def _output_lines_since_newest_requeue(run: RunDir) -> list[str]:
     """Return the lines that this turn of the job has printed so far."""
     output_path = run.logs / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
     # Turns append to one file.
@@ -110,12 +112,15 @@ def _lines_of_this_turn(run: RunDir) -> list[str]:
     ]
 
 
-def _is_restart_useless(run: RunDir) -> bool:
+def _reached_time_limit_before_first_step(run: RunDir) -> bool:
     """Whether a requeued start ran into the time limit before its first step."""
     # The next start would end in the same way.
-    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or run.was_stopped_by_user():
+    if (
+        os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0")
+        or run.was_stop_requested_by_user_or_hook()
+    ):
         return False
-    if not is_prepared(run):
+    if not has_rank0_prepared_run_folder(run):
         return True
     first_record = first_error_record(run)
     # Slurm sends SIGUSR1 `submit.signal_seconds` before the time limit.
@@ -128,7 +133,7 @@ def _is_restart_useless(run: RunDir) -> bool:
     )
 
 
-def _request_requeue_if_allowed(
+def _request_requeue_if_restarts_allow(
     run: RunDir, job_record: JobRecord, run_end: RunEnd, max_restarts: int
 ) -> tuple[JobRecord, RunEnd]:
     """Request a requeue if `launch.max_restarts` allows it.
@@ -137,16 +142,16 @@ def _request_requeue_if_allowed(
         The record with the failed attempt, and the end with a line on the requeue, or on why there
         is none.
     """
-    was_prepared = is_prepared(run)
+    was_prepared = has_rank0_prepared_run_folder(run)
     start_time = run.job_script.stat().st_mtime
-    failed_attempt = failed_scheduler_job_record(
+    failed_attempt = failed_job_record_unless_no_fault(
         run, run_end, len(job_record.attempts) + 1, time.time() - start_time, was_prepared
     )
     if failed_attempt is None:
         return job_record, run_end
     attempts = (*job_record.attempts, failed_attempt)
     job_record = replace(job_record, attempts=attempts)
-    reason = reason_not_to_restart(attempts, max_restarts)
+    reason = reason_restart_is_refused(attempts, max_restarts)
     if reason is not None:
         return job_record, run_end.with_appended_line(reason)
     write_text_atomically(run.requeue_request, "")
@@ -158,4 +163,4 @@ def _request_requeue_if_allowed(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_end_and_requeue())

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ortlaunch.errors import InputError, MissingDependency, RunError
-from ortlaunch.json_types import open_regular
+from ortlaunch.json_types import open_regular_file_or_refuse
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import read_status
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 3.0
 
 
-def iterate_output(run: RunDir, rank: int, follows_until_end: bool) -> Iterator[str]:
+def iterate_rank_output_text(run: RunDir, rank: int, follows_until_end: bool) -> Iterator[str]:
     """Yield a rank's output as it is written.
 
     For rank 0 of a queued job it is the output of the job: of its batch script and of rank 0.
@@ -41,7 +41,7 @@ def iterate_output(run: RunDir, rank: int, follows_until_end: bool) -> Iterator[
     is_in_queue = is_queued(status.job)
     if is_in_queue and SCHEDULERS[status.job.backend].is_elsewhere:
         if not run.plan.exists():
-            yield from _scheduler_logs(status.job, rank, follows_until_end)
+            yield from _iterate_scheduler_log_lines(status.job, rank, follows_until_end)
             return
         # The ranks' run folder is on a volume that this host can read, so their logs are read there.
         is_in_queue = False
@@ -49,7 +49,9 @@ def iterate_output(run: RunDir, rank: int, follows_until_end: bool) -> Iterator[
     next_status = 0.0
     while True:
         has_ended = status.state.is_end
-        yield from _read_new_text(_output_files(run, rank, is_in_queue), position_by_path)
+        yield from _read_text_appended_to_files(
+            _output_files_of_rank_or_job(run, rank, is_in_queue), position_by_path
+        )
         if has_ended or not follows_until_end:
             return
         time.sleep(_POLL_SECONDS)
@@ -58,14 +60,16 @@ def iterate_output(run: RunDir, rank: int, follows_until_end: bool) -> Iterator[
             next_status = time.monotonic() + _STATUS_SECONDS
 
 
-def _scheduler_logs(job: JobRecord, rank: int, follows_until_end: bool) -> Iterator[str]:
+def _iterate_scheduler_log_lines(
+    job: JobRecord, rank: int, follows_until_end: bool
+) -> Iterator[str]:
     """Yield the scheduler's logs of a job whose run folder this host cannot read."""
     if rank:
         raise InputError(
             f"--rank is {rank}, and {job.backend} shows only rank 0's node; logs/ in the "
             "pods' run folder has the logs of all ranks"
         )
-    argv = load_scheduler(job.backend).logs(job.id, follows_until_end)
+    argv = load_scheduler(job.backend).log_command_of_first_node(job.id, follows_until_end)
     if shutil.which(argv[0]) is None:
         raise MissingDependency(f"{argv[0]} not found here: use a host that has it")
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as command:
@@ -75,7 +79,7 @@ def _scheduler_logs(job: JobRecord, rank: int, follows_until_end: bool) -> Itera
         raise RunError(f"{' '.join(argv)}: exit status {command.returncode}", command.returncode)
 
 
-def _output_files(run: RunDir, rank: int, is_in_queue: bool) -> list[Path]:
+def _output_files_of_rank_or_job(run: RunDir, rank: int, is_in_queue: bool) -> list[Path]:
     """Return the files with a rank's output."""
     # In a Slurm job the batch script and rank 0 write to the same file.
     if is_in_queue and rank == 0:
@@ -96,13 +100,13 @@ class _ReadPosition:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _read_new_text(
+def _read_text_appended_to_files(
     output_paths: Iterable[Path], position_by_path: dict[Path, _ReadPosition]
 ) -> Iterator[str]:
     for path in output_paths:
         position = position_by_path.setdefault(path, _ReadPosition())
         # Offsets count bytes, so the file is read as bytes.
-        with open_regular(path) as file:
+        with open_regular_file_or_refuse(path) as file:
             file.seek(position.offset)
             new_bytes = file.read()
         position.offset += len(new_bytes)

@@ -37,7 +37,7 @@ def is_queued(job: JobRecord) -> bool:
 
 def ask_scheduler(job: JobRecord) -> QueueState | None:
     """Return the state of one job in its queue; None if the queue does not know it."""
-    return load_scheduler(job.backend).state(job.id)
+    return load_scheduler(job.backend).queue_state_or_none(job.id)
 
 
 class SharedQueue:
@@ -62,7 +62,7 @@ class SharedQueue:
             raise self._failures[scheduler_name]
         try:
             if scheduler_name not in self._states:
-                self._states[scheduler_name] = load_scheduler(scheduler_name).states()
+                self._states[scheduler_name] = load_scheduler(scheduler_name).states_of_user_jobs()
             queue_state = self._states[scheduler_name].get(job.id)
             # A run that saved, and is not in the queue, waits for its next submission.
             return (
@@ -73,7 +73,7 @@ class SharedQueue:
             raise
 
 
-def job_with_queue_state(
+def update_job_record_from_queue(
     run: RunDir, job: JobRecord, ask_queue: Queue = ask_scheduler
 ) -> JobRecord:
     """Return the record with the queue's state, and with a verdict if none was recorded."""
@@ -81,7 +81,7 @@ def job_with_queue_state(
         return job
     queue_state = ask_queue(job)
     if queue_state is None:
-        return job if job.state.is_end else _record_unrecorded_end(run, job, None)
+        return job if job.state.is_end else _write_job_end_from_queue_and_folder(run, job, None)
     if not queue_state.state.is_end:
         waiting_text = (
             f"queued: {queue_state.state_text}" if queue_state.state is JobState.PENDING else None
@@ -90,17 +90,19 @@ def job_with_queue_state(
             job, state=queue_state.state, ended=None, exit_status=None, verdict=waiting_text
         )
     # The job's script may have recorded the end since `job` was read.
-    recorded_job = JobRecord.read(run)
+    recorded_job = JobRecord.read_or_none(run)
     if recorded_job is not None and recorded_job.id == job.id and recorded_job.state.is_end:
         was_cancelled_later = (
             recorded_job.state is JobState.PREEMPTED and queue_state.state is JobState.CANCELLED
         )
         if not was_cancelled_later:
-            return replace(recorded_job, verdict=f"{recorded_job.verdict}{_requeue_refusal(run)}")
-    return _record_unrecorded_end(run, job, queue_state)
+            return replace(
+                recorded_job, verdict=f"{recorded_job.verdict}{_refused_requeue_line_or_empty(run)}"
+            )
+    return _write_job_end_from_queue_and_folder(run, job, queue_state)
 
 
-def _requeue_refusal(run: RunDir) -> str:
+def _refused_requeue_line_or_empty(run: RunDir) -> str:
     """Return a line on a requeue that the scheduler refused; "" if it refused none."""
     # The job's script writes the scheduler's words into the request.
     scheduler_message = (
@@ -113,7 +115,7 @@ def _requeue_refusal(run: RunDir) -> str:
     )
 
 
-def is_prepared(run: RunDir) -> bool:
+def has_rank0_prepared_run_folder(run: RunDir) -> bool:
     """Whether rank 0 of the job's current start prepared the folder."""
     # The script is touched at the beginning of each start, so an older request is of another one.
     if not (run.plan.exists() and run.request.exists()):
@@ -124,16 +126,16 @@ def is_prepared(run: RunDir) -> bool:
     )
 
 
-def cancel_queued_job(run: RunDir, job: JobRecord) -> JobRecord:
+def cancel_queued_job_and_wait(run: RunDir, job: JobRecord) -> JobRecord:
     """Cancel the job and return its record, once the job has left the queue.
 
     Raises:
         LaunchError: the scheduler refused, or the job takes longer than the scheduler allows.
     """
-    load_scheduler(job.backend).cancel(job.id)
+    load_scheduler(job.backend).request_end_of_job(job.id)
     deadline = time.monotonic() + _END_SECONDS
     while (
-        queue_state := load_scheduler(job.backend).state(job.id)
+        queue_state := load_scheduler(job.backend).queue_state_or_none(job.id)
     ) is not None and not queue_state.state.is_end:
         if time.monotonic() > deadline:
             raise LaunchError(
@@ -142,11 +144,11 @@ def cancel_queued_job(run: RunDir, job: JobRecord) -> JobRecord:
         time.sleep(_POLL_SECONDS)
     # A job without a state was deleted; its folder is not on this host and gives no other state.
     if queue_state is None and SCHEDULERS[job.backend].is_elsewhere:
-        job.ended_record(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
-    return job_with_queue_state(run, JobRecord.read(run) or job)
+        job.copy_ended_now(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
+    return update_job_record_from_queue(run, JobRecord.read_or_none(run) or job)
 
 
-def _record_unrecorded_end(
+def _write_job_end_from_queue_and_folder(
     run: RunDir, job: JobRecord, queue_state: QueueState | None
 ) -> JobRecord:
     """Record the end of a job whose script was ended together with it.
@@ -154,7 +156,7 @@ def _record_unrecorded_end(
     Causes are a person, a time limit, or a node that failed.
     """
     if SCHEDULERS[job.backend].is_elsewhere and not run.plan.exists():
-        return _record_end_elsewhere(run, job, queue_state)
+        return _write_job_end_from_queue_alone(run, job, queue_state)
     run_end = _end_of_folder(run, job)
     # The queue may have forgotten the job; the run folder then decides on its state.
     job_state, state_text = queue_state or QueueState(
@@ -169,13 +171,17 @@ def _record_unrecorded_end(
         if was_cancelled
         else run_end.status or (0 if job_state is JobState.SUCCEEDED else 1)
     )
-    verdict = f"{job.backend} says: {state_text}\n{run_end.text}{_requeue_refusal(run)}"
-    record = job.ended_record(job_state, exit_status, verdict, run_end.failure)
+    verdict = (
+        f"{job.backend} says: {state_text}\n{run_end.text}{_refused_requeue_line_or_empty(run)}"
+    )
+    record = job.copy_ended_now(job_state, exit_status, verdict, run_end.failure)
     record.write(run)
     return record
 
 
-def _record_end_elsewhere(run: RunDir, job: JobRecord, queue_state: QueueState | None) -> JobRecord:
+def _write_job_end_from_queue_alone(
+    run: RunDir, job: JobRecord, queue_state: QueueState | None
+) -> JobRecord:
     """Record the end of a job whose ranks wrote a run folder that this host cannot read."""
     job_state, state_text = queue_state or QueueState(
         JobState.FAILED, "unknown to the scheduler, so its end is unknown"
@@ -183,7 +189,7 @@ def _record_end_elsewhere(run: RunDir, job: JobRecord, queue_state: QueueState |
     # The exit status of such a job is unknown here: 1 stands for every failure.
     exit_status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(job_state, 1)
     verdict = f"{job.backend} says: {state_text}"
-    record = job.ended_record(
+    record = job.copy_ended_now(
         job_state, exit_status, verdict, Failure(Cause.UNKNOWN, verdict) if exit_status else None
     )
     record.write(run)
@@ -199,8 +205,8 @@ def _end_of_folder(run: RunDir, job: JobRecord) -> RunEnd:
     )
     if has_completed:
         return RunEnd(0, f"done: {run}")
-    if not is_prepared(run):
-        return RunEnd.from_failure(
+    if not has_rank0_prepared_run_folder(run):
+        return RunEnd.end_of_failure_detected_by_command(
             1, Failure(Cause.UNKNOWN, f"no rank had started; {run.logs} has the job's output")
         )
     return classify_run_end(run, 1)

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from ortlaunch.cache import make_cache_folder
+from ortlaunch.cache import create_private_cache_folder
 from ortlaunch.errors import DamagedFile, FileError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -18,20 +18,21 @@ from ortlaunch.search.folder import SweepDir
 TRAINING_PURPOSE = "train"
 
 
-def register_run(run: RunDir) -> None:
+def register_run_or_print_error(run: RunDir) -> None:
     """Record a run; if the file cannot be written, print that and continue."""
     run_path = os.path.abspath(run.path)
     try:
         # A hash of the path, so that any path makes a valid and unique file name.
         write_text_atomically(
-            make_cache_folder("runs") / hashlib.sha256(os.fsencode(run_path)).hexdigest()[:16],
+            create_private_cache_folder("runs")
+            / hashlib.sha256(os.fsencode(run_path)).hexdigest()[:16],
             run_path,
         )
     except (OSError, FileError) as error:
         print(f"`ortlaunch list` will not show {run}: {error}", file=sys.stderr, flush=True)
 
 
-def run_purpose(run: RunDir) -> str:
+def run_purpose_by_sweep_or_task(run: RunDir) -> str:
     """Return the purpose of a run: `trial` for a run of a sweep, else the task of its ranks."""
     trials_folder = Path(os.path.abspath(run.path)).parent
     sweep = SweepDir(trials_folder.parent)
@@ -43,7 +44,7 @@ def run_purpose(run: RunDir) -> str:
     return TRAINING_PURPOSE
 
 
-def resolve_run_name(name_or_path: Path) -> Path:
+def run_folder_by_name_or_path(name_or_path: Path) -> Path:
     """Return the folder of the run that `name_or_path` names.
 
     `latest` stands for the newest training in the current folder or below it. A run's name and a
@@ -56,17 +57,22 @@ def resolve_run_name(name_or_path: Path) -> Path:
     if name_or_path.exists() or str(name_or_path) != name_or_path.name:
         return name_or_path
     if str(name_or_path) == "latest":
-        return _latest_training()
+        return _latest_training_below_current_folder()
     # A folder's name is the run's name with the date, the time and a number if it is not unique.
     pattern = re.compile(rf"{re.escape(str(name_or_path))}(-\d{{8}}-\d{{6}}(-\d+)?)?$")
-    run_paths = [run.path for run in existing_runs()]
+    run_paths = [run.path for run in list_runs_and_remove_stale_entries()]
     matching_path = next((path for path in run_paths if pattern.match(path.name)), None)
     paths_with_prefix = [path for path in run_paths if path.name.startswith(str(name_or_path))]
     if matching_path or len(paths_with_prefix) == 1:
         return matching_path or paths_with_prefix[0]
     # A folder of --run-dir has any name.
     return next(
-        (run.path for run in existing_runs() if run_name(run) == str(name_or_path)), name_or_path
+        (
+            run.path
+            for run in list_runs_and_remove_stale_entries()
+            if run_name(run) == str(name_or_path)
+        ),
+        name_or_path,
     )
 
 
@@ -77,9 +83,13 @@ def run_name(run: RunDir) -> str:
     return ""
 
 
-def _latest_training() -> Path:
+def _latest_training_below_current_folder() -> Path:
     current_folder = Path(os.path.realpath(os.curdir))
-    trainings = [run.path for run in existing_runs() if run_purpose(run) == TRAINING_PURPOSE]
+    trainings = [
+        run.path
+        for run in list_runs_and_remove_stale_entries()
+        if run_purpose_by_sweep_or_task(run) == TRAINING_PURPOSE
+    ]
     # The path may be one through a link.
     trainings_below = (
         path for path in trainings if current_folder in Path(os.path.realpath(path)).parents
@@ -94,13 +104,13 @@ def _latest_training() -> Path:
     return latest_path
 
 
-def existing_runs() -> list[RunDir]:
+def list_runs_and_remove_stale_entries() -> list[RunDir]:
     """Return the runs whose folders still exist, the latest start first.
 
     Entries of the others are deleted.
     """
     start_times_and_runs = []
-    for entry_path in make_cache_folder("runs").iterdir():
+    for entry_path in create_private_cache_folder("runs").iterdir():
         # Another process may delete an entry at the same time.
         with contextlib.suppress(OSError, UnicodeDecodeError):
             run = RunDir(entry_path.read_text(encoding="utf-8"))

@@ -43,8 +43,10 @@ class StopResult(NamedTuple):
         return self.text
 
 
-def request_stop(run: RunDir, should_wait: bool = True, sender: str | None = None) -> StopResult:
-    """Request a run to save and stop; with `should_wait`, return after its end.
+def request_stop_and_wait_if_asked(
+    run: RunDir, waits_for_end: bool = True, sender: str | None = None
+) -> StopResult:
+    """Request a run to save and stop; with `waits_for_end`, return after its end.
 
     Args:
         sender: the sender, as the run's verdict names it; None: `ortlaunch stop` of this user.
@@ -57,8 +59,8 @@ def request_stop(run: RunDir, should_wait: bool = True, sender: str | None = Non
     if status.state.is_end:
         return StopResult(f"nothing to stop: it has ended\n{status}", 0)
     if status.state is JobState.RUNNING:
-        _refuse_if_not_saving(run, "stop")
-        _write_request(run, status, "stop", sender)
+        _refuse_run_that_saves_nothing(run, "stop")
+        _write_request_and_signal_command(run, status, "stop", sender)
     elif is_queued(status.job):
         checkpoint_text = (
             f"its last checkpoint is of step {step}"
@@ -68,19 +70,19 @@ def request_stop(run: RunDir, should_wait: bool = True, sender: str | None = Non
         raise InputError(f"{run}: is queued, and {checkpoint_text}; `ortlaunch cancel` removes it")
     else:
         # The run is being prepared: no rank reads requests yet, so its command is ended.
-        _send_signal(status, run, signal.SIGTERM)
-    if not should_wait:
+        _signal_command_if_on_this_host(status, run, signal.SIGTERM)
+    if not waits_for_end:
         return StopResult(f"stop requested: {run}", 0)
     while not (status := read_status(run)).state.is_end:
         if not status.certain and run.stopped.exists():
             return StopResult(f"stopped: {run}", 0)
-        if not status.certain and (run_end := _recorded_end(run, status)):
+        if not status.certain and (run_end := _recorded_end_or_none(run, status)):
             return StopResult(run_end.last_output, 0 if run_end.status in _GOOD_STATUSES else 1)
         time.sleep(_POLL_SECONDS)
     return StopResult(str(status), 0 if status.job.exit_status in _GOOD_STATUSES else 1)
 
 
-def request_checkpoint(run: RunDir) -> int:
+def request_checkpoint_and_wait(run: RunDir) -> int:
     """Request a run to save after its next step, wait, and return the step of that checkpoint.
 
     Raises:
@@ -90,14 +92,14 @@ def request_checkpoint(run: RunDir) -> int:
     status = read_status(run)
     if status.state is not JobState.RUNNING:
         raise InputError(f"{run}: {status.state.value}; only a training run can save")
-    _refuse_if_not_saving(run, "checkpoint_folder")
+    _refuse_run_that_saves_nothing(run, "checkpoint")
     step_before = _newest_checkpoint_step(run)
-    _write_request(run, status, "checkpoint")
+    _write_request_and_signal_command(run, status, "checkpoint")
     # Rank 0 removes the request once it has saved, or failed to save.
     while run.save_request.exists():
         if read_status(run).state.is_end:
             raise LaunchError(f"{run}: ended before it saved\n{read_status(run)}")
-        if not status.certain and (run_end := _recorded_end(run, status)):
+        if not status.certain and (run_end := _recorded_end_or_none(run, status)):
             raise LaunchError(f"{run}: ended before it saved\n{run_end.last_output}")
         time.sleep(_POLL_SECONDS)
     step_after = _newest_checkpoint_step(run)
@@ -106,7 +108,7 @@ def request_checkpoint(run: RunDir) -> int:
     return step_after
 
 
-def request_restart(run: RunDir) -> str:
+def request_restart_and_wait(run: RunDir) -> str:
     """Request an elastic run to save and start again on all hosts that are available now.
 
     Returns:
@@ -119,16 +121,16 @@ def request_restart(run: RunDir) -> str:
     status = read_status(run)
     if status.state is not JobState.RUNNING:
         raise InputError(f"{run}: {status.state.value}; only a training run can be restarted")
-    _refuse_if_not_saving(run, "restart")
+    _refuse_run_that_saves_nothing(run, "restart")
     if recipe.load_recipe(run.recipe).recipe.launch.elastic is None:
         raise InputError(
             f"{run}: launch.nodes is not {{min, max}}, so its hosts are fixed; to restart it, "
             "use `ortlaunch stop`, then `ortlaunch train` with this --run-dir"
         )
     sender = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
-    _write_request_file(run, run.restart_request, sender)
+    _write_request_file_or_refuse(run, run.restart_request, sender)
     # Without a signal, which would end the command, too. Rank 0 reads the file every half second.
-    _write_request_file(run, run.stop_request, sender)
+    _write_request_file_or_refuse(run, run.stop_request, sender)
     while run.restart_request.exists():
         if read_status(run).state.is_end:
             raise LaunchError(f"{run}: ended and was not restarted\n{read_status(run)}")
@@ -138,8 +140,8 @@ def request_restart(run: RunDir) -> str:
     return f"restarted after step {_newest_checkpoint_step(run)} on {count_with_noun(len(nodes), 'host')}: {host_names}"
 
 
-def _write_request(
-    run: RunDir, status: Status, command_verb: str, sender: str | None = None
+def _write_request_and_signal_command(
+    run: RunDir, run_status: Status, command_verb: str, sender: str | None = None
 ) -> None:
     """Write the request, and send a signal to the run's command if it is on this host."""
     # The signal saves up to half a second, the interval in which rank 0 reads requests.
@@ -147,11 +149,13 @@ def _write_request(
     sender_text = (
         f"`ortlaunch {command_verb}` of {getpass.getuser()} on host {socket.gethostname()}"
     )
-    _write_request_file(run, path, sender or sender_text)
-    _send_signal(status, run, signal.SIGUSR1 if command_verb == "stop" else signal.SIGUSR2)
+    _write_request_file_or_refuse(run, path, sender or sender_text)
+    _signal_command_if_on_this_host(
+        run_status, run, signal.SIGUSR1 if command_verb == "stop" else signal.SIGUSR2
+    )
 
 
-def _write_request_file(run: RunDir, request_path: Path, sender: str) -> None:
+def _write_request_file_or_refuse(run: RunDir, request_path: Path, sender: str) -> None:
     try:
         write_stop_request(request_path, sender)
     except PermissionError:
@@ -160,29 +164,29 @@ def _write_request_file(run: RunDir, request_path: Path, sender: str) -> None:
         ) from None
 
 
-def _send_signal(status: Status, run: RunDir, signal_number: int) -> None:
+def _signal_command_if_on_this_host(run_status: Status, run: RunDir, signal_number: int) -> None:
     """Send a signal to the run's command if it is a process of this host."""
-    if status.job.process.is_here and not is_queued(status.job):
+    if run_status.job.process.is_here and not is_queued(run_status.job):
         try:
-            status.job.process.send_signal_if_alive(signal_number)
+            run_status.job.process.send_signal_if_alive(signal_number)
         except PermissionError:
             raise InputError(
                 f"{run}: belongs to another user; only that user or root may send it a request"
             ) from None
 
 
-def _recorded_end(run: RunDir, status: Status) -> RunEnd | None:
+def _recorded_end_or_none(run: RunDir, run_status: Status) -> RunEnd | None:
     """Return the end of a run whose command is on another host; None if it has not ended."""
     # The ranks' own records are read: if the command was killed, job.json never gets the end.
     first_record = first_error_record(run)
     if first_record is not None:
         return RunEnd(first_record.exit_status, f"{run}: {first_record.summary}")
-    start_time = datetime.fromisoformat(status.job.started).timestamp()
+    start_time = datetime.fromisoformat(run_status.job.started).timestamp()
     has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
     return RunEnd(0, f"nothing to stop: it has ended\ndone: {run}") if has_completed else None
 
 
-def _refuse_if_not_saving(run: RunDir, command_verb: str) -> None:
+def _refuse_run_that_saves_nothing(run: RunDir, command_verb: str) -> None:
     if not run.plan.exists():
         raise InputError(
             f"{run}: its ranks have not started, so there is nothing to save; `ortlaunch "

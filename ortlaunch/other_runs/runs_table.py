@@ -10,12 +10,12 @@ from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.other_runs.registry import TRAINING_PURPOSE
 from ortlaunch.other_runs.status import Status
 from ortlaunch.run_folder import cause_text
-from ortlaunch.units import align_columns, clock_duration, number_or_none, shorten_line
+from ortlaunch.units import aligned_table_lines, clock_duration, number_or_none, shorten_to_one_line
 
 _TABLE_HEAD = ("state", "step", "loss", "metric", "time", "run")
 
 
-def format_runs_table(statuses: Sequence[Status], terminal_columns: int) -> str:
+def runs_table_text(statuses: Sequence[Status], terminal_columns: int) -> str:
     """Return the table for a person.
 
     Args:
@@ -24,49 +24,49 @@ def format_runs_table(statuses: Sequence[Status], terminal_columns: int) -> str:
     """
     if not statuses:
         return "no runs"
-    row_values = [_row_values(status) for status in statuses]
+    row_values = [_state_step_and_metric_cells(status) for status in statuses]
     # The folder has what the other columns leave.
-    used_columns = len(align_columns([_TABLE_HEAD, *((*row, "") for row in row_values)])[0]) - len(
-        _TABLE_HEAD[-1]
-    )
+    used_columns = len(
+        aligned_table_lines([_TABLE_HEAD, *((*row, "") for row in row_values)])[0]
+    ) - len(_TABLE_HEAD[-1])
     rows = [
-        (*row, _folder_text(status, terminal_columns - used_columns))
+        (*row, _shortened_run_folder_text(status, terminal_columns - used_columns))
         for row, status in zip(row_values, statuses)
     ]
-    head_line, *lines = align_columns([_TABLE_HEAD, *rows])
-    reason_lines = [_reason_line(status, terminal_columns) for status in statuses]
+    head_line, *lines = aligned_table_lines([_TABLE_HEAD, *rows])
+    reason_lines = [_failure_fallback_or_best_line(status, terminal_columns) for status in statuses]
     return "\n".join(
         [head_line, *(text for pair in zip(lines, reason_lines) for text in pair if text)]
     )
 
 
-def _row_values(status: Status) -> tuple[str, ...]:
-    step_text = "-" if status.step is None else f"{status.step}/{status.steps or '?'}"
-    newest_loss = number_or_none(status.metrics.get("loss"))
+def _state_step_and_metric_cells(run_status: Status) -> tuple[str, ...]:
+    step_text = "-" if run_status.step is None else f"{run_status.step}/{run_status.steps or '?'}"
+    newest_loss = number_or_none(run_status.metrics.get("loss"))
     # The process is on another host, so the recorded state may be out of date.
-    doubt_mark = "" if status.certain else "?"
+    doubt_mark = "" if run_status.certain else "?"
     return (
-        status.state_name + doubt_mark,
+        run_status.state_name + doubt_mark,
         step_text,
         "-" if newest_loss is None else f"{newest_loss:.4f}",
-        _metric_text(status),
-        "-" if status.seconds is None else clock_duration(status.seconds),
+        _newest_evaluation_metric_text(run_status),
+        "-" if run_status.seconds is None else clock_duration(run_status.seconds),
     )
 
 
-def _metric_text(status: Status) -> str:
+def _newest_evaluation_metric_text(run_status: Status) -> str:
     """Return the newest value of the evaluation's first metric, or the evaluation loss."""
     for name in (*(name for name in METRICS if name != "loss"), "loss"):
-        value = number_or_none(status.metrics.get(f"evaluation_{name}"))
+        value = number_or_none(run_status.metrics.get(f"evaluation_{name}"))
         if value is not None:
             return METRICS[name].shown.removeprefix("evaluation ").format(value)
     return "-"
 
 
-def _folder_text(status: Status, max_columns: int) -> str:
+def _shortened_run_folder_text(run_status: Status, max_columns: int) -> str:
     """Return the run's folder as seen from here; without its first parts if it is too long."""
-    purpose_mark = "" if status.purpose == TRAINING_PURPOSE else f" ({status.purpose})"
-    path = Path(status.run)
+    purpose_mark = "" if run_status.purpose == TRAINING_PURPOSE else f" ({run_status.purpose})"
+    path = Path(run_status.run)
     current_folder = Path(os.path.realpath(os.curdir))
     parts = (path.relative_to(current_folder) if current_folder in path.parents else path).parts
     text = str(Path(*parts))
@@ -81,12 +81,14 @@ def _folder_text(status: Status, max_columns: int) -> str:
     return (path.name if len(parts) == 1 else text) + purpose_mark
 
 
-def _reason_line(status: Status, terminal_columns: int) -> str:
+def _failure_fallback_or_best_line(run_status: Status, terminal_columns: int) -> str:
     """Return an indented line with the cause of a failure, else of a fallback or on the best step."""
-    failure = status.job.failure if status.state.is_end else None
+    failure = run_status.job.failure if run_status.state.is_end else None
     reason = (
-        cause_text.diagnosis_verdict(failure) if failure else status.fallback or status.best_line
+        cause_text.diagnosis_verdict(failure)
+        if failure
+        else run_status.fallback or run_status.best_line
     )
     if not reason:
         return ""
-    return f"    {shorten_line(reason, terminal_columns - 4)}"
+    return f"    {shorten_to_one_line(reason, terminal_columns - 4)}"

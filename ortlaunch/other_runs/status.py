@@ -15,16 +15,16 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, load_backend
 from ortlaunch.launch.failure import (
     RunEnd,
-    classify_vanished_command,
+    end_of_run_whose_command_vanished,
     first_error_record,
-    ranks_that_began,
+    ranks_whose_supervisor_started,
 )
 from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs import queued, registry
-from ortlaunch.process import stopped_process_names
+from ortlaunch.process import name_by_stopped_process_id
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.cause_text import (
     ADVICE_PREFIX,
@@ -34,9 +34,9 @@ from ortlaunch.run_folder.cause_text import (
 )
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, read_own_text
-from ortlaunch.run_folder.lines import read_last_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_in_file_tail
 from ortlaunch.run_folder.origin import planned_steps
-from ortlaunch.run_folder.records import from_json
+from ortlaunch.run_folder.records import record_from_json_values
 from ortlaunch.units import clock_duration, count_with_noun, number_or_none
 
 _T = TypeVar("_T")
@@ -95,7 +95,9 @@ class Status:
 
     def __str__(self) -> str:
         """Return lines for a person: state, ranks, progress, verdict."""
-        return "\n".join(line for line in (self._headline(), *self._detail_lines()) if line)
+        return "\n".join(
+            line for line in (self._state_and_location_headline(), *self._detail_lines()) if line
+        )
 
     @property
     def state_name(self) -> str:
@@ -117,7 +119,7 @@ class Status:
         )
         return ": ".join(filter(None, (early_stop_text, metric_text)))
 
-    def _headline(self) -> str:
+    def _state_and_location_headline(self) -> str:
         duration_text = (
             ""
             if self.seconds is None
@@ -153,7 +155,7 @@ class Status:
         if is_pending and not queued.is_queued(self.job):
             yield "its ranks have not started: the command still measures or prepares"
         elif not is_pending or self.step is not None:
-            yield self._progress_text()
+            yield self._last_step_and_metrics_text()
         yield self.best_line
         for pid, process_name in self.stopped.items():
             yield f"process {pid} ({process_name}) is stopped, and the run waits for it: kill -CONT {pid}"
@@ -163,7 +165,7 @@ class Status:
         if self.fallback:
             yield self.fallback
         yield from self.unreadable
-        yield from _conclusion_lines(self.job.verdict or "")
+        yield from _verdict_lines_without_traceback(self.job.verdict or "")
 
     def _attempt_lines(self) -> Iterator[str]:
         """Yield a line for each failed start of the ranks, and the number of the current one."""
@@ -173,7 +175,7 @@ class Status:
         if self.job.attempts and self.state is JobState.RUNNING:
             yield f"attempt {len(self.job.attempts) + 1} runs"
 
-    def _progress_text(self) -> str:
+    def _last_step_and_metrics_text(self) -> str:
         if self.step is None:
             return "no step is logged yet" if not self.state.is_end else "no step was logged"
         total_text = f" of {self.steps}" if self.steps is not None else ""
@@ -207,14 +209,16 @@ def read_status(run: RunDir, ask_queue: queued.Queue = queued.ask_scheduler) -> 
         InputError: the folder is not that of a run, or this user may not read its files.
     """
     try:
-        return _read_status(run, ask_queue)
+        return _read_status_noting_damage(run, ask_queue)
     except PermissionError as error:
         raise InputError(
             f"{error.filename}: no permission to read it; use the user who started the run"
         ) from None
 
 
-def wait_for_end(run: RunDir, on_status: Callable[[Status], object] | None = None) -> Status:
+def poll_status_until_run_end(
+    run: RunDir, on_status: Callable[[Status], object] | None = None
+) -> Status:
     """Wait for the end of a run and return its final status.
 
     Args:
@@ -243,15 +247,17 @@ def advice_for_other_host(job: JobRecord, run: RunDir | str, command_verb: str) 
     )
 
 
-def _read_status(run: RunDir, ask_queue: queued.Queue) -> Status:
-    recorded_job = _current_job_record(run)
+def _read_status_noting_damage(run: RunDir, ask_queue: queued.Queue) -> Status:
+    recorded_job = _job_record_of_folder_holder(run)
     error_texts = list[str]()
     is_certain = (
         recorded_job.state.is_end or queued.is_queued(recorded_job) or recorded_job.process.is_here
     )
     job = (
         _read_or_note_error(
-            error_texts, lambda: _job_with_current_state(run, recorded_job, ask_queue), recorded_job
+            error_texts,
+            lambda: _job_record_with_live_state(run, recorded_job, ask_queue),
+            recorded_job,
         )
         if is_certain
         else recorded_job
@@ -263,8 +269,8 @@ def _read_status(run: RunDir, ask_queue: queued.Queue) -> Status:
         error_texts, lambda: Plan.read(run.plan) if run.plan.exists() else None, None
     )
     steps = _read_or_note_error(error_texts, lambda: planned_steps(run), None)
-    metrics = _newest_metrics(run, error_texts)
-    fallback = _read_or_note_error(error_texts, lambda: _engine_fallback(run), None)
+    metrics = _newest_value_by_metric(run, error_texts)
+    fallback = _read_or_note_error(error_texts, lambda: _engine_fallback_line_or_none(run), None)
     start_time = datetime.fromisoformat(job.started).timestamp()
     log_time = run.metrics.stat().st_mtime if metrics else 0.0
     summary: Json = _read_or_note_error(
@@ -280,13 +286,13 @@ def _read_status(run: RunDir, ask_queue: queued.Queue) -> Status:
     }
     return Status(
         run=str(run),
-        purpose=registry.run_purpose(run),
+        purpose=registry.run_purpose_by_sweep_or_task(run),
         state=job.state,
         job=job,
         certain=is_certain,
         seconds=_elapsed_seconds(job, start_time),
         ranks=plan.world_size if plan else None,
-        ranks_begun=len(ranks_that_began(run)) if run.request.exists() else 0,
+        ranks_begun=len(ranks_whose_supervisor_started(run)) if run.request.exists() else 0,
         hosts=len(plan.nodes) if plan else None,
         step=metrics.pop("step", None),
         steps=steps,
@@ -302,12 +308,12 @@ def _read_status(run: RunDir, ask_queue: queued.Queue) -> Status:
     )
 
 
-def _engine_fallback(run: RunDir) -> str | None:
+def _engine_fallback_line_or_none(run: RunDir) -> str | None:
     """Return the sentence on the engine that replaced the requested one; None if none did."""
     engine_record = read_own_json(run.engine) if run.engine.exists() else {}
     try:
         return (
-            from_json(EngineChoice, engine_record["engine"]).fallback
+            record_from_json_values(EngineChoice, engine_record["engine"]).fallback
             if "engine" in engine_record
             else None
         )
@@ -326,7 +332,7 @@ def _successful_result(job: JobRecord, result_path: Path) -> Json:
 def _read_or_note_error(
     error_texts: list[str], read_value: Callable[[], _T], fallback_value: _T
 ) -> _T:
-    """Return the result of `read_value_or_warn`, or `fallback_value` after an error.
+    """Return the result of `read_value_or_warning_markup`, or `fallback_value` after an error.
 
     The error is appended to `error_texts`.
 
@@ -340,7 +346,7 @@ def _read_or_note_error(
         return fallback_value
 
 
-def require_run_folder(run: RunDir) -> None:
+def require_existing_run_folder(run: RunDir) -> None:
     """Raise InputError if the path is no folder."""
     if not run.path.is_dir():
         raise InputError(
@@ -349,11 +355,11 @@ def require_run_folder(run: RunDir) -> None:
         )
 
 
-def _current_job_record(run: RunDir) -> JobRecord:
+def _job_record_of_folder_holder(run: RunDir) -> JobRecord:
     """Return the job of the command that has the folder now, else the recorded one."""
-    require_run_folder(run)
-    job = JobRecord.read(run)
-    last_command = lock.last_command_of_run(run)
+    require_existing_run_folder(run)
+    job = JobRecord.read_or_none(run)
+    last_command = lock.process_that_last_locked_run(run)
     if job is not None and queued.is_queued(job):
         return job
     # A command that took the folder over replaces the job of an earlier one.
@@ -379,23 +385,23 @@ def _current_job_record(run: RunDir) -> JobRecord:
     return job
 
 
-def _job_with_current_state(run: RunDir, job: JobRecord, ask_queue: queued.Queue) -> JobRecord:
+def _job_record_with_live_state(run: RunDir, job: JobRecord, ask_queue: queued.Queue) -> JobRecord:
     """Return the record with the job's current state, and with a verdict if none was recorded."""
     if queued.is_queued(job):
-        return queued.job_with_queue_state(run, job, ask_queue)
+        return queued.update_job_record_from_queue(run, job, ask_queue)
     # A job that no launcher of ours started (`inside`) is checked by its process alone.
-    state = load_backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
+    state = load_backend(job.backend if job.backend in LAUNCHERS else "local").job_state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)
     # The command may have recorded its end since the record was read.
-    recorded_job = JobRecord.read(run)
+    recorded_job = JobRecord.read_or_none(run)
     if (
         recorded_job is not None
         and recorded_job.process == job.process
         and recorded_job.state.is_end
     ):
         return recorded_job
-    run_end = _unrecorded_end(run, job)
+    run_end = _deduced_end_of_unrecorded_run(run, job)
     return replace(
         job,
         state=JobState.state_of_exit_status(run_end.status),
@@ -405,7 +411,7 @@ def _job_with_current_state(run: RunDir, job: JobRecord, ask_queue: queued.Queue
     )
 
 
-def _unrecorded_end(run: RunDir, job: JobRecord) -> RunEnd:
+def _deduced_end_of_unrecorded_run(run: RunDir, job: JobRecord) -> RunEnd:
     """Return the end of a run that no command recorded.
 
     Its command was killed, or the user's own launcher started the ranks.
@@ -415,17 +421,17 @@ def _unrecorded_end(run: RunDir, job: JobRecord) -> RunEnd:
     first_record = first_error_record(run)
     if has_completed and (first_record is None or first_record.secondary):
         return RunEnd(0, f"done: {run}")
-    if job.backend == "inside" and _has_finished_comparison(run):
+    if job.backend == "inside" and _has_finished_parity_comparison(run):
         return RunEnd(0, f"done: {run}")
-    return classify_vanished_command(run, f"process {job.id} on host {job.host}")
+    return end_of_run_whose_command_vanished(run, f"process {job.id} on host {job.host}")
 
 
-def _has_finished_comparison(run: RunDir) -> bool:
+def _has_finished_parity_comparison(run: RunDir) -> bool:
     """Whether `parity`, which writes no summary, ended by itself on rank 0, and no rank failed."""
     if (
         not run.plan.exists()
         or not Plan.read(run.plan).traits.compares
-        or 0 not in ranks_that_began(run)
+        or 0 not in ranks_whose_supervisor_started(run)
     ):
         return False
     return not run.reserved_space_path(0).exists() and not any(run.errors.glob("rank_*.json"))
@@ -433,7 +439,7 @@ def _has_finished_comparison(run: RunDir) -> bool:
 
 def _stopped_processes(job: JobRecord) -> Mapping[int, str]:
     is_alive = not job.state.is_end and not queued.is_queued(job) and job.process.is_alive()
-    return stopped_process_names(job.process.pid) if is_alive else {}
+    return name_by_stopped_process_id(job.process.pid) if is_alive else {}
 
 
 def _elapsed_seconds(job: JobRecord, start_time: float) -> float | None:
@@ -442,12 +448,12 @@ def _elapsed_seconds(job: JobRecord, start_time: float) -> float | None:
     return time.time() - start_time
 
 
-def _newest_metrics(run: RunDir, error_texts: list[str]) -> Json:
+def _newest_value_by_metric(run: RunDir, error_texts: list[str]) -> Json:
     """Return the newest value of each metric; damaged lines are reported in `error_texts`."""
     # A last line that is only half written is skipped without a report.
     if not run.metrics.exists():
         return {}
-    json_lines = read_last_json_lines(run.metrics, _TAIL_BYTES, "step")
+    json_lines = read_json_lines_in_file_tail(run.metrics, _TAIL_BYTES, "step")
     error_texts += json_lines.unreadable
     return {name: value for record in json_lines.values for name, value in record.items()}
 
@@ -455,7 +461,7 @@ def _newest_metrics(run: RunDir, error_texts: list[str]) -> Json:
 _CONCLUSION = (VERDICT_PREFIX, ADVICE_PREFIX, COMMAND_PREFIX, CONTINUE_PREFIX)
 
 
-def _conclusion_lines(verdict: str) -> list[str]:
+def _verdict_lines_without_traceback(verdict: str) -> list[str]:
     """Return the conclusion of a failed run, without the tracebacks that `diagnose` prints."""
     lines = verdict.splitlines()
     return (

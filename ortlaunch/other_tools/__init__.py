@@ -18,8 +18,8 @@ from ortlaunch.other_tools import (
     trainer,
 )
 from ortlaunch.other_tools.draft import Draft, ImportReport, Remark
-from ortlaunch.other_tools.reading import read_config_tree
-from ortlaunch.recipe.check import validate_tree
+from ortlaunch.other_tools.reading import read_config_tree_or_refuse
+from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.text.place import (
     ProblemLine,
@@ -28,8 +28,11 @@ from ortlaunch.recipe.text.place import (
     parse_key_path,
     sort_in_reading_order,
 )
-from ortlaunch.recipe.text.source import apply_overrides, read_recipe_tree
-from ortlaunch.recipe.text.tree import Tree, merge_trees
+from ortlaunch.recipe.text.source import (
+    read_recipe_tree_with_bases,
+    tree_with_overrides_or_problems,
+)
+from ortlaunch.recipe.text.tree import Tree, merge_trees_of_same_format
 from ortlaunch.recipe.text.yaml_text import dump_yaml
 
 # The converter of each tool, and its tables in recipe/hints/keys_of_other_tools.py, by priority.
@@ -108,7 +111,7 @@ class ImportedRecipe(NamedTuple):
         return "\n".join(
             [
                 f"{self.config_name}: taken as {self.tool}'s{guess_text}",
-                *report_lines(self.import_report),
+                *import_report_lines(self.import_report),
                 *override_lines,
             ]
         )
@@ -118,7 +121,7 @@ class ImportedRecipe(NamedTuple):
         return "".join(f"# {line}\n" for line in str(self).splitlines()) + self.recipe_yaml
 
 
-def import_config(
+def convert_config_to_recipe(
     config_path: Path, requested_tool: str | None, base_path: Path | None, overrides: Sequence[str]
 ) -> ImportedRecipe:
     """Convert a config to a valid recipe.
@@ -133,18 +136,18 @@ def import_config(
         RecipeError: the config, the base or their result is wrong; it has every problem.
         InputError: the tool is unknown, or trains in a way that ortlaunch does not have.
     """
-    tree = read_config_tree(config_path)
+    tree = read_config_tree_or_refuse(config_path)
     tool_name, identifying_keys = (
-        (requested_tool, ()) if requested_tool else _guess_tool(tree, config_path)
+        (requested_tool, ()) if requested_tool else _guess_tool_by_keys_or_refuse(tree, config_path)
     )
     if tool_name not in _TOOLS:
         raise InputError(f"--from: got {tool_name}; one of {', '.join(TOOLS)}")
     convert, dialects = _TOOLS[tool_name]
-    base_tree = _read_base_recipe(base_path, tree.location)
+    base_tree = _read_base_recipe_or_empty(base_path, tree.location)
     draft = Draft(
         tree,
         dialects,
-        apply_overrides(Tree(tree.location, node_type="mapping"), overrides, []),
+        tree_with_overrides_or_problems(Tree(tree.location, node_type="mapping"), overrides, []),
         base_tree,
     )
     convert(draft)
@@ -154,9 +157,9 @@ def import_config(
         "the file's name",
     )
     # Last: the converters above have taken the keys that need more than a table.
-    draft.convert_remaining_keys()
-    recipe_values = _checked_recipe_keys(
-        _merge_over_base(base_tree, draft), overrides, draft.import_report
+    draft.convert_other_keys_and_set_defaults()
+    recipe_values = _check_recipe_and_return_values(
+        _recipe_tree_merged_over_base(base_tree, draft), overrides, draft.import_report
     )
     # In the order of the sections in the manual, not of the config.
     ordered_values = {
@@ -172,7 +175,9 @@ def import_config(
     )
 
 
-def _guess_tool(config_tree: Tree, config_path: Path) -> tuple[str, tuple[str, ...]]:
+def _guess_tool_by_keys_or_refuse(
+    config_tree: Tree, config_path: Path
+) -> tuple[str, tuple[str, ...]]:
     keys_by_tool = {
         tool: tuple(key for key in tool_keys if key in config_tree.children)
         for tool, tool_keys in _KEYS_OF_TOOL.items()
@@ -200,12 +205,12 @@ def _guess_tool(config_tree: Tree, config_path: Path) -> tuple[str, tuple[str, .
     return tools[0], keys_by_tool[tools[0]]
 
 
-def _read_base_recipe(base_path: Path | None, config_location: SourceLocation) -> Tree:
+def _read_base_recipe_or_empty(base_path: Path | None, config_location: SourceLocation) -> Tree:
     """Return the recipe of --base; an empty one without it."""
     problems: list[ProblemLine] = []
     try:
         base_tree = (
-            read_recipe_tree(base_path, problems)
+            read_recipe_tree_with_bases(base_path, problems)
             if base_path is not None
             else Tree(config_location, node_type="mapping")
         )
@@ -216,7 +221,7 @@ def _read_base_recipe(base_path: Path | None, config_location: SourceLocation) -
     return base_tree
 
 
-def _merge_over_base(base_tree: Tree, draft: Draft) -> Tree:
+def _recipe_tree_merged_over_base(base_tree: Tree, draft: Draft) -> Tree:
     """Return the recipe merged over a base."""
     recipe_tree, remaining_base = draft.recipe_tree, base_tree
     for key_names in _EXCLUSIVE_PATHS:
@@ -235,9 +240,9 @@ def _merge_over_base(base_tree: Tree, draft: Draft) -> Tree:
                 remaining_base = (
                     remaining_base
                     if base_subtree is None
-                    else remaining_base.set_subtree(parse_key_path(key_name), base_subtree)
+                    else remaining_base.copy_with_subtree(parse_key_path(key_name), base_subtree)
                 )
-    merged_tree = merge_trees(remaining_base, recipe_tree)
+    merged_tree = merge_trees_of_same_format(remaining_base, recipe_tree)
     # Two sizes of a batch decide the third.
     if all(
         merged_tree.find_subtree(parse_key_path(key_name)) is not None
@@ -256,7 +261,7 @@ def _merge_over_base(base_tree: Tree, draft: Draft) -> Tree:
     return merged_tree
 
 
-def _checked_recipe_keys(
+def _check_recipe_and_return_values(
     recipe_tree: Tree, overrides: Sequence[str], import_report: ImportReport
 ) -> dict[str, object]:
     """Check a recipe and return its keys.
@@ -265,8 +270,8 @@ def _checked_recipe_keys(
         RecipeError: the recipe is invalid; it has every problem, and keys without a counterpart.
     """
     problems: list[ProblemLine] = []
-    recipe_tree = apply_overrides(recipe_tree, overrides, problems)
-    problems += validate_tree(recipe_tree).problems
+    recipe_tree = tree_with_overrides_or_problems(recipe_tree, overrides, problems)
+    problems += check_tree_and_drop_wrong_values(recipe_tree).problems
     if problems:
         problem_texts = [
             str(line) for line in sort_in_reading_order(problems, recipe_tree.location.source)
@@ -284,23 +289,23 @@ def _checked_recipe_keys(
                 *([hint_text] if any("is missing" in line for line in problem_texts) else []),
             ]
         )
-    return dict(recipe_tree.plain_value())
+    return dict(recipe_tree.value_without_locations())
 
 
-def report_lines(import_report: ImportReport) -> Iterator[str]:
+def import_report_lines(import_report: ImportReport) -> Iterator[str]:
     """Yield the lines of a report; what needs attention comes first."""
-    yield from _remark_lines("means something else here", import_report.changed)
-    yield from _remark_lines("without a counterpart", import_report.dropped)
-    yield from _remark_lines("nothing to set", import_report.needless)
+    yield from _titled_remark_lines("means something else here", import_report.changed)
+    yield from _titled_remark_lines("without a counterpart", import_report.dropped)
+    yield from _titled_remark_lines("nothing to set", import_report.needless)
     if import_report.assumed:
         yield "not in the config, so set:"
         yield from (f"  {assumed_text}" for assumed_text in import_report.assumed)
-    yield from _remark_lines("taken", import_report.taken)
+    yield from _titled_remark_lines("taken", import_report.taken)
     if import_report.empty:
         yield f"without effect (null, false, empty): {', '.join(import_report.empty)}"
 
 
-def _remark_lines(title: str, remarks: Sequence[Remark]) -> Iterator[str]:
+def _titled_remark_lines(title: str, remarks: Sequence[Remark]) -> Iterator[str]:
     if remarks:
         yield f"{title}:"
         yield from (

@@ -67,27 +67,27 @@ _STYLES = {
 
 def convert_axolotl_config(draft: Draft) -> None:
     """Convert a config."""
-    draft.refuse_keys(_REFUSED_KEYS)
+    draft.refuse_config_with_keys(_REFUSED_KEYS)
     draft.assume_default("model.task", "causal-lm", "Axolotl trains no other")
-    _convert_model(draft)
-    _convert_adapter(draft)
-    _convert_datasets(draft)
-    trainer.convert_held_out_part(draft, "val_set_size")
+    _convert_base_model_and_tokenizer(draft)
+    _convert_lora_adapter(draft)
+    _convert_train_and_evaluation_datasets(draft)
+    trainer.convert_held_out_share_or_samples(draft, "val_set_size")
     _convert_chat_template(draft)
-    _convert_tokens(draft)
-    _convert_packing(draft)
-    _convert_trackers(draft)
-    _convert_memory_settings(draft)
-    trainer.convert_optimizer(draft, "optimizer")
-    _convert_schedule(draft)
-    _convert_loss_watchdog(draft)
-    trainer.convert_training_arguments(draft)
-    trainer.convert_training_length(draft, 1)  # Axolotl's default is one epoch, Trainer's three
+    _convert_special_and_added_tokens(draft)
+    _convert_packing_and_loss_on_prompts(draft)
+    _convert_wandb_and_tensorboard(draft)
+    _convert_sharding_attention_and_batch_size(draft)
+    trainer.convert_optimizer_name_and_betas(draft, "optimizer")
+    _convert_schedule_and_assume_cosine(draft)
+    _convert_loss_watchdog_to_spike_limit(draft)
+    trainer.convert_shared_trainer_arguments(draft)
+    trainer.convert_max_steps_or_epochs(draft, 1)  # Axolotl's default is one epoch, Trainer's three
     for recipe_key, value in (("batch.accumulation_steps", 1), ("train.max_grad_norm", 1.0)):
         draft.assume_default(recipe_key, value, "Axolotl's default")
 
 
-def _convert_model(draft: Draft) -> None:
+def _convert_base_model_and_tokenizer(draft: Draft) -> None:
     base_node = draft.take_key("base_model")
     tokenizer_node = draft.take_key("tokenizer_config")
     draft.report_altered(
@@ -100,7 +100,7 @@ def _convert_model(draft: Draft) -> None:
         model_source = one_line_text(base_node) + (
             f"@{one_line_text(revision_node)}" if revision_node else ""
         )
-        draft.set_recipe_key("model.pretrained", base_node, "base_model", model_source)
+        draft.set_recipe_key_and_report("model.pretrained", base_node, "base_model", model_source)
         tokenizer_source = (
             one_line_text(tokenizer_node) if tokenizer_node is not None else model_source
         )
@@ -110,7 +110,7 @@ def _convert_model(draft: Draft) -> None:
     draft.report_if_needless("model_type", "the pretrained model's config says it")
 
 
-def _convert_adapter(draft: Draft) -> None:
+def _convert_lora_adapter(draft: Draft) -> None:
     adapter_node = draft.take_key("adapter")
     if adapter_node is None:
         return draft.report_adapters_unused("there is no adapter")
@@ -126,11 +126,11 @@ def _convert_adapter(draft: Draft) -> None:
     # If both are given, `draft.put` reports the second as dropped.
     all_linear_node = draft.take_key("lora_target_linear")
     names_node = draft.take_key("lora_target_modules")
-    draft.set_recipe_key(
+    draft.set_recipe_key_and_report(
         "model.lora.target_modules", all_linear_node, "lora_target_linear", ["all-linear"]
     )
     target_names = (
-        names_node.plain_value()
+        names_node.value_without_locations()
         if names_node is not None and names_node.node_type == "list"
         else []
     )
@@ -138,10 +138,12 @@ def _convert_adapter(draft: Draft) -> None:
     if all_linear_node is not None and not {*target_names} & {"lm_head", "embed_tokens"}:
         draft.report_needless("lora_target_modules", names_node, "all-linear has them")
     else:
-        draft.set_recipe_key("model.lora.target_modules", names_node, "lora_target_modules")
+        draft.set_recipe_key_and_report(
+            "model.lora.target_modules", names_node, "lora_target_modules"
+        )
     parameters_node = draft.take_key("lora_target_parameters")
     if parameters_node is not None:
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "model.lora.target_parameters", parameters_node, "lora_target_parameters"
         )
         draft.assume_default("engine.name", "eager", "lora_target_parameters requires it")
@@ -151,31 +153,31 @@ def _convert_adapter(draft: Draft) -> None:
     if rslora_node is not None:
         # It divides alpha by the root of the rank, peft's usual scale by the rank.
         scaled_alpha = (number_of_node(alpha_node) or 8) * math.sqrt(number_of_node(rank_node) or 8)
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "model.lora.alpha", rslora_node, "lora_alpha, peft_use_rslora", round(scaled_alpha, 6)
         )
         alpha_node = None
     for node, key, lora_field in ((rank_node, "lora_r", "r"), (alpha_node, "lora_alpha", "alpha")):
-        draft.set_recipe_key(f"model.lora.{lora_field}", node, key)
+        draft.set_recipe_key_and_report(f"model.lora.{lora_field}", node, key)
         draft.assume_default(f"model.lora.{lora_field}", 8, "peft's default")
     return None
 
 
-def _convert_memory_settings(draft: Draft) -> None:
+def _convert_sharding_attention_and_batch_size(draft: Draft) -> None:
     """Convert settings that decide where weights are, and which of them are trained."""
-    _convert_unfrozen_parameters(draft)
+    _convert_unfrozen_to_freeze_patterns(draft)
     shard_size_node = draft.take_key("dp_shard_size")
     if (number_of_node(shard_size_node) or 0) > 1:
-        sharding.assume_zero_stage(draft, 3, "by dp_shard_size")
+        sharding.assume_zero_stage_and_engine(draft, 3, "by dp_shard_size")
         draft.report_altered(
             "dp_shard_size", shard_size_node, "zero.stage; weights are sharded over all ranks"
         )
     else:
         draft.report_needless("dp_shard_size", shard_size_node, "1 stands for none")
-    trainer.convert_activation_offload(draft, "activation_offloading")
+    trainer.convert_activation_offload_to_eager(draft, "activation_offloading")
     attention_node = draft.take_key("attn_implementation")
     if attention_node is not None and attention_node.scalar in ("eager", "sdpa"):
-        draft.set_recipe_key("model.attention", attention_node, "attn_implementation")
+        draft.set_recipe_key_and_report("model.attention", attention_node, "attn_implementation")
     else:
         draft.report_needless(
             "attn_implementation", attention_node, "the fastest that works is chosen"
@@ -186,33 +188,33 @@ def _convert_memory_settings(draft: Draft) -> None:
         "rows are read and shuffled before step 1; data.train.stream streams text",
     )
     accelerator_node = draft.unconverted.get("accelerator_config")
-    if accelerator_node is not None and accelerator_node.plain_value() == _EACH_BATCH:
+    if accelerator_node is not None and accelerator_node.value_without_locations() == _EACH_BATCH:
         draft.report_needless("accelerator_config", draft.unconverted.pop("accelerator_config"),
                        "it is for memory; gradients are averaged once a step")  # fmt: skip
     for key, precision_name in (("float16", "fp16"), ("bfloat16", "bf16")):
-        draft.move_key(
+        draft.set_recipe_key_from_config_key(
             "precision", key, precision_name, "weights and optimizer state are in 32 bits"
         )
     batch_size_node = draft.take_key("batch_size")
     micro_size = number_of_node(draft.unconverted.get("micro_batch_size")) or 1
     if batch_size_node is not None:
         accumulation_steps = max(1, int((number_of_node(batch_size_node) or 1) // micro_size))
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "batch.accumulation_steps", batch_size_node, "batch_size", accumulation_steps
         )
 
 
-def _convert_unfrozen_parameters(draft: Draft) -> None:
+def _convert_unfrozen_to_freeze_patterns(draft: Draft) -> None:
     """Convert Axolotl's patterns of parameters that are trained."""
     node = draft.take_key("unfrozen_parameters")
     if node is None:
         return
     patterns = [
-        _freeze_pattern(expression)
-        for pattern in node.plain_value()
-        for expression in _expand_digit_ranges(str(pattern))
+        _freeze_pattern_of_regex_or_none(expression)
+        for pattern in node.value_without_locations()
+        for expression in _expand_digit_range_expressions(str(pattern))
     ]
-    if draft.expected_recipe_value("model.lora.r"):
+    if draft.expected_recipe_value_or_none("model.lora.r"):
         draft.report_needless(
             "unfrozen_parameters", node, "an adapter is trained, no weight of the model"
         )
@@ -221,12 +223,12 @@ def _convert_unfrozen_parameters(draft: Draft) -> None:
             "unfrozen_parameters", node, "write them as model.freeze: ['*', '!...']"
         )
     else:
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "model.freeze", node, "unfrozen_parameters", ["*", *map("!{}".format, patterns)]
         )
 
 
-def _expand_digit_ranges(expression: str) -> list[str]:
+def _expand_digit_range_expressions(expression: str) -> list[str]:
     """Return an expression for each digit of a range, as of layers 4[0-9]+."""
     digit_range = re.search(r"\[(\d)-(\d)\]\+?", expression)
     if digit_range is None:
@@ -235,22 +237,25 @@ def _expand_digit_ranges(expression: str) -> list[str]:
     return [
         expanded
         for digit in digits
-        for expanded in _expand_digit_ranges(expression.replace(digit_range[0], str(digit), 1))
+        for expanded in _expand_digit_range_expressions(
+            expression.replace(digit_range[0], str(digit), 1)
+        )
     ]
 
 
-def _freeze_pattern(expression: str) -> str | None:
+def _freeze_pattern_of_regex_or_none(regular_expression: str) -> str | None:
     """Return the recipe's pattern for a regular expression; None if there is none.
 
     In Axolotl's expressions a dot is a dot, and one without ^ matches anywhere.
     """
-    bare_name = expression.removeprefix("^").removesuffix("$").removesuffix(".*")
+    bare_name = regular_expression.removeprefix("^").removesuffix("$").removesuffix(".*")
     if not re.fullmatch(r"[\w.]+", bare_name):
         return None
-    return f"{'' if expression.startswith('^') else '*'}{bare_name}{'' if expression.endswith('$') else '*'}"
+    before = "" if regular_expression.startswith("^") else "*"
+    return f"{before}{bare_name}{'' if regular_expression.endswith('$') else '*'}"
 
 
-def _convert_loss_watchdog(draft: Draft) -> None:
+def _convert_loss_watchdog_to_spike_limit(draft: Draft) -> None:
     """Convert the loss that ends a training, and how often it may come."""
     limit_node = draft.take_key("loss_watchdog_threshold")
     patience_node = draft.take_key("loss_watchdog_patience")
@@ -260,7 +265,7 @@ def _convert_loss_watchdog(draft: Draft) -> None:
             "limit": limit_node,
             "patience": number_of_node(patience_node) or 3,
         }
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "train.on_spike",
             limit_node,
             "loss_watchdog_threshold",
@@ -273,7 +278,7 @@ def _convert_loss_watchdog(draft: Draft) -> None:
     draft.report_needless("loss_watchdog_patience", patience_node, reason)
 
 
-def _convert_datasets(draft: Draft) -> None:
+def _convert_train_and_evaluation_datasets(draft: Draft) -> None:
     # A second source of the same part is reported as dropped by `draft.put`.
     for key, recipe_part in (
         ("datasets", "train"),
@@ -285,18 +290,18 @@ def _convert_datasets(draft: Draft) -> None:
             continue
         usual_type = "pretrain" if key == "pretraining_dataset" else None
         sources = [node] if node.node_type != "list" else list(node.children.values())
-        _adopt_common_template(draft, sources)
+        _set_config_template_shared_by_all_sets(draft, sources)
         if recipe_part == "train" and len(sources) > 1:
             weighted_sources = [
                 {
-                    "source": _data_source(
+                    "source": _recipe_source_of_data_set(
                         draft, source_node, f"{key}[{source_index}]", usual_type
                     ),
                     "weight": 1.0,
                 }
                 for source_index, source_node in enumerate(sources)
             ]
-            draft.set_recipe_key(
+            draft.set_recipe_key_and_report(
                 "data.train",
                 node,
                 key,
@@ -304,11 +309,11 @@ def _convert_datasets(draft: Draft) -> None:
                 "each has the same share of the samples; Axolotl puts them one after another",
             )
         else:
-            draft.set_recipe_key(
+            draft.set_recipe_key_and_report(
                 f"data.{recipe_part}",
                 sources[0],
                 key,
-                _data_source(draft, sources[0], key, usual_type),
+                _recipe_source_of_data_set(draft, sources[0], key, usual_type),
             )
             for source_index, source_node in enumerate(sources[1:], 1):
                 draft.report_dropped(
@@ -316,7 +321,7 @@ def _convert_datasets(draft: Draft) -> None:
                 )
 
 
-def _adopt_common_template(draft: Draft, sources: list[Tree]) -> None:
+def _set_config_template_shared_by_all_sets(draft: Draft, sources: list[Tree]) -> None:
     """Give the config a chat template that all of its data sets have, for `_template`."""
     for key in _TEMPLATE_KEYS:
         template_nodes = [node.find_subtree((key,)) for node in sources]
@@ -328,11 +333,15 @@ def _adopt_common_template(draft: Draft, sources: list[Tree]) -> None:
             draft.unconverted.setdefault(key, first_template)
 
 
-def _data_source(
-    draft: Draft, node: Tree, source_key: str, usual_type: str | None
+def _recipe_source_of_data_set(
+    draft: Draft, data_set_node: Tree, source_key: str, usual_type: str | None
 ) -> dict[str, object]:
     """Return a data source from its path and type; settings without a counterpart are reported."""
-    values = node.plain_value() if node.node_type == "mapping" else {"path": node.scalar}
+    values = (
+        data_set_node.value_without_locations()
+        if data_set_node.node_type == "mapping"
+        else {"path": data_set_node.scalar}
+    )
     path = values.pop("path", "")
     type_name = values.pop("type", usual_type)
     file_format = _SUFFIXES.get(str(values.get("ds_type") or str(path).rpartition(".")[2]))
@@ -353,37 +362,52 @@ def _data_source(
             source[recipe_field] = values.pop(config_field)
     if values.get("data_files") and not file_format:
         source["files"] = values.pop("data_files")
-    source.update(_source_columns(draft, node, source_key, type_name, values))
+    source.update(
+        _columns_and_prompt_of_data_set(draft, data_set_node, source_key, type_name, values)
+    )
     for name, value in values.items():
         if value not in (None, False, ""):
             draft.report_dropped(
-                f"{source_key}.{name}", node.find_subtree((name,)) or node, "no counterpart"
+                f"{source_key}.{name}",
+                data_set_node.find_subtree((name,)) or data_set_node,
+                "no counterpart",
             )
     return source
 
 
-def _source_columns(
-    draft: Draft, node: Tree, source_key: str, source_type: object, values: dict[str, object]
+def _columns_and_prompt_of_data_set(
+    draft: Draft,
+    data_set_node: Tree,
+    source_key: str,
+    source_type: object,
+    remaining_settings: dict[str, object],
 ) -> dict[str, object]:
-    type_node = node.find_subtree(("type",)) or node
+    type_node = data_set_node.find_subtree(("type",)) or data_set_node
     if source_type in _TEXT_TYPES:
         return {
-            "text_column": values.pop("field", None) or values.pop("text_column", None) or "text"
+            "text_column": remaining_settings.pop("field", None)
+            or remaining_settings.pop("text_column", None)
+            or "text"
         }
     loss_fields = {"train_on": "all"} if draft.config_value("train_on_inputs") else {}
     # A mapping is Axolotl's form of a custom prompt.
     if isinstance(source_type, dict):
         return {
-            **_prompt_source(draft, type_node, f"{source_key}.type", source_type),
+            **_prompt_template_and_columns(draft, type_node, f"{source_key}.type", source_type),
             **loss_fields,
         }
     if source_type in _CHAT_TYPES:
-        return {**_chat_columns(draft, node, source_key, str(source_type), values), **loss_fields}
+        return {
+            **_chat_columns_keys_and_roles(
+                draft, data_set_node, source_key, str(source_type), remaining_settings
+            ),
+            **loss_fields,
+        }
     if source_type == "alpaca":
         return {"prompt": "alpaca", **loss_fields}
     family, _, style = str(source_type).partition(":")
     if family == "alpaca" and style in _STYLES:
-        return {"prompt": _styled_alpaca_template(style), **loss_fields}
+        return {"prompt": _alpaca_template_in_style(style), **loss_fields}
     if source_type is not None:
         draft.report_dropped(
             f"{source_key}.type",
@@ -393,7 +417,7 @@ def _source_columns(
     return {}
 
 
-def _styled_alpaca_template(style_name: str) -> dict[str, str]:
+def _alpaca_template_in_style(style_name: str) -> dict[str, str]:
     """Return the template of an Alpaca prompt in another style."""
     system_text, turn_text, turn_without_input = _STYLES[style_name]
     alpaca = PROMPTS["alpaca"]
@@ -408,14 +432,18 @@ def _styled_alpaca_template(style_name: str) -> dict[str, str]:
     }
 
 
-def _chat_columns(
-    draft: Draft, node: Tree, source_key: str, chat_type: str, values: dict[str, Any]
+def _chat_columns_keys_and_roles(
+    draft: Draft,
+    data_set_node: Tree,
+    source_key: str,
+    chat_type: str,
+    remaining_settings: dict[str, Any],
 ) -> dict[str, object]:
     """Convert the keys of a data set of chats."""
-    property_names = values.pop("message_property_mappings", None) or {}
+    property_names = remaining_settings.pop("message_property_mappings", None) or {}
     recipe_fields = dict[str, Any]()
     for property_name, sharegpt_name in (("role", "from"), ("content", "value")):
-        configured_value = property_names.pop(property_name, None) or values.pop(
+        configured_value = property_names.pop(property_name, None) or remaining_settings.pop(
             f"message_field_{property_name}", None
         )
         used_name = configured_value or (
@@ -423,58 +451,70 @@ def _chat_columns(
         )
         recipe_fields |= {f"{property_name}_key": used_name} if used_name != property_name else {}
     if property_names:
-        values["message_property_mappings"] = property_names
-    configured_value = values.pop("roles", None)
+        remaining_settings["message_property_mappings"] = property_names
+    configured_value = remaining_settings.pop("roles", None)
     roles = {
         role_name: role for role, names in (configured_value or {}).items() for role_name in names
     } or _ROLES
     recipe_fields["roles"] = {name: role for name, role in roles.items() if name != role}
-    if {roles.get(role_name, role_name) for role_name in values.get("roles_to_train") or ()} == {
-        "assistant"
-    }:
-        del values["roles_to_train"]
+    if {
+        roles.get(role_name, role_name)
+        for role_name in remaining_settings.get("roles_to_train") or ()
+    } == {"assistant"}:
+        del remaining_settings["roles_to_train"]
     # With train_on_inputs all of a chat counts, and neither key has an effect.
-    if values.get("message_field_training") and not draft.config_value("train_on_inputs"):
-        recipe_fields["train_key"] = values.pop("message_field_training")
-    recipe_fields |= _end_mark_setting(draft, node, source_key, values)
+    if remaining_settings.get("message_field_training") and not draft.config_value(
+        "train_on_inputs"
+    ):
+        recipe_fields["train_key"] = remaining_settings.pop("message_field_training")
+    recipe_fields |= _train_on_end_setting_if_not_counted(
+        draft, data_set_node, source_key, remaining_settings
+    )
     for config_field in _TEMPLATE_KEYS:
-        if values.get(config_field) and values[config_field] == draft.config_value(config_field):
-            del values[config_field]
-    system_column = values.pop("field_system", None)
-    if values.pop("drop_system_message", None):
+        if remaining_settings.get(config_field) and remaining_settings[
+            config_field
+        ] == draft.config_value(config_field):
+            del remaining_settings[config_field]
+    system_column = remaining_settings.pop("field_system", None)
+    if remaining_settings.pop("drop_system_message", None):
         recipe_fields["roles"] = {**recipe_fields["roles"], "system": None}
     elif system_column:
         recipe_fields["system_column"] = system_column
     else:
         # The column may be missing in all rows, which this import does not read.
         draft.report_altered(
-            f"{source_key}.type", node.find_subtree(("type",)) or node, _SYSTEM_REMARK
+            f"{source_key}.type",
+            data_set_node.find_subtree(("type",)) or data_set_node,
+            _SYSTEM_REMARK,
         )
-    thinking_key = values.get("field_thinking")
-    if thinking_key and values.get("template_thinking_key", "reasoning_content") == thinking_key:
+    thinking_key = remaining_settings.get("field_thinking")
+    if (
+        thinking_key
+        and remaining_settings.get("template_thinking_key", "reasoning_content") == thinking_key
+    ):
         for config_field in ("field_thinking", "template_thinking_key"):
-            if values.pop(config_field, None):
+            if remaining_settings.pop(config_field, None):
                 draft.report_needless(
                     f"{source_key}.{config_field}",
-                    node.find_subtree((config_field,)) or node,
+                    data_set_node.find_subtree((config_field,)) or data_set_node,
                     "a message's other keys are given to the chat template by their names",
                 )
     return {
-        "messages_column": values.pop("field_messages", None) or _CHAT_TYPES[chat_type],
+        "messages_column": remaining_settings.pop("field_messages", None) or _CHAT_TYPES[chat_type],
         **recipe_fields,
     }
 
 
-def _end_mark_setting(
-    draft: Draft, node: Tree, source_key: str, values: dict[str, Any]
+def _train_on_end_setting_if_not_counted(
+    draft: Draft, data_set_node: Tree, source_key: str, remaining_settings: dict[str, Any]
 ) -> dict[str, object]:
     """Convert the two keys that decide whether the end mark of an answer counts.
 
     `train_on_eot` is about `eot_tokens`. Without these both keys are about the tokenizer's end
     mark, which counts if one of them says so.
     """
-    eos_choice = values.get("train_on_eos") or "turn"
-    eot_choice = values.get("train_on_eot") or eos_choice
+    eos_choice = remaining_settings.get("train_on_eos") or "turn"
+    eot_choice = remaining_settings.get("train_on_eot") or eos_choice
     counted_choices = {eot_choice} if draft.config_value("eot_tokens") else {eot_choice, eos_choice}
     trains_on_everything = bool(draft.config_value("train_on_inputs"))
     counts_end_mark = trains_on_everything or counted_choices != {"none"}
@@ -484,19 +524,21 @@ def _end_mark_setting(
         else f"train_on_end: {str(counts_end_mark).lower()}"
     )
     for config_field in ("train_on_eos", "train_on_eot"):
-        if values.get(config_field) in ("none", "turn"):
+        if remaining_settings.get(config_field) in ("none", "turn"):
             add_remark = (
                 draft.report_needless
-                if (values.pop(config_field) == "turn") is counts_end_mark
+                if (remaining_settings.pop(config_field) == "turn") is counts_end_mark
                 else draft.report_altered
             )
             add_remark(
-                f"{source_key}.{config_field}", node.find_subtree((config_field,)) or node, reason
+                f"{source_key}.{config_field}",
+                data_set_node.find_subtree((config_field,)) or data_set_node,
+                reason,
             )
     return {} if counts_end_mark else {"train_on_end": False}
 
 
-def _prompt_source(
+def _prompt_template_and_columns(
     draft: Draft, type_node: Tree, type_key: str, prompt_settings: dict[str, Any]
 ) -> dict[str, object]:
     """Convert a custom prompt: a format, and the names of its columns."""
@@ -527,7 +569,7 @@ def _prompt_source(
     return source
 
 
-def _convert_tokens(draft: Draft) -> None:
+def _convert_special_and_added_tokens(draft: Draft) -> None:
     """Convert special tokens, and further tokens of the vocabulary."""
     # An older form of `tokens` is a mapping, as `special_tokens`.
     for key in ("special_tokens", "tokens"):
@@ -535,18 +577,18 @@ def _convert_tokens(draft: Draft) -> None:
         if tokens is None:
             continue
         if tokens.node_type != "mapping":
-            draft.set_recipe_key("data.added_tokens", tokens, key)
+            draft.set_recipe_key_and_report("data.added_tokens", tokens, key)
             continue
         special_tokens = {}
         for name, node in tokens.children.items():
             if name in get_args(SpecialToken) and node.scalar:
                 special_tokens[str(name)] = node.scalar
             elif node.node_type == "list":
-                draft.set_recipe_key("data.added_tokens", node, f"{key}.{name}")
+                draft.set_recipe_key_and_report("data.added_tokens", node, f"{key}.{name}")
             elif not is_empty(node):
                 draft.report_dropped(f"{key}.{name}", node, "no counterpart")
         if special_tokens:
-            draft.set_recipe_key("data.special_tokens", tokens, key, special_tokens)
+            draft.set_recipe_key_and_report("data.special_tokens", tokens, key, special_tokens)
     draft.report_if_needless(
         "eot_tokens",
         "the end mark that the chat template writes after an answer counts with the answer",
@@ -557,13 +599,13 @@ def _convert_chat_template(draft: Draft) -> None:
     """Convert the chat template."""
     template_node = draft.take_key("chat_template")
     jinja_node = draft.take_key("chat_template_jinja")
-    train_source_text = str(draft.expected_recipe_value("data.train"))
+    train_source_text = str(draft.expected_recipe_value_or_none("data.train"))
     if template_node is not None and "messages_column" not in train_source_text:
         draft.report_needless(
             "chat_template", template_node, "of no effect there: no data set has chats"
         )
         return
-    draft.set_recipe_key("data.chat_template", jinja_node, "chat_template_jinja")
+    draft.set_recipe_key_and_report("data.chat_template", jinja_node, "chat_template_jinja")
     model_family = (
         re.match("[a-z]*", str(template_node.scalar).lower()) if template_node is not None else None
     )
@@ -580,7 +622,7 @@ def _convert_chat_template(draft: Draft) -> None:
         template_with_begin_mark = (
             "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"] if template_node.scalar == "phi_3" else None
         )
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "data.chat_template", template_node, "chat_template", template_with_begin_mark
         )
     elif template_node is not None:
@@ -591,19 +633,20 @@ def _convert_chat_template(draft: Draft) -> None:
         # Axolotl's template of a family is a copy of the family's own.
         is_familys_own = (
             model_family is not None
-            and model_family[0] in str(draft.expected_recipe_value("data.tokenizer")).lower()
+            and model_family[0]
+            in str(draft.expected_recipe_value_or_none("data.tokenizer")).lower()
         )
         (draft.report_altered if is_familys_own else draft.report_dropped)(
             "chat_template", template_node, reason
         )
 
 
-def _convert_schedule(draft: Draft) -> None:
+def _convert_schedule_and_assume_cosine(draft: Draft) -> None:
     """Convert the schedule; Axolotl's defaults are a cosine and a warm-up of 3 % of the steps."""
     min_ratio_node = draft.unconverted.get("cosine_min_lr_ratio")
     if min_ratio_node is not None and number_of_node(min_ratio_node) == 1:
         min_ratio_key = "cosine_min_lr_ratio"
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "schedule.name", draft.unconverted.pop(min_ratio_key), min_ratio_key, "constant"
         )
         draft.report_if_needless("lr_scheduler", "a cosine down to the same rate is constant")
@@ -611,7 +654,7 @@ def _convert_schedule(draft: Draft) -> None:
     if constant_ratio_node is not None and not number_of_node(constant_ratio_node):
         draft.report_needless("cosine_constant_lr_ratio", draft.unconverted.pop("cosine_constant_lr_ratio"),
                        "0 stands for none")  # fmt: skip
-    draft.move_key("schedule.warmup_power", "lr_quadratic_warmup", 2.0)
+    draft.set_recipe_key_from_config_key("schedule.warmup_power", "lr_quadratic_warmup", 2.0)
     scheduler_name = draft.config_value("lr_scheduler")
     if (
         scheduler_name != "constant"
@@ -622,17 +665,17 @@ def _convert_schedule(draft: Draft) -> None:
             "schedule.warmup_ratio", 0.03, "Axolotl's default, there with at most 100 steps"
         )
     draft.assume_default("schedule.name", "cosine", "Axolotl's default")
-    trainer.convert_schedule(draft, "lr_scheduler")
+    trainer.convert_schedule_and_warmup(draft, "lr_scheduler")
 
 
 def _has_chats(draft: Draft) -> bool:
     # By text, because data.train may be one source or a list of them. A corpus that the command
     # names replaces the config's.
-    source_text = str(draft.expected_recipe_value("data.train"))
+    source_text = str(draft.expected_recipe_value_or_none("data.train"))
     return any(mark in source_text for mark in ("messages_column", "prompt", "python-chats"))
 
 
-def _convert_packing(draft: Draft) -> None:
+def _convert_packing_and_loss_on_prompts(draft: Draft) -> None:
     """Convert packing and the loss on prompts. Here plain text is always packed."""
     # Not `pop`, here and below: false has a meaning, too.
     inputs_node = draft.unconverted.pop("train_on_inputs", None)
@@ -657,12 +700,12 @@ def _convert_packing(draft: Draft) -> None:
             continue
         node = draft.unconverted.pop(key)
         if is_packed and key == "sample_packing":
-            draft.set_recipe_key("data.packing", node, key)
+            draft.set_recipe_key_and_report("data.packing", node, key)
         elif not has_chats or bool(node.scalar) == is_packed:
             draft.report_needless(key, node, "data.packing has it" if is_packed else reason)
         else:
             draft.report_altered(key, node, "data.packing is for training and evaluation")
-    if is_packed and "text_column" in str(draft.expected_recipe_value("data.train")):
+    if is_packed and "text_column" in str(draft.expected_recipe_value_or_none("data.train")):
         draft.assume_default(
             "data.attend_across_documents",
             False,
@@ -670,12 +713,14 @@ def _convert_packing(draft: Draft) -> None:
         )
 
 
-def _convert_trackers(draft: Draft) -> None:
+def _convert_wandb_and_tensorboard(draft: Draft) -> None:
     project_node = draft.take_key("wandb_project")
     if project_node is not None:
-        draft.set_recipe_key("log.project", project_node, "wandb_project")
+        draft.set_recipe_key_and_report("log.project", project_node, "wandb_project")
         draft.assume_default("log.trackers", ["wandb"], "wandb_project requires it")
     tensorboard_node = draft.take_key("use_tensorboard")
     if tensorboard_node is not None:
         tracker_names = ["wandb", "tensorboard"] if project_node is not None else ["tensorboard"]
-        draft.set_recipe_key("log.trackers", tensorboard_node, "use_tensorboard", tracker_names)
+        draft.set_recipe_key_and_report(
+            "log.trackers", tensorboard_node, "use_tensorboard", tracker_names
+        )

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.field_lookup import (
-    accepted_names,
     first_model_at_path,
-    section_keys,
-    unique_field_paths,
+    keys_accepted_by_section,
+    names_accepted_by_field,
+    path_by_unambiguous_field_name,
 )
 from ortlaunch.recipe.hints.keys_of_other_tools import (
     DIALECTS,
@@ -26,12 +26,12 @@ from ortlaunch.recipe.text.place import (
     HIDDEN_VALUE,
     SECRET_NAME,
     SourceLocation,
-    hide_secrets,
     parse_key_path,
+    values_with_hidden_secrets,
 )
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.words import closest_name, normalize_word
-from ortlaunch.recipe.text.yaml_text import dump_on_one_line
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none, normalize_word
+from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
 
 # Prefix of dialect entries for keys that need no setting here; the reason follows.
 NOT_NEEDED_PREFIX = "none: "
@@ -107,9 +107,9 @@ class Draft:
     def config_value(self, config_key: str) -> Any:
         """Return the value of a key without removing it."""
         node = self.unconverted.get(config_key)
-        return None if node is None else node.plain_value()
+        return None if node is None else node.value_without_locations()
 
-    def expected_recipe_value(self, recipe_key: str) -> Any:
+    def expected_recipe_value_or_none(self, recipe_key: str) -> Any:
         """Return the value that the recipe will have at a path, as far as it is known."""
         trees = (
             tree.find_subtree(parse_key_path(recipe_key))
@@ -120,17 +120,17 @@ class Draft:
             value for assumed_key, value, _ in self._assumed_values if assumed_key == recipe_key
         ]
         return (
-            subtree.plain_value()
+            subtree.value_without_locations()
             if subtree is not None
             else assumed_values[0]
             if assumed_values
             else None
         )
 
-    def set_recipe_key(
+    def set_recipe_key_and_report(
         self,
         recipe_key: str,
-        node: Tree | None,
+        value_node: Tree | None,
         config_key: str,
         recipe_value: object = None,
         difference: str = "",
@@ -139,42 +139,48 @@ class Draft:
 
         Args:
             recipe_key: the key of the recipe.
-            node: the config's value; None: the config has none, and nothing is set.
+            value_node: the config's value; None: the config has none, and nothing is set.
             config_key: the config's key, for the report.
-            recipe_value: the recipe's value; None: that of `node`.
+            recipe_value: the recipe's value; None: that of `value_node`.
             difference: how the meaning differs here; "": it is the same.
         """
-        if node is None:
+        if value_node is None:
             return None
-        new_subtree = node if recipe_value is None else tree_at_node(recipe_value, node)
+        new_subtree = (
+            value_node
+            if recipe_value is None
+            else tree_with_location_of_node(recipe_value, value_node)
+        )
         earlier_subtree = self.recipe_tree.find_subtree(parse_key_path(recipe_key))
         # Two keys of the config with one counterpart: equal values are fine.
         if (
             earlier_subtree is not None
-            and earlier_subtree.plain_value() == new_subtree.plain_value()
+            and earlier_subtree.value_without_locations() == new_subtree.value_without_locations()
         ):
-            return self.report_needless(config_key, node, f"{recipe_key} has it")
+            return self.report_needless(config_key, value_node, f"{recipe_key} has it")
         if earlier_subtree is not None:
             return self.report_dropped(
-                config_key, node, f"{recipe_key} is set by another key already"
+                config_key, value_node, f"{recipe_key} is set by another key already"
             )
-        self.recipe_tree = self.recipe_tree.set_subtree(parse_key_path(recipe_key), new_subtree)
+        self.recipe_tree = self.recipe_tree.copy_with_subtree(
+            parse_key_path(recipe_key), new_subtree
+        )
         result_text = (
             recipe_key if recipe_value is None else f"{recipe_key}: {one_line_text(new_subtree)}"
         )
-        self._add_remark(
+        self._add_remark_if_set(
             self.import_report.changed if difference else self.import_report.taken,
             config_key,
-            node,
+            value_node,
             f"{result_text}; {difference}" if difference else result_text,
         )
         return None
 
-    def move_key(
+    def set_recipe_key_from_config_key(
         self, recipe_key: str, config_key: str, recipe_value: object = None, difference: str = ""
     ) -> None:
         """Set a key of the recipe by one of the config, if the config has it; as `put`."""
-        self.set_recipe_key(
+        self.set_recipe_key_and_report(
             recipe_key, self.take_key(config_key), config_key, recipe_value, difference
         )
 
@@ -190,17 +196,17 @@ class Draft:
 
     def report_altered(self, config_key: str, node: Tree | None, difference: str) -> None:
         """Report a key whose counterpart is set by other keys and differs slightly."""
-        self._add_remark(self.import_report.changed, config_key, node, difference)
+        self._add_remark_if_set(self.import_report.changed, config_key, node, difference)
 
     def report_dropped(self, config_key: str, node: Tree | None, reason: str) -> None:
         """Report a key without a counterpart."""
-        self._add_remark(self.import_report.dropped, config_key, node, reason)
+        self._add_remark_if_set(self.import_report.dropped, config_key, node, reason)
 
     def report_needless(self, config_key: str, node: Tree | None, reason: str) -> None:
         """Report a key for which nothing needs to be set."""
-        self._add_remark(self.import_report.needless, config_key, node, reason)
+        self._add_remark_if_set(self.import_report.needless, config_key, node, reason)
 
-    def refuse_keys(self, reason_by_key: Mapping[str, str]) -> None:
+    def refuse_config_with_keys(self, reason_by_key: Mapping[str, str]) -> None:
         """Refuse a config with one of these keys, of kinds of training that ortlaunch does not have.
 
         Raises:
@@ -217,7 +223,7 @@ class Draft:
         ]:
             self.report_if_needless(config_key, f"of no effect there: {reason}")
 
-    def convert_remaining_keys(self) -> None:
+    def convert_other_keys_and_set_defaults(self) -> None:
         """Convert all other keys by the dialects and the recipe's names, then set the defaults."""
         for config_key, node in self.unconverted.items():
             if node.scalar is False and normalize_word(config_key) in TRUE_BY_ITSELF:
@@ -228,21 +234,22 @@ class Draft:
                 )
             elif is_empty(node):
                 self.import_report.empty.append(config_key)
-            elif _is_tool_default(config_key, node):
+            elif _is_default_without_counterpart(config_key, node):
                 self.report_needless(config_key, node, "the tool's default, which asks for nothing")
             else:
-                self._convert_by_tables(config_key, node)
+                self._convert_key_by_dialect_tables(config_key, node)
         self.unconverted = {}
-        if self.expected_recipe_value("precision") == "bf16":
+        if self.expected_recipe_value_or_none("precision") == "bf16":
             self.assume_default(*_ENGINE_FOR_BF16)
         for recipe_key, recipe_value, reason in self._assumed_values:
             if self.recipe_tree.find_subtree(parse_key_path(recipe_key)) is None:
-                self.recipe_tree = self.recipe_tree.set_subtree(
-                    parse_key_path(recipe_key), tree_at_node(recipe_value, self.recipe_tree)
+                self.recipe_tree = self.recipe_tree.copy_with_subtree(
+                    parse_key_path(recipe_key),
+                    tree_with_location_of_node(recipe_value, self.recipe_tree),
                 )
                 self.import_report.assumed.append(f"{recipe_key}: {recipe_value} ({reason})")
 
-    def _convert_by_tables(self, config_key: str, node: Tree) -> None:
+    def _convert_key_by_dialect_tables(self, config_key: str, value_node: Tree) -> None:
         # The tool's own dialect first: the same key may mean something else in another tool.
         recipe_key = next(
             (
@@ -252,45 +259,51 @@ class Draft:
             ),
             None,
         )
-        recipe_key = recipe_key or unique_field_paths().get(normalize_word(config_key)) or ""
+        recipe_key = (
+            recipe_key or path_by_unambiguous_field_name().get(normalize_word(config_key)) or ""
+        )
         if recipe_key.startswith(NOT_NEEDED_PREFIX):
-            self.report_needless(config_key, node, recipe_key.removeprefix(NOT_NEEDED_PREFIX))
-        elif recipe_key == NO_MODEL_PARALLELISM and number_of_node(node) == 1:
-            self.report_needless(config_key, node, "1 stands for none")
+            self.report_needless(config_key, value_node, recipe_key.removeprefix(NOT_NEEDED_PREFIX))
+        elif recipe_key == NO_MODEL_PARALLELISM and number_of_node(value_node) == 1:
+            self.report_needless(config_key, value_node, "1 stands for none")
         elif not is_recipe_key(recipe_key):
             self.report_dropped(
                 config_key,
-                node,
+                value_node,
                 f"no counterpart; nearest: {recipe_key}" if recipe_key else "no counterpart",
             )
-        elif accepted_names(parse_key_path(recipe_key)) and isinstance(node.scalar, str):
-            self._convert_word(config_key, node, recipe_key)
+        elif names_accepted_by_field(parse_key_path(recipe_key)) and isinstance(
+            value_node.scalar, str
+        ):
+            self._set_closest_accepted_word(config_key, value_node, recipe_key)
         else:
-            self.set_recipe_key(recipe_key, node, config_key)
+            self.set_recipe_key_and_report(recipe_key, value_node, config_key)
 
-    def _convert_word(self, config_key: str, node: Tree, recipe_key: str) -> None:
-        accepted_words = accepted_names(parse_key_path(recipe_key))
-        closest_word = closest_name(node.scalar, accepted_words)
+    def _set_closest_accepted_word(
+        self, config_key: str, value_node: Tree, recipe_key: str
+    ) -> None:
+        accepted_words = names_accepted_by_field(parse_key_path(recipe_key))
+        closest_word = closest_or_translated_name_or_none(value_node.scalar, accepted_words)
         if closest_word is None:
             return self.report_dropped(
-                config_key, node, f"{recipe_key} has {', '.join(accepted_words)}"
+                config_key, value_node, f"{recipe_key} has {', '.join(accepted_words)}"
             )
-        return self.set_recipe_key(recipe_key, node, config_key, closest_word)
+        return self.set_recipe_key_and_report(recipe_key, value_node, config_key, closest_word)
 
-    def _add_remark(
-        self, remarks: list[Remark], config_key: str, node: Tree | None, result_text: str
+    def _add_remark_if_set(
+        self, remarks: list[Remark], config_key: str, value_node: Tree | None, result_text: str
     ) -> None:
-        if node is None:
+        if value_node is None:
             return
         # The report is printed and written into the recipe, so it must not have secrets.
         value = (
             HIDDEN_VALUE
             if SECRET_NAME.search(config_key)
-            else " ".join(one_line_text(node).split())
+            else " ".join(one_line_text(value_node).split())
         )
         remarks.append(
             Remark(
-                node.key_location or node.location,
+                value_node.key_location or value_node.location,
                 config_key,
                 value if len(value) <= 80 else value[:77] + "...",
                 result_text,
@@ -305,14 +318,14 @@ def refusal_error(config_key: str, node: Tree, reason: str) -> InputError:
     )
 
 
-def is_recipe_key(text: str) -> bool:
+def is_recipe_key(key_text: str) -> bool:
     """Return whether a text is exactly a key of the recipe."""
     # Some dialect entries are sentences.
-    key_path = parse_key_path(text) if text and " " not in text else ()
+    key_path = parse_key_path(key_text) if key_text and " " not in key_text else ()
     return (
         bool(key_path)
         and first_model_at_path(key_path[:-1]) is not None
-        and str(key_path[-1]) in section_keys(key_path[:-1])
+        and str(key_path[-1]) in keys_accepted_by_section(key_path[:-1])
     )
 
 
@@ -324,9 +337,9 @@ def is_empty(node: Tree) -> bool:
     return node.scalar is None or node.scalar is False or node.scalar == ""
 
 
-def _is_tool_default(config_key: str, node: Tree) -> bool:
+def _is_default_without_counterpart(config_key: str, value_node: Tree) -> bool:
     """Return whether a value is the default of a key that has no counterpart."""
-    usual_value, value = USUAL.get(normalize_word(config_key)), node.plain_value()
+    usual_value, value = USUAL.get(normalize_word(config_key)), value_node.value_without_locations()
     # Of a mapping each setting that is given counts.
     if isinstance(usual_value, dict) and isinstance(value, dict):
         return all(
@@ -336,29 +349,36 @@ def _is_tool_default(config_key: str, node: Tree) -> bool:
     return usual_value is not None and value == usual_value
 
 
-def tree_at_node(recipe_value: object, node: Tree) -> Tree:
+def tree_with_location_of_node(recipe_value: object, located_node: Tree) -> Tree:
     """Return a tree of a recipe's value, with the location of another tool's value."""
     if isinstance(recipe_value, Tree):
         return recipe_value
     if isinstance(recipe_value, dict):
         return Tree(
-            node.location,
+            located_node.location,
             node_type="mapping",
-            key_location=node.key_location,
+            key_location=located_node.key_location,
             children={
-                key: tree_at_node(inner_value, node) for key, inner_value in recipe_value.items()
+                key: tree_with_location_of_node(inner_value, located_node)
+                for key, inner_value in recipe_value.items()
             },
         )
     if isinstance(recipe_value, (list, tuple)):
         return Tree(
-            node.location,
+            located_node.location,
             node_type="list",
-            key_location=node.key_location,
+            key_location=located_node.key_location,
             children={
-                i: tree_at_node(inner_value, node) for i, inner_value in enumerate(recipe_value)
+                i: tree_with_location_of_node(inner_value, located_node)
+                for i, inner_value in enumerate(recipe_value)
             },
         )
-    return Tree(node.location, recipe_value, str(recipe_value), key_location=node.key_location)
+    return Tree(
+        located_node.location,
+        recipe_value,
+        str(recipe_value),
+        key_location=located_node.key_location,
+    )
 
 
 def null_at_node(node: Tree) -> Tree:
@@ -370,7 +390,7 @@ def one_line_text(node: Tree) -> str:
     """Return a value as one line of text, without secrets."""
     if node.node_type == "scalar":
         return str(node.raw if node.raw is not None else node.scalar)
-    text = dump_on_one_line(hide_secrets(node.plain_value()))
+    text = one_line_yaml_text(values_with_hidden_secrets(node.value_without_locations()))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

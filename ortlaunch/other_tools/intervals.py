@@ -26,23 +26,23 @@ _AVERAGED_REMARK = "the mean over the classes"
 _NO_DATA_REMARK = "there is no data.evaluation"
 
 
-def convert_intervals(draft: Draft) -> None:
+def convert_evaluation_save_and_log_intervals(draft: Draft) -> None:
     """Convert all intervals."""
-    has_data = draft.expected_recipe_value("data.evaluation") is not None
+    has_data = draft.expected_recipe_value_or_none("data.evaluation") is not None
     if has_data:
         draft.report_if_needless("do_eval", "data.evaluation is evaluated at the end, too")
     else:
         draft.report_dropped("do_eval", draft.take_key("do_eval"), _NO_DATA_REMARK)
-    _convert_evaluation_interval(draft, has_data)
-    _convert_best_and_early_stop(draft, _NO_DATA_REMARK if not has_data else "")
-    _convert_save_interval(draft)
-    _convert_interval(draft, "logging_steps", _IntervalKeys("log.every_steps"))
+    _convert_evaluation_strategy_and_interval(draft, has_data)
+    _convert_best_checkpoint_and_early_stop(draft, _NO_DATA_REMARK if not has_data else "")
+    _convert_save_strategy_and_interval(draft)
+    _convert_steps_or_epoch_fraction(draft, "logging_steps", _IntervalKeys("log.every_steps"))
 
 
-def _step_count(draft: Draft, node: Tree | None) -> int | None:
+def _step_count_or_none(draft: Draft, value_node: Tree | None) -> int | None:
     """Return a number of steps; None if it is no number, or a share of an unknown number."""
     # In Trainer a value below 1 is a share of max_steps.
-    value = number_of_node(node)
+    value = number_of_node(value_node)
     max_steps = number_of_node(draft.unconverted.get("max_steps"))
     if value is None or value >= 1:
         return int(value) if value is not None and float(value).is_integer() else None
@@ -53,10 +53,12 @@ def _step_count(draft: Draft, node: Tree | None) -> int | None:
     )
 
 
-def _convert_interval(draft: Draft, config_key: str, interval_keys: _IntervalKeys) -> None:
+def _convert_steps_or_epoch_fraction(
+    draft: Draft, config_key: str, interval_keys: _IntervalKeys
+) -> None:
     node = draft.take_key(config_key)
     value = number_of_node(node)
-    steps = _step_count(draft, node)
+    steps = _step_count_or_none(draft, node)
     is_share = value is not None and value < 1 and steps is None
     set_key = next(
         (
@@ -70,7 +72,7 @@ def _convert_interval(draft: Draft, config_key: str, interval_keys: _IntervalKey
         draft.report_dropped(config_key, node, f"{set_key} is set by another key already")
     elif is_share and interval_keys.epochs and value:
         # A share of the whole training, whose length is in epochs.
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             interval_keys.epochs, node, config_key, round(value * _training_epochs(draft), 9)
         )
     elif is_share:
@@ -78,7 +80,7 @@ def _convert_interval(draft: Draft, config_key: str, interval_keys: _IntervalKey
             config_key, node, f"below 1 it is a share of max_steps; give {interval_keys.steps}"
         )
     else:
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             interval_keys.steps, node, config_key, None if isinstance(value, int) else steps
         )
 
@@ -90,12 +92,12 @@ def _training_epochs(draft: Draft) -> float:
     return epochs or (1.0 if "Axolotl" in draft.tools else 3.0)
 
 
-def _convert_times_per_epoch(draft: Draft, config_key: str, recipe_key: str) -> None:
+def _convert_times_per_epoch_to_interval(draft: Draft, config_key: str, recipe_key: str) -> None:
     """Convert Axolotl's number of times in an epoch; 0 stands for none given."""
     node = draft.take_key(config_key)
     times_per_epoch = number_of_node(node)
     if times_per_epoch:
-        draft.set_recipe_key(recipe_key, node, config_key, 1 / times_per_epoch)
+        draft.set_recipe_key_and_report(recipe_key, node, config_key, 1 / times_per_epoch)
     else:
         draft.report_needless(config_key, node, "0 stands for no number of times")
 
@@ -107,7 +109,7 @@ def _take_strategy(draft: Draft, config_key: str) -> tuple[Tree | None, str | No
     return draft.take_key(config_key), "no" if strategy_name is False else strategy_name
 
 
-def _convert_evaluation_interval(draft: Draft, has_data: bool) -> None:
+def _convert_evaluation_strategy_and_interval(draft: Draft, has_data: bool) -> None:
     # transformers 4.41 renamed it to eval_strategy.
     strategy_key = (
         "evaluation_strategy" if "evaluation_strategy" in draft.unconverted else "eval_strategy"
@@ -128,25 +130,27 @@ def _convert_evaluation_interval(draft: Draft, has_data: bool) -> None:
             else:
                 draft.report_dropped(config_key, node, _NO_DATA_REMARK)
         return
-    _convert_times_per_epoch(draft, "evals_per_epoch", _EVALUATIONS.epochs)
+    _convert_times_per_epoch_to_interval(draft, "evals_per_epoch", _EVALUATIONS.epochs)
     if strategy_name == "epoch" and strategy is not None:
-        draft.set_recipe_key(_EVALUATIONS.epochs, strategy, strategy_key, 1.0)
+        draft.set_recipe_key_and_report(_EVALUATIONS.epochs, strategy, strategy_key, 1.0)
         _report_without_effect(draft, "eval_steps", strategy_key, strategy_name)
         return
-    _convert_interval(draft, "eval_steps", _EVALUATIONS)
+    _convert_steps_or_epoch_fraction(draft, "eval_steps", _EVALUATIONS)
     if strategy is not None:
-        _convert_steps_strategy(draft, strategy_key, strategy)
-    elif "Axolotl" in draft.tools and _set_interval_key(draft, _EVALUATIONS) is None:
+        _convert_strategy_of_steps(draft, strategy_key, strategy)
+    elif (
+        "Axolotl" in draft.tools and _interval_key_already_set_or_none(draft, _EVALUATIONS) is None
+    ):
         draft.assume_default(_EVALUATIONS.epochs, 1.0, "Axolotl's default")
 
 
-def _set_interval_key(draft: Draft, interval_keys: _IntervalKeys) -> str | None:
+def _interval_key_already_set_or_none(draft: Draft, interval_keys: _IntervalKeys) -> str | None:
     """Return the key of an interval that the recipe will have; None if it will have none."""
     return next(
         (
             interval_key
             for interval_key in interval_keys
-            if interval_key and draft.expected_recipe_value(interval_key) is not None
+            if interval_key and draft.expected_recipe_value_or_none(interval_key) is not None
         ),
         None,
     )
@@ -158,33 +162,35 @@ def _report_without_effect(
     draft.report_if_needless(config_key, f"of no effect there: {strategy_key} is {strategy_name}")
 
 
-def _convert_steps_strategy(draft: Draft, strategy_key: str, strategy: Tree) -> None:
+def _convert_strategy_of_steps(draft: Draft, strategy_key: str, strategy: Tree) -> None:
     """Convert a strategy of `step_count`."""
     # Without eval_steps Trainer evaluates every logging_steps.
     logging_node = draft.unconverted.get("logging_steps")
     step_count = (
-        _step_count(draft, logging_node) if logging_node is not None else _DEFAULT_LOGGING_STEPS
+        _step_count_or_none(draft, logging_node)
+        if logging_node is not None
+        else _DEFAULT_LOGGING_STEPS
     )
-    set_key = _set_interval_key(draft, _EVALUATIONS)
+    set_key = _interval_key_already_set_or_none(draft, _EVALUATIONS)
     if set_key is not None:
         draft.report_needless(strategy_key, strategy, f"{set_key} has it")
     elif step_count is not None:
-        draft.set_recipe_key(_EVALUATIONS.steps, strategy, strategy_key, step_count)
+        draft.set_recipe_key_and_report(_EVALUATIONS.steps, strategy, strategy_key, step_count)
     else:
         draft.report_dropped(
             strategy_key, strategy, f"it is not known how many steps; give {_EVALUATIONS.steps}"
         )
 
 
-def _convert_best_and_early_stop(draft: Draft, reason: str) -> None:
-    """Convert the best checkpoint and early stopping; `reason` gives the reason against both."""
+def _convert_best_checkpoint_and_early_stop(draft: Draft, reason_for_neither: str) -> None:
+    """Convert the best checkpoint and early stopping; `reason_for_neither` gives the reason against both."""
     best_node = draft.take_key("load_best_model_at_end")
     patience_node = draft.take_key("early_stopping_patience")
     metric_node = draft.take_key("metric_for_best_model")
     trainer_metric = (
         one_line_text(metric_node).removeprefix("eval_") if metric_node is not None else "loss"
     )
-    task = draft.expected_recipe_value("model.task")
+    task = draft.expected_recipe_value_or_none("model.task")
     metrics_of_all_tasks = {
         name: metric_node for name, metric_node in METRICS.items() if metric_node.always
     }
@@ -198,10 +204,12 @@ def _convert_best_and_early_stop(draft: Draft, reason: str) -> None:
         ),
         None,
     )
-    if not reason and recipe_metric is None and metric_node is not None:
-        reason = f"no metric is called {one_line_text(metric_node)}; there are {', '.join(known_metrics)}"
-    elif not reason and _set_interval_key(draft, _EVALUATIONS) is None:
-        reason = f"there is no {_EVALUATIONS.steps} or evaluate_every_epochs; give one, too"
+    if not reason_for_neither and recipe_metric is None and metric_node is not None:
+        reason_for_neither = f"no metric is called {one_line_text(metric_node)}; there are {', '.join(known_metrics)}"
+    elif not reason_for_neither and _interval_key_already_set_or_none(draft, _EVALUATIONS) is None:
+        reason_for_neither = (
+            f"there is no {_EVALUATIONS.steps} or evaluate_every_epochs; give one, too"
+        )
     for config_key, node, recipe_key, recipe_value in (
         (
             "load_best_model_at_end",
@@ -216,18 +224,18 @@ def _convert_best_and_early_stop(draft: Draft, reason: str) -> None:
             {"metric": recipe_metric, "evaluations": patience_node},
         ),
     ):
-        if reason:
-            draft.report_dropped(config_key, node, f"{recipe_key}: {reason}")
+        if reason_for_neither:
+            draft.report_dropped(config_key, node, f"{recipe_key}: {reason_for_neither}")
         else:
-            draft.set_recipe_key(
+            draft.set_recipe_key_and_report(
                 recipe_key,
                 node,
                 config_key,
                 recipe_value,
                 _AVERAGED_REMARK if recipe_metric == "f1_macro" else "",
             )
-    if reason:
-        draft.report_dropped("metric_for_best_model", metric_node, reason)
+    if reason_for_neither:
+        draft.report_dropped("metric_for_best_model", metric_node, reason_for_neither)
     elif best_node or patience_node:
         needless_reason = "checkpoint.keep_best and train.stop_after name it"
         draft.report_needless("metric_for_best_model", metric_node, needless_reason)
@@ -238,19 +246,23 @@ def _convert_best_and_early_stop(draft: Draft, reason: str) -> None:
     draft.report_needless("greater_is_better", greater_node, "the metric says it")
 
 
-def _convert_save_interval(draft: Draft) -> None:
+def _convert_save_strategy_and_interval(draft: Draft) -> None:
     """Convert the interval of checkpoints."""
     strategy, strategy_name = _take_strategy(draft, "save_strategy")
-    _convert_times_per_epoch(draft, "saves_per_epoch", _SAVES.epochs)
+    _convert_times_per_epoch_to_interval(draft, "saves_per_epoch", _SAVES.epochs)
     if strategy_name in (None, "steps"):
-        _convert_interval(draft, "save_steps", _SAVES)
+        _convert_steps_or_epoch_fraction(draft, "save_steps", _SAVES)
     else:
         _report_without_effect(draft, "save_steps", "save_strategy", strategy_name)
     if strategy_name == "epoch":
-        draft.set_recipe_key(_SAVES.epochs, strategy, "save_strategy", 1.0)
-    elif strategy is None and "Axolotl" in draft.tools and _set_interval_key(draft, _SAVES) is None:
+        draft.set_recipe_key_and_report(_SAVES.epochs, strategy, "save_strategy", 1.0)
+    elif (
+        strategy is None
+        and "Axolotl" in draft.tools
+        and _interval_key_already_set_or_none(draft, _SAVES) is None
+    ):
         draft.assume_default(_SAVES.epochs, 1.0, "Axolotl's default")
-    elif set_key := _set_interval_key(draft, _SAVES):
+    elif set_key := _interval_key_already_set_or_none(draft, _SAVES):
         draft.report_needless("save_strategy", strategy, f"{set_key} has it")
     else:
         draft.report_dropped(

@@ -11,7 +11,12 @@ from typing import NamedTuple
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.other_tools import llama_v1
-from ortlaunch.other_tools.draft import Draft, number_of_node, one_line_text, tree_at_node
+from ortlaunch.other_tools.draft import (
+    Draft,
+    number_of_node,
+    one_line_text,
+    tree_with_location_of_node,
+)
 from ortlaunch.other_tools.trainer import FORMATS
 from ortlaunch.recipe.text.tree import Tree
 
@@ -65,7 +70,7 @@ class _RefusedDataSet(Exception):
     """A data set that no source of the recipe can be."""
 
 
-def convert_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
+def convert_named_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
     """Convert the data sets of training and evaluation.
 
     Args:
@@ -75,16 +80,18 @@ def convert_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
     """
     folder_node = draft.take_key("dataset_dir")
     max_samples_node = draft.take_key("max_samples")
-    described_sets = _read_described_sets(
+    described_sets = _read_dataset_info_file_or_none(
         draft.recipe_tree.location.source,
         one_line_text(folder_node) if folder_node is not None else "data",
     )
     has_source = False
     train_node = draft.take_key("train_dataset")
-    listed_sets = llama_v1.read_data_sets(train_node) if train_node is not None else None
+    listed_sets = (
+        llama_v1.read_listed_data_sets_or_none(train_node) if train_node is not None else None
+    )
     if train_node is not None and listed_sets is not None:
-        names_node = tree_at_node([*listed_sets[1]], train_node)
-        has_source = _convert_part(
+        names_node = tree_with_location_of_node([*listed_sets[1]], train_node)
+        has_source = _convert_data_sets_of_key(
             draft,
             ("train_dataset", "train"),
             names_node,
@@ -99,7 +106,7 @@ def convert_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
             reason = f"no {_DESCRIPTION_FILE} is in the folder, nor in the config's folders; give data.{recipe_part}"
             draft.report_dropped(key, node, reason)
         elif node is not None:
-            has_source |= _convert_part(
+            has_source |= _convert_data_sets_of_key(
                 draft,
                 (key, recipe_part),
                 node,
@@ -116,7 +123,7 @@ def convert_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
             draft.report_dropped(key, node, f"give {reason}")
 
 
-def _read_described_sets(config_path: str, folder_name: str) -> _DescribedSets | None:
+def _read_dataset_info_file_or_none(config_path: str, folder_name: str) -> _DescribedSets | None:
     """Return the data sets of a folder: from the current folder, or from one above the config.
 
     Raises:
@@ -140,16 +147,20 @@ def _read_described_sets(config_path: str, folder_name: str) -> _DescribedSets |
     return None
 
 
-def _convert_part(
+def _convert_data_sets_of_key(
     draft: Draft,
     key_and_part: tuple[str, str],
-    node: Tree,
+    set_names_node: Tree,
     described_sets: _DescribedSets,
     source_options: tuple[bool, float | None, Json],
 ) -> bool:
     """Convert the data sets of one key; return whether the recipe has at least one of them."""
     config_key, recipe_part = key_and_part
-    names = node.plain_value() if node.node_type == "list" else str(node.scalar).split(",")
+    names = (
+        set_names_node.value_without_locations()
+        if set_names_node.node_type == "list"
+        else str(set_names_node.scalar).split(",")
+    )
     sources = []
     for set_name in (str(name_text).strip() for name_text in names):
         try:
@@ -158,36 +169,46 @@ def _convert_part(
                 raise _RefusedDataSet(
                     f"{described_sets.folder / _DESCRIPTION_FILE} has no {set_name}"
                 )
-            sources.append(_data_source(set_description, described_sets.folder, *source_options))
+            sources.append(
+                _recipe_source_of_data_set(set_description, described_sets.folder, *source_options)
+            )
         except _RefusedDataSet as error:
             draft.report_dropped(
-                f"{config_key} {set_name}", node, f"{error}; give a source of data.{recipe_part}"
+                f"{config_key} {set_name}",
+                set_names_node,
+                f"{error}; give a source of data.{recipe_part}",
             )
             continue
         if media_columns := [
             name_text for name_text in _MEDIA if name_text in (set_description.get("columns") or {})
         ]:
-            location = node.key_location or node.location
+            location = set_names_node.key_location or set_names_node.location
             reason = "beside text they cannot be trained here"
             raise InputError(
                 f"{location}: {config_key}: the rows of {set_name} have {media_columns[0]}: {reason}"
             )
-        for lost_key in _lost_keys(set_description):
-            draft.report_dropped(f"{config_key} {set_name}.{lost_key}", node, "no counterpart")
+        for lost_key in _keys_without_counterpart(set_description):
+            draft.report_dropped(
+                f"{config_key} {set_name}.{lost_key}", set_names_node, "no counterpart"
+            )
     origin_text = f"as {described_sets.folder / _DESCRIPTION_FILE} has it"
     if len(sources) > 1 and recipe_part == "train":
         weighted_sources = [{"source": name_text, "weight": None} for name_text in sources]
-        draft.set_recipe_key("data.train", node, config_key, weighted_sources, _MIXTURE_REMARK)
+        draft.set_recipe_key_and_report(
+            "data.train", set_names_node, config_key, weighted_sources, _MIXTURE_REMARK
+        )
     elif sources:
-        draft.set_recipe_key(
-            f"data.{recipe_part}", node, f"{config_key}, {origin_text}", sources[0]
+        draft.set_recipe_key_and_report(
+            f"data.{recipe_part}", set_names_node, f"{config_key}, {origin_text}", sources[0]
         )
         for name_text in sources[1:]:
-            draft.report_dropped(f"{config_key} {name_text}", node, "data.evaluation is one corpus")
+            draft.report_dropped(
+                f"{config_key} {name_text}", set_names_node, "data.evaluation is one corpus"
+            )
     return bool(sources)
 
 
-def _data_source(
+def _recipe_source_of_data_set(
     set_description: Json,
     data_folder: Path,
     has_chats: bool,
@@ -196,8 +217,8 @@ def _data_source(
 ) -> Json:
     columns = set_description.get("columns") or {}
     source = {
-        **_rows_location(set_description, data_folder),
-        **(_chat_fields(set_description, columns) if has_chats else {}),
+        **_hub_or_file_fields_of_source(set_description, data_folder),
+        **(_chat_columns_keys_and_roles(set_description, columns) if has_chats else {}),
         **loss_fields,
     }
     if not has_chats and source["format"] != "text":
@@ -208,7 +229,7 @@ def _data_source(
     return {**source, "most_rows": int(min(row_limits))} if row_limits else source
 
 
-def _rows_location(set_description: Json, data_folder: Path) -> Json:
+def _hub_or_file_fields_of_source(set_description: Json, data_folder: Path) -> Json:
     """Return where the rows are: on the hub, or in a file."""
     if set_description.get("formatting", "alpaca") not in _FORMATTINGS:
         raise _RefusedDataSet(
@@ -231,7 +252,7 @@ def _rows_location(set_description: Json, data_folder: Path) -> Json:
     return {"format": file_format, "path": str(data_folder / file_name)}
 
 
-def _chat_fields(set_description: Json, columns: Json) -> Json:
+def _chat_columns_keys_and_roles(set_description: Json, columns: Json) -> Json:
     has_messages = set_description.get("formatting", "alpaca") != "alpaca"
     column_table = _MESSAGE_COLUMNS if has_messages else _PROMPT_COLUMNS
     column_fields = {
@@ -257,7 +278,7 @@ def _chat_fields(set_description: Json, columns: Json) -> Json:
     }
 
 
-def _lost_keys(set_description: Json) -> Iterator[str]:
+def _keys_without_counterpart(set_description: Json) -> Iterator[str]:
     """Yield the keys of a data set that have no counterpart."""
     read_columns = {*_PROMPT_COLUMNS, *_MESSAGE_COLUMNS}
     yield from (

@@ -7,8 +7,8 @@ from pathlib import Path
 from ortlaunch.errors import RecipeError
 from ortlaunch.json_types import Json
 from ortlaunch.other_tools import sharding
-from ortlaunch.other_tools.draft import Draft, one_line_text, tree_at_node
-from ortlaunch.other_tools.reading import read_config_tree
+from ortlaunch.other_tools.draft import Draft, one_line_text, tree_with_location_of_node
+from ortlaunch.other_tools.reading import read_config_tree_or_refuse
 from ortlaunch.recipe.text.tree import Tree
 
 # Keys that identify the schema; its configs have no stage.
@@ -34,27 +34,27 @@ _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
 _OPENAI_COLUMNS: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
 
 
-def rename_keys(draft: Draft) -> None:
+def rename_second_schema_keys(draft: Draft) -> None:
     """Rename keys, and take sections apart; keys without a counterpart stay as they are."""
     unconverted = draft.unconverted
-    unconverted.setdefault("stage", tree_at_node("sft", draft.recipe_tree))
+    unconverted.setdefault("stage", tree_with_location_of_node("sft", draft.recipe_tree))
     for config_key, first_schema_key in _RENAMED_KEYS.items():
         if config_key in unconverted:
             unconverted[first_schema_key] = unconverted.pop(config_key)
     if "peft_config" not in unconverted:
-        unconverted["finetuning_type"] = tree_at_node("full", draft.recipe_tree)
+        unconverted["finetuning_type"] = tree_with_location_of_node("full", draft.recipe_tree)
     for section, renamed_keys in (("peft_config", _PEFT_KEYS), ("optim_config", _OPTIMIZER_KEYS)):
         node = draft.take_key(section)
         for key, child in node.children.items() if node is not None else ():
             if key in renamed_keys:
                 unconverted[renamed_keys[str(key)]] = child
             elif key == "adamw_betas":
-                draft.set_recipe_key("optimizer.betas", child, f"{section}.{key}")
-            elif _MUON_DEFAULTS.get(str(key)) == child.plain_value():
+                draft.set_recipe_key_and_report("optimizer.betas", child, f"{section}.{key}")
+            elif _MUON_DEFAULTS.get(str(key)) == child.value_without_locations():
                 draft.report_needless(f"{section}.{key}", child, "torch's Muon has it")
             elif child.scalar is not None or child.children:
                 draft.report_dropped(f"{section}.{key}", child, "no counterpart")
-    _convert_distributed(draft)
+    _convert_dist_config(draft)
     batching_node = unconverted.get("batching_strategy")
     if batching_node is not None and batching_node.scalar == "normal":
         draft.report_needless(
@@ -62,14 +62,14 @@ def rename_keys(draft: Draft) -> None:
         )
 
 
-def _convert_distributed(draft: Draft) -> None:
+def _convert_dist_config(draft: Draft) -> None:
     node = draft.take_key("dist_config")
     name_node = node.find_subtree(("name",)) if node is not None else None
     file_node = node.find_subtree(("config_file",)) if node is not None else None
     if file_node is not None:
         draft.unconverted["deepspeed"] = file_node
     elif node is not None and name_node is not None and one_line_text(name_node).startswith("fsdp"):
-        sharding.assume_zero_stage(draft, 3, "by dist_config")
+        sharding.assume_zero_stage_and_engine(draft, 3, "by dist_config")
         draft.report_altered(
             "dist_config", node, "zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"
         )
@@ -77,20 +77,20 @@ def _convert_distributed(draft: Draft) -> None:
         draft.report_dropped("dist_config", node, "no counterpart; give zero.stage")
 
 
-def read_data_sets(node: Tree) -> tuple[Path, Json] | None:
+def read_listed_data_sets_or_none(file_name_node: Tree) -> tuple[Path, Json] | None:
     """Return a file of data sets as the first schema has them, and its folder's parent.
 
     The paths in it are relative to the folder in which the tool is started.
     """
-    file_name = one_line_text(node)
-    folders = (Path(), *Path(node.location.source).absolute().parents)
+    file_name = one_line_text(file_name_node)
+    folders = (Path(), *Path(file_name_node.location.source).absolute().parents)
     data_sets_path = next(
         (set_name / file_name for set_name in folders if (set_name / file_name).is_file()), None
     )
     if data_sets_path is None:
         return None
     try:
-        content = read_config_tree(data_sets_path).plain_value()
+        content = read_config_tree_or_refuse(data_sets_path).value_without_locations()
     except RecipeError:
         return None
     converted_sets = {

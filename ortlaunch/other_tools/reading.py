@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.recipe.text.place import ProblemLine, SourceError
-from ortlaunch.recipe.text.source import read_recipe_text
+from ortlaunch.recipe.text.source import read_recipe_text_or_refuse
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.yaml_text import parse_yaml
+from ortlaunch.recipe.text.yaml_text import parse_yaml_tree
 
 
-def read_config_tree(config_path: Path) -> Tree:
+def read_config_tree_or_refuse(config_path: Path) -> Tree:
     """Read a config.
 
     Raises:
@@ -27,9 +27,9 @@ def read_config_tree(config_path: Path) -> Tree:
             f"writes with {writing_call}"
         )
     try:
-        text = read_recipe_text(config_path)
+        text = read_recipe_text_or_refuse(config_path)
         # JSON is YAML except for tabs, which YAML does not accept as indentation.
-        tree = parse_yaml(
+        tree = parse_yaml_tree(
             text.expandtabs(1) if config_path.suffix == ".json" else text,
             str(config_path),
             problems,

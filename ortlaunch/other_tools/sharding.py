@@ -16,7 +16,7 @@ _STAGES = {
 _ZERO_REMARK = "DeepSpeed's ZeRO shards instead of FSDP, which needs no list of layers"
 
 
-def assume_zero_stage(draft: Draft, zero_stage: int, reason: str) -> None:
+def assume_zero_stage_and_engine(draft: Draft, zero_stage: int, reason: str) -> None:
     """Set ZeRO's stage, and for stage 3 an engine that has it, unless the config sets them."""
     draft.assume_default("zero.stage", zero_stage, reason)
     if zero_stage == 3:
@@ -27,7 +27,7 @@ def assume_zero_stage(draft: Draft, zero_stage: int, reason: str) -> None:
         )
 
 
-def convert_fsdp_keys(draft: Draft) -> None:
+def convert_fsdp_keys_to_zero(draft: Draft) -> None:
     """Convert the keys of FSDP, of Trainer, Axolotl and accelerate."""
     strategy_node = draft.take_key("fsdp")
     config_node = draft.take_key("fsdp_config")
@@ -48,7 +48,7 @@ def convert_fsdp_keys(draft: Draft) -> None:
     if strategy_node is None and config_node is None:
         return
     zero_stage = stages[0] if stages else 3
-    assume_zero_stage(draft, zero_stage, "FSDP's strategy")
+    assume_zero_stage_and_engine(draft, zero_stage, "FSDP's strategy")
     for key, node in (
         ("fsdp", strategy_node),
         ("fsdp_config", config_node),
@@ -59,7 +59,9 @@ def convert_fsdp_keys(draft: Draft) -> None:
             draft.report_altered if key in ("fsdp", "fsdp_config") else draft.report_needless
         )
         add_remark(key, node, f"zero.stage: {zero_stage}; {_ZERO_REMARK}")
-    _convert_fsdp_settings(draft, setting_nodes, "offload" in strategy_text.split(), zero_stage)
+    _convert_fsdp_offload_and_checkpointing(
+        draft, setting_nodes, "offload" in strategy_text.split(), zero_stage
+    )
 
 
 def _fsdp_settings(config_node: Tree | None) -> dict[str, Tree]:
@@ -68,7 +70,7 @@ def _fsdp_settings(config_node: Tree | None) -> dict[str, Tree]:
     return {str(key).removeprefix("fsdp_"): node for key, node in children.items()}
 
 
-def _convert_fsdp_settings(
+def _convert_fsdp_offload_and_checkpointing(
     draft: Draft, setting_nodes: dict[str, Tree], has_offload_word: bool, zero_stage: int
 ) -> None:
     """Convert the settings of FSDP that have keys of their own here."""
@@ -79,7 +81,7 @@ def _convert_fsdp_settings(
         if zero_stage == 3:
             draft.assume_default("zero.offload.parameters", "cpu", "FSDP's offload_params")
     if checkpointing_node is not None and not is_empty(checkpointing_node):
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "model.gradient_checkpointing",
             checkpointing_node,
             "fsdp_config.activation_checkpointing",

@@ -62,43 +62,49 @@ def convert_torchtune_config(draft: Draft) -> None:
     Raises:
         InputError: it is no supervised training of text.
     """
-    draft.refuse_keys(_REFUSED_KEYS)
+    draft.refuse_config_with_keys(_REFUSED_KEYS)
     dataset_node = draft.take_key("dataset")
     if dataset_node is None or "optimizer" not in draft.unconverted:
         raise InputError(f"{draft.recipe_tree.location.source}: {_NO_TRAINING_MESSAGE}")
     draft.assume_default("model.task", "causal-lm", "torchtune trains no other")
-    _convert_model(draft)
+    _convert_weights_folder_and_lora(draft)
     for key, node in (("dataset", dataset_node), ("dataset_val", draft.take_key("dataset_val"))):
         if node is not None:
-            _convert_dataset(draft, key, node)
-    _convert_tokenizer(draft)
-    _convert_optimizer(draft)
-    _convert_schedule(draft)
-    _convert_engine_settings(draft)
-    _convert_sharding(draft)
-    trainer.convert_run_name(draft)
-    _convert_length(draft)
+            _convert_dataset_component(draft, key, node)
+    _convert_tokenizer_length(draft)
+    _convert_optimizer_component(draft)
+    _convert_schedule_component(draft)
+    _convert_precision_compile_and_logger(draft)
+    _convert_fsdp_and_tensor_parallelism(draft)
+    trainer.convert_first_valid_run_name(draft)
+    _convert_batch_size_and_length(draft)
     loss_node = draft.unconverted.get("loss")
     if loss_node is not None and "rlhf" in one_line_text(loss_node):
         raise refusal_error("loss", loss_node, _REFUSED_KEYS["ref_checkpointer"])
     draft.assume_default("batch.accumulation_steps", 1, "torchtune's default")
 
 
-def _convert_length(draft: Draft) -> None:
+def _convert_batch_size_and_length(draft: Draft) -> None:
     batch_size_node = draft.take_key("batch_size")
     epochs_node = draft.take_key("epochs")
     max_steps_node = draft.take_key("max_steps_per_epoch")
-    draft.set_recipe_key("batch.micro_size", batch_size_node, "batch_size")
+    draft.set_recipe_key_and_report("batch.micro_size", batch_size_node, "batch_size")
     if max_steps_node is not None:
         max_steps = int((number_of_node(max_steps_node) or 1) * (number_of_node(epochs_node) or 1))
-        draft.set_recipe_key("train.max_steps", max_steps_node, "max_steps_per_epoch", max_steps)
+        draft.set_recipe_key_and_report(
+            "train.max_steps", max_steps_node, "max_steps_per_epoch", max_steps
+        )
         draft.report_needless("epochs", epochs_node, "train.max_steps has it")
     else:
-        draft.set_recipe_key("train.epochs", epochs_node, "epochs")
-    draft.move_key("model.lora.merge", "save_adapter_weights_only", recipe_value=False)
+        draft.set_recipe_key_and_report("train.epochs", epochs_node, "epochs")
+    draft.set_recipe_key_from_config_key(
+        "model.lora.merge", "save_adapter_weights_only", recipe_value=False
+    )
 
 
-def _take_component(draft: Draft, section_key: str) -> tuple[str, dict[str, Tree]]:
+def _take_component_name_and_settings(
+    draft: Draft, section_key: str
+) -> tuple[str, dict[str, Tree]]:
     """Remove a section; return its component's name, and its other settings that are not empty."""
     node = draft.take_key(section_key)
     children = dict(node.children) if node is not None else {}
@@ -112,33 +118,35 @@ def _drop_settings(draft: Draft, section_key: str, unused_settings: dict[str, Tr
         draft.report_dropped(f"{section_key}.{name}", node, "no counterpart")
 
 
-def _convert_model(draft: Draft) -> None:
+def _convert_weights_folder_and_lora(draft: Draft) -> None:
     """Convert the weights' folder, and the adapters among the model's arguments."""
-    _, checkpointer_settings = _take_component(draft, "checkpointer")
-    component, model_settings = _take_component(draft, "model")
+    _, checkpointer_settings = _take_component_name_and_settings(draft, "checkpointer")
+    component, model_settings = _take_component_name_and_settings(draft, "model")
     folder_node = checkpointer_settings.get("checkpoint_dir")
     if "vision" in component:
         raise InputError(f"{draft.recipe_tree.location}: model: {component}: {_IMAGES_MESSAGE}")
-    draft.set_recipe_key("model.pretrained", folder_node, "checkpointer.checkpoint_dir")
-    draft.set_recipe_key("data.tokenizer", folder_node, "checkpointer.checkpoint_dir")
+    draft.set_recipe_key_and_report("model.pretrained", folder_node, "checkpointer.checkpoint_dir")
+    draft.set_recipe_key_and_report("data.tokenizer", folder_node, "checkpointer.checkpoint_dir")
     keep_node = checkpointer_settings.get("keep_last_n_checkpoints")
-    draft.set_recipe_key("checkpoint.keep", keep_node, "checkpointer.keep_last_n_checkpoints")
+    draft.set_recipe_key_and_report(
+        "checkpoint.keep", keep_node, "checkpointer.keep_last_n_checkpoints"
+    )
     attention_layers_node = model_settings.pop("lora_attn_modules", None)
     if attention_layers_node is not None:
         module_names = [
             _LAYER_NAMES.get(layer_name, layer_name)
-            for layer_name in attention_layers_node.plain_value()
+            for layer_name in attention_layers_node.value_without_locations()
         ]
         module_names += _MLP_LAYERS if model_settings.pop("apply_lora_to_mlp", None) else ()
         module_names += ["lm_head"] if model_settings.pop("apply_lora_to_output", None) else []
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "model.lora.target_modules",
             attention_layers_node,
             "model.lora_attn_modules",
             module_names,
         )
         for key, lora_field in (("rank", "r"), ("alpha", "alpha"), ("dropout", "dropout")):
-            draft.set_recipe_key(
+            draft.set_recipe_key_and_report(
                 f"model.lora.{lora_field}",
                 model_settings.pop(f"lora_{key}", None),
                 f"model.lora_{key}",
@@ -150,16 +158,20 @@ def _convert_model(draft: Draft) -> None:
     _drop_settings(draft, "model", model_settings)
 
 
-def _convert_dataset(draft: Draft, section_key: str, node: Tree) -> None:
+def _convert_dataset_component(draft: Draft, section_key: str, dataset_node: Tree) -> None:
     """Convert a data set: a component of torchtune, with its arguments."""
     settings = {
-        str(hub_name): child for hub_name, child in node.children.items() if not is_empty(child)
+        str(hub_name): child
+        for hub_name, child in dataset_node.children.items()
+        if not is_empty(child)
     }
-    component = one_line_text(settings.pop(_COMPONENT, node)).rpartition(".")[2]
+    component = one_line_text(settings.pop(_COMPONENT, dataset_node)).rpartition(".")[2]
     default_hub_name, fields = _DATASETS.get(component, (None, {}))
     hub_name = one_line_text(settings.pop("source")) if "source" in settings else default_hub_name
     if component not in _DATASETS or hub_name is None:
-        raise refusal_error(section_key, node, "its component is none of " + ", ".join(_DATASETS))
+        raise refusal_error(
+            section_key, dataset_node, "its component is none of " + ", ".join(_DATASETS)
+        )
     packed_node = settings.pop("packed", None)
     split_node = settings.pop("split", None)
     files_node = settings.pop("data_files", None)
@@ -169,9 +181,9 @@ def _convert_dataset(draft: Draft, section_key: str, node: Tree) -> None:
     remark = (
         "" if "text_column" in fields else "torchtune writes the model's marks of a chat around it"
     )
-    draft.set_recipe_key(
+    draft.set_recipe_key_and_report(
         "data.train" if section_key == "dataset" else "data.evaluation",
-        node,
+        dataset_node,
         section_key,
         source,
         remark,
@@ -179,13 +191,13 @@ def _convert_dataset(draft: Draft, section_key: str, node: Tree) -> None:
     if packed_node is not None and "text_column" in fields:
         draft.report_needless(f"{section_key}.packed", packed_node, "text is always packed")
     elif packed_node is not None and section_key == "dataset":
-        draft.set_recipe_key("data.packing", packed_node, "dataset.packed")
+        draft.set_recipe_key_and_report("data.packing", packed_node, "dataset.packed")
     _drop_settings(draft, section_key, settings)
 
 
-def _convert_tokenizer(draft: Draft) -> None:
-    _, settings = _take_component(draft, "tokenizer")
-    draft.set_recipe_key(
+def _convert_tokenizer_length(draft: Draft) -> None:
+    _, settings = _take_component_name_and_settings(draft, "tokenizer")
+    draft.set_recipe_key_and_report(
         "data.sequence_length", settings.pop("max_seq_len", None), "tokenizer.max_seq_len"
     )
     draft.assume_default(
@@ -201,9 +213,9 @@ def _convert_tokenizer(draft: Draft) -> None:
             draft.report_dropped(f"tokenizer.{setting_name}", node, "no counterpart")
 
 
-def _convert_optimizer(draft: Draft) -> None:
+def _convert_optimizer_component(draft: Draft) -> None:
     node = draft.unconverted["optimizer"]
-    component, settings = _take_component(draft, "optimizer")
+    component, settings = _take_component_name_and_settings(draft, "optimizer")
     recipe_optimizer = _OPTIMIZERS.get(component)
     fused_node = settings.pop("fused", None)
     remark = "" if recipe_optimizer else "another optimizer: there is none of that name here"
@@ -213,9 +225,11 @@ def _convert_optimizer(draft: Draft) -> None:
         if fused_node is not None and recipe_optimizer == "adamw"
         else recipe_optimizer or "adamw"
     )
-    draft.set_recipe_key("optimizer.name", node, f"optimizer.{_COMPONENT}", optimizer_name, remark)
+    draft.set_recipe_key_and_report(
+        "optimizer.name", node, f"optimizer.{_COMPONENT}", optimizer_name, remark
+    )
     for config_field, recipe_field in _OPTIMIZER_SETTINGS.items():
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             f"optimizer.{recipe_field}",
             settings.pop(config_field, None),
             f"optimizer.{config_field}",
@@ -223,17 +237,19 @@ def _convert_optimizer(draft: Draft) -> None:
     _drop_settings(draft, "optimizer", settings)
 
 
-def _convert_schedule(draft: Draft) -> None:
+def _convert_schedule_component(draft: Draft) -> None:
     node = draft.unconverted.get("lr_scheduler")
-    component, settings = _take_component(draft, "lr_scheduler")
+    component, settings = _take_component_name_and_settings(draft, "lr_scheduler")
     if node is None or not component:
         return draft.assume_default("schedule.name", "constant", "torchtune's default")
     schedule_name = "cosine" if "cosine" in component else "linear"
     remark = (
         "" if schedule_name == "cosine" else "another schedule: there is none of that name here"
     )
-    draft.set_recipe_key("schedule.name", node, f"lr_scheduler.{_COMPONENT}", schedule_name, remark)
-    draft.set_recipe_key(
+    draft.set_recipe_key_and_report(
+        "schedule.name", node, f"lr_scheduler.{_COMPONENT}", schedule_name, remark
+    )
+    draft.set_recipe_key_and_report(
         "schedule.warmup_steps",
         settings.pop("num_warmup_steps", None),
         "lr_scheduler.num_warmup_steps",
@@ -241,12 +257,12 @@ def _convert_schedule(draft: Draft) -> None:
     return _drop_settings(draft, "lr_scheduler", settings)
 
 
-def _convert_engine_settings(draft: Draft) -> None:
+def _convert_precision_compile_and_logger(draft: Draft) -> None:
     """Convert precision, compiler, memory and logs."""
-    draft.move_key("precision", "dtype")
-    trainer.convert_activation_offload(draft, "enable_activation_offloading")
-    draft.move_key("engine.name", "compile", "inductor")
-    logger_component, settings = _take_component(draft, "metric_logger")
+    draft.set_recipe_key_from_config_key("precision", "dtype")
+    trainer.convert_activation_offload_to_eager(draft, "enable_activation_offloading")
+    draft.set_recipe_key_from_config_key("engine.name", "compile", "inductor")
+    logger_component, settings = _take_component_name_and_settings(draft, "metric_logger")
     logged_tracker = next(
         (
             tracker_name
@@ -257,7 +273,9 @@ def _convert_engine_settings(draft: Draft) -> None:
     )
     if logged_tracker is not None:
         draft.assume_default("log.trackers", [logged_tracker], logger_component)
-    draft.set_recipe_key("log.project", settings.pop("project", None), "metric_logger.project")
+    draft.set_recipe_key_and_report(
+        "log.project", settings.pop("project", None), "metric_logger.project"
+    )
     profiler_node = draft.take_key("profiler")
     if profiler_node is not None:
         enabled = profiler_node.find_subtree(("enabled",))
@@ -268,14 +286,14 @@ def _convert_engine_settings(draft: Draft) -> None:
     draft.report_dropped("quantizer", draft.take_key("quantizer"), "there is no quantized training")
 
 
-def _convert_sharding(draft: Draft) -> None:
+def _convert_fsdp_and_tensor_parallelism(draft: Draft) -> None:
     offload_node = draft.take_key("fsdp_cpu_offload")
     layers_node = draft.take_key("custom_sharded_layers")
     if offload_node is not None or layers_node is not None:
-        sharding.assume_zero_stage(draft, 3, "torchtune's FSDP")
+        sharding.assume_zero_stage_and_engine(draft, 3, "torchtune's FSDP")
     if offload_node is not None:
         offload = {"optimizer": "cpu", "parameters": "cpu"}
-        draft.set_recipe_key("zero.offload", offload_node, "fsdp_cpu_offload", offload)
+        draft.set_recipe_key_and_report("zero.offload", offload_node, "fsdp_cpu_offload", offload)
     draft.report_needless("custom_sharded_layers", layers_node, "zero.stage 3 shards all layers")
     parallel_plan_node = draft.take_key("tensor_parallel_plan")
     if draft.config_value("tensor_parallel_dim") in (None, 1):
@@ -287,7 +305,7 @@ def _convert_sharding(draft: Draft) -> None:
             "tensor_parallel_plan", parallel_plan_node, "there is no tensor parallelism"
         )
     fsdp_node = draft.take_key("fsdp")
-    if fsdp_node is not None and fsdp_node.plain_value() == {"cpu_offload": False}:
+    if fsdp_node is not None and fsdp_node.value_without_locations() == {"cpu_offload": False}:
         draft.report_needless("fsdp", fsdp_node, "nothing is offloaded by itself")
     else:
         draft.report_dropped("fsdp", fsdp_node, "give zero.offload")

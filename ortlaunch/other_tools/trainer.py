@@ -17,7 +17,7 @@ from ortlaunch.other_tools.draft import (
     null_at_node,
     number_of_node,
     one_line_text,
-    tree_at_node,
+    tree_with_location_of_node,
 )
 from ortlaunch.recipe.text.tree import Tree
 
@@ -67,48 +67,52 @@ def convert_trainer_config(draft: Draft) -> None:
     # First, because TRL's defaults must precede Trainer's.
     if trl.is_sft_config(draft):
         trl.convert_sft_keys(draft)
-    _assume_task(draft)
-    convert_model(draft)
-    _convert_data(draft)
-    convert_training_arguments(draft)
+    _assume_task_by_script_keys(draft)
+    convert_model_tokenizer_and_config(draft)
+    _convert_data_files_or_hub_set(draft)
+    convert_shared_trainer_arguments(draft)
     assume_defaults(draft, "Trainer's")
 
 
-def convert_training_arguments(draft: Draft) -> None:
+def convert_shared_trainer_arguments(draft: Draft) -> None:
     """Convert the arguments that all tools on top of Trainer share."""
-    convert_optimizer(draft, "optim")
-    convert_schedule(draft, "lr_scheduler_type")
-    convert_precision(draft)
+    convert_optimizer_name_and_betas(draft, "optim")
+    convert_schedule_and_warmup(draft, "lr_scheduler_type")
+    convert_precision_and_tf32(draft)
     _convert_clipping(draft)
-    _convert_recomputation(draft)
+    _convert_named_gradient_checkpointing(draft)
     compile_node = draft.take_key("torch_compile")
     if draft.recipe_tree.find_subtree(("model", "offload_activations")) is not None:
         draft.report_dropped(
             "torch_compile", compile_node, "engine eager alone has model.offload_activations"
         )
     else:
-        draft.set_recipe_key("engine.name", compile_node, "torch_compile", "inductor")
-    _convert_length_grouping(draft)
+        draft.set_recipe_key_and_report("engine.name", compile_node, "torch_compile", "inductor")
+    _convert_grouping_by_length(draft)
     for key in ("use_cpu", "no_cuda"):
-        draft.move_key("launch.device", key, "cpu")
-    convert_run_name(draft)
-    convert_trackers(draft)
-    intervals.convert_intervals(draft)
+        draft.set_recipe_key_from_config_key("launch.device", key, "cpu")
+    convert_first_valid_run_name(draft)
+    convert_known_trackers(draft)
+    intervals.convert_evaluation_save_and_log_intervals(draft)
     draft.report_if_needless(
         "log_level", "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's"
     )
     deepspeed_node = draft.take_key("deepspeed")
     if deepspeed_node is not None:
-        deepspeed.convert_inner_deepspeed_config(draft, deepspeed_node)
-    sharding.convert_fsdp_keys(draft)
-    _replace_sharded_optimizer(draft)
+        deepspeed.convert_deepspeed_file_or_mapping(draft, deepspeed_node)
+    sharding.convert_fsdp_keys_to_zero(draft)
+    _mend_optimizer_that_zero_cannot_shard(draft)
 
 
-def _replace_sharded_optimizer(draft: Draft) -> None:
+def _mend_optimizer_that_zero_cannot_shard(draft: Draft) -> None:
     """Replace an optimizer that updates whole tensors, or ZeRO, which splits them."""
     node = draft.recipe_tree.find_subtree(("optimizer", "name"))
-    if node is not None and node.scalar == "muon" and draft.expected_recipe_value("zero.stage"):
-        draft.set_recipe_key(
+    if (
+        node is not None
+        and node.scalar == "muon"
+        and draft.expected_recipe_value_or_none("zero.stage")
+    ):
+        draft.set_recipe_key_and_report(
             "zero.stage",
             node,
             "optimizer",
@@ -118,17 +122,17 @@ def _replace_sharded_optimizer(draft: Draft) -> None:
     if (
         node is not None
         and node.scalar == "adamw_8bit"
-        and draft.expected_recipe_value("zero.stage")
+        and draft.expected_recipe_value_or_none("zero.stage")
     ):
-        draft.recipe_tree = draft.recipe_tree.set_subtree(
-            ("optimizer", "name"), tree_at_node("adamw", node)
+        draft.recipe_tree = draft.recipe_tree.copy_with_subtree(
+            ("optimizer", "name"), tree_with_location_of_node("adamw", node)
         )
         draft.report_altered(
             "optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits"
         )
 
 
-def _assume_task(draft: Draft) -> None:
+def _assume_task_by_script_keys(draft: Draft) -> None:
     # Tasks of run_glue and run_ner; all others classify sequences.
     task_by_dataset = {
         "stsb": "sequence-regression",
@@ -147,7 +151,7 @@ def _assume_task(draft: Draft) -> None:
     return None
 
 
-def convert_model(draft: Draft) -> None:
+def convert_model_tokenizer_and_config(draft: Draft) -> None:
     """Convert the model, its tokenizer and its config."""
     model_node = draft.take_key("model_name_or_path")
     tokenizer_node = draft.take_key("tokenizer_name")
@@ -160,50 +164,54 @@ def convert_model(draft: Draft) -> None:
         if model_node is not None and revision_name != "main"
         else None
     )
-    draft.set_recipe_key("model.pretrained", model_node, "model_name_or_path", pinned_source)
+    draft.set_recipe_key_and_report(
+        "model.pretrained", model_node, "model_name_or_path", pinned_source
+    )
     if tokenizer_node is not None:
-        draft.set_recipe_key("data.tokenizer", tokenizer_node, "tokenizer_name")
+        draft.set_recipe_key_and_report("data.tokenizer", tokenizer_node, "tokenizer_name")
     else:
-        draft.set_recipe_key("data.tokenizer", model_node, "model_name_or_path", pinned_source)
+        draft.set_recipe_key_and_report(
+            "data.tokenizer", model_node, "model_name_or_path", pinned_source
+        )
     draft.report_needless("model_revision", revision_node, "model.pretrained has it")
     if model_node is None:
-        draft.set_recipe_key("model.config.model_type", type_node, "model_type")
+        draft.set_recipe_key_and_report("model.config.model_type", type_node, "model_type")
     else:
         draft.report_needless("model_type", type_node, "the pretrained model's config says it")
     if overrides_node is not None:
         _convert_config_overrides(draft, overrides_node)
 
 
-def _convert_config_overrides(draft: Draft, node: Tree) -> None:
+def _convert_config_overrides(draft: Draft, overrides_node: Tree) -> None:
     """Convert run_clm's `config_overrides`, such as `n_embd=10,resid_pdrop=0.2`."""
-    for pair in str(node.scalar).split(","):
+    for pair in str(overrides_node.scalar).split(","):
         field_name, _, value_text = pair.partition("=")
         try:
             # Python's True and False in lower case are JSON's.
             value = json.loads(value_text.lower())
         except ValueError:
             value = value_text
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             f"model.config.{field_name.strip()}",
-            node,
+            overrides_node,
             f"config_overrides {field_name.strip()}",
             value,
         )
 
 
-def _convert_data(draft: Draft) -> None:
+def _convert_data_files_or_hub_set(draft: Draft) -> None:
     for key, recipe_part in (("train_file", "train"), ("validation_file", "evaluation")):
         node = draft.take_key(key)
         if node is not None:
-            convert_data_file(draft, key, node, recipe_part)
-    convert_held_out_part(draft, "validation_split_percentage", 100)
+            set_data_file_by_suffix(draft, key, node, recipe_part)
+    convert_held_out_share_or_samples(draft, "validation_split_percentage", 100)
     hub_node = draft.take_key("dataset_name")
     subset_node = draft.take_key("dataset_config_name")
     if hub_node is not None:
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "data.train", hub_node, "dataset_name", {"format": "hub", "name": hub_node.scalar}
         )
-    draft.set_recipe_key("data.train.subset", subset_node, "dataset_config_name")
+    draft.set_recipe_key_and_report("data.train.subset", subset_node, "dataset_config_name")
     draft.report_dropped(
         "line_by_line",
         draft.take_key("line_by_line"),
@@ -211,30 +219,32 @@ def _convert_data(draft: Draft) -> None:
     )
 
 
-def convert_data_file(draft: Draft, config_key: str, node: Tree, recipe_part: str) -> None:
+def set_data_file_by_suffix(
+    draft: Draft, config_key: str, file_name_node: Tree, recipe_part: str
+) -> None:
     """Convert a data file, whose suffix determines the format."""
-    file_format = FORMATS.get(Path(str(node.scalar)).suffix)
+    file_format = FORMATS.get(Path(str(file_name_node.scalar)).suffix)
     if file_format is None:
         return draft.report_dropped(
             config_key,
-            node,
+            file_name_node,
             f"its format is none of text, jsonl, csv and parquet; give data.{recipe_part}",
         )
     remark = (
         "a file of one JSON array must become one of a row a line"
-        if str(node.scalar).endswith(".json")
+        if str(file_name_node.scalar).endswith(".json")
         else ""
     )
-    return draft.set_recipe_key(
+    return draft.set_recipe_key_and_report(
         f"data.{recipe_part}",
-        node,
+        file_name_node,
         config_key,
-        {"format": file_format, "path": node.scalar},
+        {"format": file_format, "path": file_name_node.scalar},
         remark,
     )
 
 
-def convert_held_out_part(draft: Draft, config_key: str, share_limit: int = 1) -> None:
+def convert_held_out_share_or_samples(draft: Draft, config_key: str, share_limit: int = 1) -> None:
     """Convert a part of the training data that is held out; below `share_limit` it is a share."""
     node = draft.take_key(config_key)
     held_out_size = number_of_node(node)
@@ -246,10 +256,10 @@ def convert_held_out_part(draft: Draft, config_key: str, share_limit: int = 1) -
             if held_out_size < share_limit
             else {"samples": round(held_out_size)}
         )
-        draft.set_recipe_key("data.evaluation", node, config_key, evaluation_part)
+        draft.set_recipe_key_and_report("data.evaluation", node, config_key, evaluation_part)
 
 
-def convert_optimizer(draft: Draft, config_key: str) -> None:
+def convert_optimizer_name_and_betas(draft: Draft, config_key: str) -> None:
     """Convert the optimizer's name, and Adam's betas."""
     node = draft.take_key(config_key)
     if node is not None:
@@ -264,12 +274,14 @@ def convert_optimizer(draft: Draft, config_key: str) -> None:
                 if has_quantized_state
                 else "another optimizer: there is none of that name here"
             )
-        draft.set_recipe_key("optimizer.name", node, config_key, recipe_optimizer, remark)
-    draft.move_key("optimizer.name", "use_muon", "muon", _MUON_SCALE_REMARK)
+        draft.set_recipe_key_and_report(
+            "optimizer.name", node, config_key, recipe_optimizer, remark
+        )
+    draft.set_recipe_key_from_config_key("optimizer.name", "use_muon", "muon", _MUON_SCALE_REMARK)
     ratio_node = draft.take_key("loraplus_lr_ratio")
     learning_rate = number_of_node(
         draft.unconverted.get("learning_rate")
-    ) or draft.expected_recipe_value("optimizer.learning_rate")
+    ) or draft.expected_recipe_value_or_none("optimizer.learning_rate")
     if ratio_node is not None and learning_rate:
         # LoRA+: the second matrix of each adapter learns faster.
         optimizer_groups = [
@@ -278,7 +290,9 @@ def convert_optimizer(draft: Draft, config_key: str) -> None:
                 "learning_rate": learning_rate * (number_of_node(ratio_node) or 1),
             }
         ]
-        draft.set_recipe_key("optimizer.groups", ratio_node, "loraplus_lr_ratio", optimizer_groups)
+        draft.set_recipe_key_and_report(
+            "optimizer.groups", ratio_node, "loraplus_lr_ratio", optimizer_groups
+        )
     beta1_node = draft.take_key("adam_beta1")
     beta2_node = draft.take_key("adam_beta2")
     beta_node = beta1_node or beta2_node
@@ -287,24 +301,26 @@ def convert_optimizer(draft: Draft, config_key: str) -> None:
             default_beta if node is None else node
             for node, default_beta in ((beta1_node, 0.9), (beta2_node, 0.999))
         ]
-        draft.set_recipe_key("optimizer.betas", beta_node, "adam_beta1, adam_beta2", betas)
+        draft.set_recipe_key_and_report(
+            "optimizer.betas", beta_node, "adam_beta1, adam_beta2", betas
+        )
 
 
-def convert_schedule(draft: Draft, config_key: str) -> None:
+def convert_schedule_and_warmup(draft: Draft, config_key: str) -> None:
     """Convert decay and warm-up of the learning rate."""
     node = draft.take_key(config_key)
     kwargs_node = draft.take_key("lr_scheduler_kwargs")
     schedule_type = str(node.scalar) if node is not None else "linear"
     ratio_node = draft.take_key("warmup_ratio")
     steps_node = draft.take_key("warmup_steps")
-    _convert_warmup(draft, schedule_type, ratio_node, steps_node)
+    _convert_warmup_steps_or_ratio(draft, schedule_type, ratio_node, steps_node)
     if schedule_type == "constant":
-        draft.set_recipe_key("schedule.name", node, config_key)
+        draft.set_recipe_key_and_report("schedule.name", node, config_key)
     elif schedule_type in SCHEDULES:
         recipe_schedule, remark = SCHEDULES[schedule_type]
-        draft.set_recipe_key("schedule.name", node, config_key, recipe_schedule, remark)
+        draft.set_recipe_key_and_report("schedule.name", node, config_key, recipe_schedule, remark)
     else:
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "schedule.name",
             node,
             config_key,
@@ -312,10 +328,10 @@ def convert_schedule(draft: Draft, config_key: str) -> None:
             "another schedule: there is none of that name here",
         )
     if kwargs_node is not None:
-        _convert_minimum_rate(draft, kwargs_node)
+        _convert_minimum_learning_rate(draft, kwargs_node)
 
 
-def _convert_warmup(
+def _convert_warmup_steps_or_ratio(
     draft: Draft, schedule_type: str, ratio_node: Tree | None, steps_node: Tree | None
 ) -> None:
     """Convert the warm-up; as in Trainer, steps take precedence over a ratio."""
@@ -334,23 +350,23 @@ def _convert_warmup(
         elif config_key == "warmup_ratio" and steps_node is not None:
             draft.report_needless(config_key, node, "of no effect there: warmup_steps comes first")
         elif config_key == "warmup_steps" and (step_count is None or step_count >= 1):
-            draft.set_recipe_key(
+            draft.set_recipe_key_and_report(
                 "schedule.warmup_steps",
                 node,
                 config_key,
                 int(step_count) if step_count and float(step_count).is_integer() else None,
             )
         else:
-            draft.set_recipe_key("schedule.warmup_ratio", node, config_key)
+            draft.set_recipe_key_and_report("schedule.warmup_ratio", node, config_key)
 
 
-def _convert_minimum_rate(draft: Draft, kwargs_node: Tree) -> None:
+def _convert_minimum_learning_rate(draft: Draft, kwargs_node: Tree) -> None:
     """Convert the minimum of a cosine, which Trainer gives as a rate or as a share of the rate."""
     minimum_rate = number_of_node(kwargs_node.find_subtree(("min_lr",)))
     learning_rate = number_of_node(draft.unconverted.get("learning_rate"))
     learning_rate = (
         learning_rate
-        or draft.expected_recipe_value("optimizer.learning_rate")
+        or draft.expected_recipe_value_or_none("optimizer.learning_rate")
         or _DEFAULTS["optimizer.learning_rate"]
     )
     minimum_ratio = number_of_node(kwargs_node.find_subtree(("min_lr_rate",)))
@@ -363,7 +379,7 @@ def _convert_minimum_rate(draft: Draft, kwargs_node: Tree) -> None:
     ]
     if minimum_ratio is not None:
         # Rounded, so that 5e-6 / 5e-5 is written as 0.1.
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "schedule.minimum_ratio", kwargs_node, "lr_scheduler_kwargs", round(minimum_ratio, 9)
         )
     if other_settings:
@@ -372,7 +388,7 @@ def _convert_minimum_rate(draft: Draft, kwargs_node: Tree) -> None:
         )
 
 
-def convert_precision(draft: Draft) -> None:
+def convert_precision_and_tf32(draft: Draft) -> None:
     """Convert bf16 or fp16, and the precision of float32 matmuls.
 
     In the other tool `auto` uses bf16 if the hardware has it.
@@ -383,11 +399,11 @@ def convert_precision(draft: Draft) -> None:
             if draft.config_value(precision_name) == "auto"
             else ""
         )
-        draft.move_key("precision", precision_name, precision_name, remark)
+        draft.set_recipe_key_from_config_key("precision", precision_name, precision_name, remark)
     tf32_node = draft.take_key("tf32")
     # tf32 affects only float32 matmuls, so not a training in bf16 or fp16.
     if draft.recipe_tree.find_subtree(("precision",)) is None:
-        draft.set_recipe_key("engine.matmul_precision", tf32_node, "tf32", "high")
+        draft.set_recipe_key_and_report("engine.matmul_precision", tf32_node, "tf32", "high")
     else:
         draft.report_needless("tf32", tf32_node, "products are in the precision of the passes")
 
@@ -396,15 +412,17 @@ def _convert_clipping(draft: Draft) -> None:
     """Convert a maximal gradient norm of 0, which turns clipping off in Trainer."""
     if number_of_node(draft.unconverted.get("max_grad_norm")) == 0:
         node = draft.unconverted.pop("max_grad_norm")
-        draft.set_recipe_key("train.max_grad_norm", node, "max_grad_norm", null_at_node(node))
+        draft.set_recipe_key_and_report(
+            "train.max_grad_norm", node, "max_grad_norm", null_at_node(node)
+        )
 
 
-def _convert_recomputation(draft: Draft) -> None:
+def _convert_named_gradient_checkpointing(draft: Draft) -> None:
     """Convert gradient checkpointing with a name, such as Axolotl's `unsloth` and `offload`."""
     node = draft.unconverted.get("gradient_checkpointing")
     if node is not None and isinstance(node.scalar, str) and node.scalar:
         draft.unconverted.pop("gradient_checkpointing")
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "model.gradient_checkpointing",
             node,
             "gradient_checkpointing",
@@ -413,35 +431,35 @@ def _convert_recomputation(draft: Draft) -> None:
         )
 
 
-def convert_activation_offload(draft: Draft, config_key: str) -> None:
+def convert_activation_offload_to_eager(draft: Draft, config_key: str) -> None:
     """Convert activations in host memory, which engine eager alone has."""
     node = draft.take_key(config_key)
     if node is not None:
         # Another name chooses a way to copy, or a disk.
         remark = "" if node.scalar is True else "in host memory, by copies that the step waits for"
-        draft.set_recipe_key("model.offload_activations", node, config_key, True, remark)
+        draft.set_recipe_key_and_report("model.offload_activations", node, config_key, True, remark)
         draft.assume_default("engine.name", "eager", f"{config_key} requires it")
 
 
-def _convert_length_grouping(draft: Draft) -> None:
+def _convert_grouping_by_length(draft: Draft) -> None:
     """Convert batches of samples with similar length."""
     node = draft.take_key("group_by_length")
-    train_source_text = str(draft.expected_recipe_value("data.train"))
-    traits = MODEL_TASKS.get(str(draft.expected_recipe_value("model.task")), ModelTask())
+    train_source_text = str(draft.expected_recipe_value_or_none("data.train"))
+    traits = MODEL_TASKS.get(str(draft.expected_recipe_value_or_none("model.task")), ModelTask())
     has_chats = "messages_column" in train_source_text or "prompt_column" in train_source_text
     if not traits.label and not has_chats:
         # All windows have the same length.
         draft.report_needless(
             "group_by_length", node, "samples are windows of text, without padding"
         )
-    elif draft.expected_recipe_value("engine.name") == "inductor":
+    elif draft.expected_recipe_value_or_none("engine.name") == "inductor":
         draft.report_dropped(
             "group_by_length",
             node,
             "inductor compiles each length: give data.bucket_lengths, up to three",
         )
     else:
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "data.padding",
             node,
             "group_by_length",
@@ -450,7 +468,7 @@ def _convert_length_grouping(draft: Draft) -> None:
         )
 
 
-def convert_run_name(draft: Draft) -> None:
+def convert_first_valid_run_name(draft: Draft) -> None:
     """Convert the run's name; the command determines its folder."""
     # The first key that gives a valid name wins.
     for key in ("run_name", "wandb_name", "output_dir"):
@@ -461,7 +479,7 @@ def convert_run_name(draft: Draft) -> None:
             else ""
         )
         if node is not None and valid_name and draft.recipe_tree.find_subtree(("name",)) is None:
-            draft.set_recipe_key(
+            draft.set_recipe_key_and_report(
                 "name",
                 node,
                 key,
@@ -472,13 +490,15 @@ def convert_run_name(draft: Draft) -> None:
             draft.report_needless(key, node, "the run has a name, and --run-dir says its folder")
 
 
-def convert_trackers(draft: Draft) -> None:
+def convert_known_trackers(draft: Draft) -> None:
     """Convert the trackers that ortlaunch has."""
     node = draft.take_key("report_to")
     if node is None:
         return
     # `report_to` is one name or a list.
-    requested_trackers = node.plain_value() if node.node_type == "list" else [node.scalar]
+    requested_trackers = (
+        node.value_without_locations() if node.node_type == "list" else [node.scalar]
+    )
     known_trackers = [
         tracker for tracker in requested_trackers if tracker in ("tensorboard", "wandb", "mlflow")
     ]
@@ -486,7 +506,7 @@ def convert_trackers(draft: Draft) -> None:
         str(tracker) for tracker in requested_trackers if tracker not in (*known_trackers, "none")
     ]
     if known_trackers:
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "log.trackers",
             node,
             "report_to",
@@ -499,19 +519,19 @@ def convert_trackers(draft: Draft) -> None:
         draft.report_needless("report_to", node, "there are none by themselves")
 
 
-def convert_training_length(draft: Draft, default_epochs: float) -> None:
+def convert_max_steps_or_epochs(draft: Draft, default_epochs: float) -> None:
     """Convert the length of the training; as in Trainer, steps take precedence over epochs."""
     epochs_key = "num_epochs" if "num_epochs" in draft.unconverted else "num_train_epochs"
     steps_node = draft.take_key("max_steps")
     epochs_node = draft.take_key(epochs_key)
     # Trainer's default is -1: no limit by steps.
     if steps_node is not None and (number_of_node(steps_node) or 0) > 0:
-        draft.set_recipe_key("train.max_steps", steps_node, "max_steps")
+        draft.set_recipe_key_and_report("train.max_steps", steps_node, "max_steps")
         draft.report_needless(epochs_key, epochs_node, "of no effect there: max_steps comes first")
         return
     draft.report_needless("max_steps", steps_node, "it stands for none")
     if epochs_node is not None:
-        draft.set_recipe_key("train.epochs", epochs_node, epochs_key)
+        draft.set_recipe_key_and_report("train.epochs", epochs_node, epochs_key)
     else:
         draft.assume_default("train.epochs", default_epochs, "the tool's default")
 
@@ -520,4 +540,4 @@ def assume_defaults(draft: Draft, tool_name_possessive: str) -> None:
     """Set the tool's defaults for keys that the config lacks."""
     for recipe_key, value in _DEFAULTS.items():
         draft.assume_default(recipe_key, value, f"{tool_name_possessive} default")
-    convert_training_length(draft, 3)
+    convert_max_steps_or_epochs(draft, 3)

@@ -55,23 +55,27 @@ def convert_sft_keys(draft: Draft) -> None:
         draft.unconverted.get("eos_token"),
     )
     has_chats = any(node is not None and not is_empty(node) for node in chat_nodes)
-    draft.set_recipe_key("data.chat_template", template_node, "chat_template")
+    draft.set_recipe_key_and_report("data.chat_template", template_node, "chat_template")
     if mixture_node is not None:
-        _convert_mixture(draft, mixture_node, has_chats)
-    _convert_data(draft, has_chats)
-    _convert_packing(draft, has_chats)
-    _convert_adapters(draft)
+        _convert_hub_mixture(draft, mixture_node, has_chats)
+    _convert_hub_data_set(draft, has_chats)
+    _convert_chat_packing(draft, has_chats)
+    _convert_lora_if_use_peft(draft)
     for key in ("eos_token", "pad_token"):
-        draft.move_key(f"data.special_tokens.{key}", key)
+        draft.set_recipe_key_from_config_key(f"data.special_tokens.{key}", key)
 
 
-def _convert_mixture(draft: Draft, node: Tree, has_chats: bool) -> None:
+def _convert_hub_mixture(draft: Draft, mixture_node: Tree, has_chats: bool) -> None:
     """Convert a mixture of data sets of the hub, of which TRL takes all rows, or a part of them."""
-    parts_node = node.find_subtree(("datasets",)) or node
-    columns = _source_columns(has_chats, None, draft.config_value("assistant_only_loss"))
+    parts_node = mixture_node.find_subtree(("datasets",)) or mixture_node
+    columns = _chat_or_text_column_fields(
+        has_chats, None, draft.config_value("assistant_only_loss")
+    )
     sources, partial_sets = [], []
     for part_node in parts_node.children.values():
-        part_values = part_node.plain_value() if part_node.node_type == "mapping" else {}
+        part_values = (
+            part_node.value_without_locations() if part_node.node_type == "mapping" else {}
+        )
         source = {
             "format": "hub",
             "name": part_values.get("id"),
@@ -87,17 +91,17 @@ def _convert_mixture(draft: Draft, node: Tree, has_chats: bool) -> None:
     rows_remark = (
         f"all rows of {', '.join(partial_sets)}, of which TRL takes a part (most_rows limits them)"
     )
-    draft.set_recipe_key(
-        "data.train", node, "dataset_mixture", sources, rows_remark if partial_sets else ""
+    draft.set_recipe_key_and_report(
+        "data.train", mixture_node, "dataset_mixture", sources, rows_remark if partial_sets else ""
     )
-    share_node = node.find_subtree(("test_split_size",))
+    share_node = mixture_node.find_subtree(("test_split_size",))
     if share_node is not None and not is_empty(share_node):
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "data.evaluation", share_node, "test_split_size", {"share": share_node.scalar}
         )
 
 
-def _source_columns(
+def _chat_or_text_column_fields(
     has_chats: bool, text_column: str | None, trains_on_answers_alone: object
 ) -> dict[str, str]:
     """Return the settings of a source of chats or of text."""
@@ -109,7 +113,7 @@ def _source_columns(
     }
 
 
-def _convert_data(draft: Draft, has_chats: bool) -> None:
+def _convert_hub_data_set(draft: Draft, has_chats: bool) -> None:
     """Convert a data set of the hub."""
     # TRL detects the columns when it loads the data; an import does not load them.
     hub_node = draft.take_key("dataset_name")
@@ -123,13 +127,13 @@ def _convert_data(draft: Draft, has_chats: bool) -> None:
             "format": "hub",
             "name": hub_node.scalar,
             **({"subset": one_line_text(subset_node)} if subset_node else {}),
-            **_source_columns(
+            **_chat_or_text_column_fields(
                 has_chats, one_line_text(text_field_node) if text_field_node else None, answers_node
             ),
         }
         remark = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS_REMARK}"
         split_field = {"split": one_line_text(train_split_node)} if train_split_node else {}
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "data.train",
             hub_node,
             "dataset_name",
@@ -141,7 +145,7 @@ def _convert_data(draft: Draft, has_chats: bool) -> None:
             False,
             "no",
         ):
-            draft.set_recipe_key(
+            draft.set_recipe_key_and_report(
                 "data.evaluation",
                 test_split_node,
                 "dataset_test_split",
@@ -164,17 +168,17 @@ def _convert_data(draft: Draft, has_chats: bool) -> None:
     draft.report_if_needless("completion_only_loss", _ANSWERS_REMARK)
 
 
-def _convert_packing(draft: Draft, has_chats: bool) -> None:
+def _convert_chat_packing(draft: Draft, has_chats: bool) -> None:
     # Not `pop`: `packing: false` has a meaning, too.
     packing_node = draft.unconverted.pop("packing", None)
     if packing_node is not None and has_chats and packing_node.scalar:
-        draft.set_recipe_key("data.packing", packing_node, "packing")
+        draft.set_recipe_key_and_report("data.packing", packing_node, "packing")
     elif packing_node is not None:
         reason = "a chat is a sample of its own" if has_chats else "text is always packed"
         draft.report_needless("packing", packing_node, reason)
 
 
-def _convert_adapters(draft: Draft) -> None:
+def _convert_lora_if_use_peft(draft: Draft) -> None:
     """Convert the keys of LoRA, which TRL uses only with use_peft.
 
     Without target modules peft chooses layers by the model type, as TRL does.
@@ -188,16 +192,16 @@ def _convert_adapters(draft: Draft) -> None:
         ("lora_alpha", "alpha", 32),
         ("lora_dropout", "dropout", 0.05),
     ):
-        draft.move_key(f"model.lora.{lora_field}", key)
+        draft.set_recipe_key_from_config_key(f"model.lora.{lora_field}", key)
         draft.assume_default(f"model.lora.{lora_field}", usual_value, "TRL's default")
     targets_node = draft.take_key("lora_target_modules")
     if targets_node is not None:
         target_names = (
-            targets_node.plain_value()
+            targets_node.value_without_locations()
             if targets_node.node_type == "list"
             else [targets_node.scalar]
         )
-        draft.set_recipe_key(
+        draft.set_recipe_key_and_report(
             "model.lora.target_modules", targets_node, "lora_target_modules", target_names
         )
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ortlaunch.json_types import Json
 from ortlaunch.machine import FUSED_ATTENTION_SCORES
-from ortlaunch.planning.loss_chunks import allowed_rows_per_chunk
+from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.families import DECODERS, DecoderTraits
 
@@ -18,25 +18,25 @@ _FLOAT32_BYTES = 4
 _MASK_BYTES = 1
 
 
-def activation_bytes(
-    recipe: Recipe, config: Json, micro_samples: int, value_bytes: int, device: str
+def peak_activation_bytes_of_rank(
+    recipe: Recipe, model_config: Json, micro_samples: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes of the activations of a rank that exist at the peak.
 
     Args:
         recipe: the recipe.
-        config: the model's full config.
+        model_config: the model's full config.
         micro_samples: samples of a micro batch.
         value_bytes: bytes of a value, 4 or 2.
         device: cpu or cuda.
     """
-    sample_token_count = sample_tokens(recipe, config)
-    layer_count = int(config["num_hidden_layers"])
+    sample_token_count = sample_tokens(recipe, model_config)
+    layer_count = int(model_config["num_hidden_layers"])
     token_count = micro_samples * sample_token_count
-    bytes_of_layer = token_count * _layer_bytes_per_token(
-        recipe, config, sample_token_count, value_bytes, device
+    bytes_of_layer = token_count * _activation_bytes_per_layer_and_token(
+        recipe, model_config, sample_token_count, value_bytes, device
     )
-    bytes_of_logits = _logit_bytes(recipe, config, token_count, device)
+    bytes_of_logits = _logits_and_loss_bytes(recipe, model_config, token_count, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
         # The inputs of all layers are kept. Beside them are either the logits or one recomputed
         # layer, but on a CPU both count: the heap keeps the blocks of one during the other.
@@ -45,9 +45,9 @@ def activation_bytes(
             if device == "cpu"
             else max(bytes_of_layer, bytes_of_logits)
         )
-        kept_per_token = int(config["hidden_size"]) * value_bytes
-        kept_per_token += _bytes_kept_per_token(
-            recipe, config, sample_token_count, value_bytes, device
+        kept_per_token = int(model_config["hidden_size"]) * value_bytes
+        kept_per_token += _attention_bytes_kept_at_recomputation(
+            recipe, model_config, sample_token_count, value_bytes, device
         )
         return layer_count * token_count * kept_per_token + other_bytes
     return layer_count * bytes_of_layer + bytes_of_logits
@@ -58,12 +58,14 @@ def sample_tokens(recipe: Recipe, config: Json) -> int:
     return recipe.data.sequence_length or int(config.get("positions", 0))
 
 
-def _logit_bytes(recipe: Recipe, config: Json, token_count: int, device: str) -> int:
+def _logits_and_loss_bytes(
+    recipe: Recipe, model_config: Json, token_count: int, device: str
+) -> int:
     """Return the bytes of the logits and of the loss's other tensors."""
     if recipe.model.traits.label:
         return 0
-    vocabulary_size = int(config["vocab_size"])
-    rows_per_chunk = allowed_rows_per_chunk(recipe, token_count, vocabulary_size, device)
+    vocabulary_size = int(model_config["vocab_size"])
+    rows_per_chunk = loss_chunk_rows_if_recipe_allows(recipe, token_count, vocabulary_size, device)
     # Four float32 tensors: the logits, their log-softmax, and the gradients of both. Measured on a
     # CPU with BERT and Llama, in fp32 and bf16.
     if not rows_per_chunk:
@@ -72,7 +74,7 @@ def _logit_bytes(recipe: Recipe, config: Json, token_count: int, device: str) ->
     # backward pass. A logit takes 4 bytes in fp32, and 10 in a 16-bit precision, where it exists in
     # 16 bits, too.
     head_gradient_bytes = (
-        0 if recipe.model.lora else 4 * vocabulary_size * int(config["hidden_size"])
+        0 if recipe.model.lora else 4 * vocabulary_size * int(model_config["hidden_size"])
     )
     bytes_per_logit = 10 if recipe.format.is_narrow else 4
     return (
@@ -80,42 +82,44 @@ def _logit_bytes(recipe: Recipe, config: Json, token_count: int, device: str) ->
     )
 
 
-def _layer_bytes_per_token(
-    recipe: Recipe, config: Json, sequence_tokens: int, value_bytes: int, device: str
+def _activation_bytes_per_layer_and_token(
+    recipe: Recipe, model_config: Json, sequence_tokens: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes a token that one layer keeps.
 
     sequence_tokens: tokens of a sequence.
     value_bytes: bytes of a value, 4 or 2.
     """
-    hidden_size = int(config["hidden_size"])
-    inner_size = int(config["intermediate_size"])
-    head_count = int(config["num_attention_heads"])
-    attention_values = _attention_values_per_token(config)
+    hidden_size = int(model_config["hidden_size"])
+    inner_size = int(model_config["intermediate_size"])
+    head_count = int(model_config["num_attention_heads"])
+    attention_values = _attention_values_per_token(model_config)
     # Llama: norms with their inputs and outputs; gate, its SiLU, up, their product. BERT: two norms,
     # GELU's input and output.
     # Tensors of the inner width: ReLU keeps its output alone, GPT-2's GELU is a formula of tensors
     # in PyTorch.
     inner_tensor_count = {"gpt2": 2 if recipe.engine.name == "ort" else 5, "opt": 1}.get(
-        config["model_type"], 2
+        model_config["model_type"], 2
     )
-    is_gated = config["model_type"] in (*DECODERS, "modernbert")
+    is_gated = model_config["model_type"] in (*DECODERS, "modernbert")
     value_count = attention_values + (
         6 * hidden_size + 4 * inner_size
         if is_gated
         else 4 * hidden_size + inner_tensor_count * inner_size
     )
     # Norms of queries and keys, and Gemma's two norms more.
-    decoder_traits = DECODERS.get(config["model_type"], DecoderTraits())
+    decoder_traits = DECODERS.get(model_config["model_type"], DecoderTraits())
     value_count += (
         attention_values // 2 * decoder_traits.head_norms + 2 * hidden_size * decoder_traits.norms
     )
-    dropped_values = 2 * hidden_size if config.get("hidden_dropout_prob") else 0
+    dropped_values = 2 * hidden_size if model_config.get("hidden_dropout_prob") else 0
     # Scores grow with the square of the length, so a token's share grows with the length.
     score_bytes = (
         head_count
         * sequence_tokens
-        * _bytes_per_attention_score(recipe, config, sequence_tokens, value_bytes, device)
+        * _kept_bytes_per_attention_score(
+            recipe, model_config, sequence_tokens, value_bytes, device
+        )
     )
     return (
         value_bytes * value_count
@@ -124,8 +128,8 @@ def _layer_bytes_per_token(
     )
 
 
-def _bytes_kept_per_token(
-    recipe: Recipe, config: Json, sequence_tokens: int, value_bytes: int, device: str
+def _attention_bytes_kept_at_recomputation(
+    recipe: Recipe, model_config: Json, sequence_tokens: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes a token of a layer that stay although its activations are computed again.
 
@@ -133,10 +137,10 @@ def _bytes_kept_per_token(
     recomputes only its own operators.
     """
     if recipe.engine.name != "ort" or not _uses_fused_attention(
-        recipe, config, sequence_tokens, device
+        recipe, model_config, sequence_tokens, device
     ):
         return 0
-    return value_bytes * _attention_values_per_token(config)
+    return value_bytes * _attention_values_per_token(model_config)
 
 
 def _attention_values_per_token(config: Json) -> int:
@@ -150,18 +154,18 @@ def _dropout_mask_bytes(recipe: Recipe, value_bytes: int, device: str) -> int:
     return value_bytes if device == "cpu" and recipe.engine.name != "ort" else _MASK_BYTES
 
 
-def _bytes_per_attention_score(
-    recipe: Recipe, config: Json, sequence_tokens: int, value_bytes: int, device: str
+def _kept_bytes_per_attention_score(
+    recipe: Recipe, model_config: Json, sequence_tokens: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes for each attention score; 0 in a fused kernel.
 
     Kept are the softmax and, with dropout, its mask and its output.
     """
-    has_dropout = _has_attention_dropout(config)
-    if config["model_type"] == "deberta-v2":
+    has_dropout = _has_attention_dropout(model_config)
+    if model_config["model_type"] == "deberta-v2":
         # No fused kernel: scores of contents and of positions are summed step by step. Measured.
         return 4 * value_bytes
-    if not _uses_fused_attention(recipe, config, sequence_tokens, device):
+    if not _uses_fused_attention(recipe, model_config, sequence_tokens, device):
         return value_bytes + (
             value_bytes + _dropout_mask_bytes(recipe, value_bytes, device) if has_dropout else 0
         )
@@ -173,7 +177,9 @@ def _has_attention_dropout(config: Json) -> bool:
     return bool(config.get("attention_probs_dropout_prob") or config.get("attention_dropout"))
 
 
-def _uses_fused_attention(recipe: Recipe, config: Json, sequence_tokens: int, device: str) -> bool:
+def _uses_fused_attention(
+    recipe: Recipe, model_config: Json, sequence_tokens: int, device: str
+) -> bool:
     """Return whether torch's scaled_dot_product_attention computes the scores.
 
     Engine ort writes short ones out in its graph, and on a CPU those with dropout.
@@ -185,6 +191,8 @@ def _uses_fused_attention(recipe: Recipe, config: Json, sequence_tokens: int, de
     )
     if is_written_out or engine.name != "ort":
         return not is_written_out
-    if engine.torch_operators != "auto" or (_has_attention_dropout(config) and device == "cpu"):
+    if engine.torch_operators != "auto" or (
+        _has_attention_dropout(model_config) and device == "cpu"
+    ):
         return False
     return sequence_tokens * sequence_tokens >= FUSED_ATTENTION_SCORES

@@ -12,7 +12,9 @@ from ortlaunch.planning.world import World
 from ortlaunch.units import count_with_noun, human_bytes
 
 
-def crowded_host_notes(world: World, workload: Workload, is_planned_only: bool) -> Iterator[str]:
+def notes_or_refusal_for_crowded_hosts(
+    world: World, workload: Workload, is_planned_only: bool
+) -> Iterator[str]:
     """Yield notes on too many ranks for this host's cores, or, by the estimate, for its memory.
 
     Args:
@@ -26,15 +28,17 @@ def crowded_host_notes(world: World, workload: Workload, is_planned_only: bool) 
             continue
         if world.device == "cpu" and node.slots > usable_core_count():
             yield f"{node.host}: {node.slots} ranks share {usable_core_count()} cores, which slows them"
-        yield from _host_memory_notes(
+        yield from _memory_notes_or_refusal_for_host(
             node,
             workload.process,
-            _host_memory_of_rank(workload.memory, world.device),
+            _least_and_likely_host_bytes_of_rank(workload.memory, world.device),
             is_planned_only,
         )
 
 
-def _host_memory_of_rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
+def _least_and_likely_host_bytes_of_rank(
+    memory: Memory | None, device: str
+) -> tuple[int, int, str]:
     """Return the host memory of a rank beside its process.
 
     Returns:
@@ -62,28 +66,37 @@ def _host_memory_of_rank(memory: Memory | None, device: str) -> tuple[int, int, 
     return least_bytes, likely_bytes, content_text + save_text
 
 
-def _host_memory_notes(
-    node: Node, process: ProcessMemory, rank_memory: tuple[int, int, str], is_planned_only: bool
+def _memory_notes_or_refusal_for_host(
+    host_node: Node,
+    process_memory: ProcessMemory,
+    least_likely_bytes_and_text: tuple[int, int, str],
+    is_planned_only: bool,
 ) -> Iterator[str]:
     """Yield a note if the ranks of a host do not fit into its memory; raise PlanError for a run."""
     limit_name, limit_bytes, _ = smallest_memory_limit()
-    least_model_bytes, likely_model_bytes, content_text = rank_memory
+    least_model_bytes, likely_model_bytes, content_text = least_likely_bytes_and_text
     # The kernel can drop pages of files, so that only private bytes are needed at least.
-    least_bytes = node.slots * (process.own + least_model_bytes)
-    likely_bytes = process.bytes_of_ranks(node.slots) + node.slots * likely_model_bytes
+    least_bytes = host_node.slots * (process_memory.own + least_model_bytes)
+    likely_bytes = (
+        process_memory.bytes_of_ranks(host_node.slots) + host_node.slots * likely_model_bytes
+    )
     if least_bytes > limit_bytes:
-        rank_bytes_text = f"({human_bytes(process.own)} a process + {human_bytes(least_model_bytes)} {content_text})"
+        rank_bytes_text = (
+            f"({human_bytes(process_memory.own)} a process + "
+            f"{human_bytes(least_model_bytes)} {content_text})"
+        )
         message = (
-            f"{node.host}: {count_with_noun(node.slots, 'rank')} x {rank_bytes_text} = {human_bytes(least_bytes)} "
+            f"{host_node.host}: {count_with_noun(host_node.slots, 'rank')} x {rank_bytes_text} = "
+            f"{human_bytes(least_bytes)} "
             f"at least, and {limit_name} is "
             f"{human_bytes(limit_bytes)}; use fewer ranks, a smaller model or more hosts"
         )
         # Where not even the processes fit, a plan is refused too.
-        if not is_planned_only or node.slots * process.own > limit_bytes:
+        if not is_planned_only or host_node.slots * process_memory.own > limit_bytes:
             raise PlanError(message)
         yield message
     elif likely_bytes > limit_bytes:
         yield (
-            f"{node.host}: its ranks need about {human_bytes(likely_bytes)}, and {limit_name} is "
+            f"{host_node.host}: its ranks need about {human_bytes(likely_bytes)}, and {limit_name} is "
             f"{human_bytes(limit_bytes)}"
         )

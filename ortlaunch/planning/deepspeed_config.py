@@ -14,7 +14,7 @@ from ortlaunch.recipe.fields.zero import Offload
 NEVER_STEPS = 10**9
 
 
-def deepspeed_config(
+def deepspeed_config_or_none(
     recipe: Recipe, micro_samples: int, accumulation_steps: int, rank_count: int
 ) -> dict[str, object] | None:
     """Return the DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
@@ -33,7 +33,7 @@ def deepspeed_config(
     }
     if recipe.format.is_narrow:
         config[recipe.precision] = {"enabled": True}
-    return _merge_sections(config, recipe.zero.deepspeed)
+    return _merge_settings_recursively(config, recipe.zero.deepspeed)
 
 
 def _offload_sections(offload: Offload | None) -> dict[str, object]:
@@ -54,10 +54,10 @@ def _offload_sections(offload: Offload | None) -> dict[str, object]:
     }
 
 
-def _merge_sections(base_settings: Json, top_settings: Json) -> Json:
+def _merge_settings_recursively(base_settings: Json, top_settings: Json) -> Json:
     """Return `base_settings` with the values of `top_settings`, section by section."""
     merged = dict(base_settings)
     for key, value in top_settings.items():
         are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge_sections(merged[key], value) if are_sections else value
+        merged[key] = _merge_settings_recursively(merged[key], value) if are_sections else value
     return merged

@@ -5,31 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.launch_plan import Memory, Plan
-from ortlaunch.planning.memory import assumed_sizes, reason_memory_is_unknown
+from ortlaunch.planning.memory import assumed_sizes, reason_rank_memory_cannot_be_estimated
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
-from ortlaunch.recipe.rules.parity import compared_steps
+from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
 from ortlaunch.units import count_with_noun, human_bytes
 
 
-def describe_plan(plan: Plan, recipe: Recipe) -> str:
+def plan_description_text(plan: Plan, recipe: Recipe) -> str:
     """Return the plan for a person: the world and, for a training, batch, length and memory.
 
     Memory is listed by ZeRO stage.
     """
-    lines = [*_world_lines(plan), *_start_lines(plan, recipe)]
+    lines = [*_ranks_and_hosts_lines(plan), *_connection_and_restart_lines(plan, recipe)]
     if plan.traits.evaluates:
         return "\n".join(lines)
-    lines += [*_batch_lines(plan), _length_line(plan, recipe), *_interval_lines(recipe)]
+    lines += [
+        *_batch_equation_lines(plan),
+        _length_line(plan, recipe),
+        *_held_out_and_epoch_interval_lines(recipe),
+    ]
     planned_memory = plan.memory
     # On one rank ZeRO has nothing to shard.
     has_stage_choice = plan.world_size > 1 or recipe.zero is not None
     memory_text_lines = (
-        memory_lines(planned_memory, has_stage_choice, plan.device, assumed_sizes(recipe))
+        memory_table_and_note_lines(
+            planned_memory, has_stage_choice, plan.device, assumed_sizes(recipe)
+        )
         if planned_memory
-        else [f"memory: unknown: {reason_memory_is_unknown(recipe)}"]
+        else [f"memory: unknown: {reason_rank_memory_cannot_be_estimated(recipe)}"]
     )
-    parity_steps = compared_steps(recipe)
+    parity_steps = parity_step_count_and_reason(recipe)
     if parity_steps.steps and parity_steps.reason:
         lines.append(f"parity: step 1 is compared with plain PyTorch once ({parity_steps.reason})")
     if recipe.model.freeze and planned_memory:
@@ -39,7 +45,7 @@ def describe_plan(plan: Plan, recipe: Recipe) -> str:
     return "\n".join([*lines, *memory_text_lines])
 
 
-def _world_lines(plan: Plan) -> list[str]:
+def _ranks_and_hosts_lines(plan: Plan) -> list[str]:
     # A long list is shown by its ends.
     shown_nodes = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
     ranks_text = count_with_noun(plan.world_size, "rank")
@@ -54,7 +60,7 @@ def _world_lines(plan: Plan) -> list[str]:
         else:
             last_rank = node.first_rank + node.slots - 1
             device_noun = "GPU" if plan.device == "cuda" else "slot"
-            devices_text = _shorten_devices(node.devices)
+            devices_text = _device_indices_text(node.devices)
             ranks_text = (
                 f"ranks {node.first_rank}-{last_rank}" if node.slots > 1 else f"rank {last_rank}"
             )
@@ -64,7 +70,7 @@ def _world_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
+def _connection_and_restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     """Return how ranks meet and which variables they get.
 
     One process on this host needs neither line.
@@ -75,10 +81,10 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if not plan.started_by.is_ours and recipe.launch.binding in ("core", "numa"):
         lines.append("  launch.binding has no effect here: this launcher is not ortlaunch's; see srun "
             "--cpu-bind, mpirun --bind-to")  # fmt: skip
-    return [*lines, *_restart_lines(plan, recipe)]
+    return [*lines, *_fault_handling_lines(plan, recipe)]
 
 
-def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
+def _fault_handling_lines(plan: Plan, recipe: Recipe) -> list[str]:
     """Return how the run handles a fault, if the recipe sets restarts."""
     max_restarts = recipe.launch.max_restarts
     if not max_restarts:
@@ -101,7 +107,7 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     ]
 
 
-def _shorten_devices(device_indices: tuple[int, ...]) -> str:
+def _device_indices_text(device_indices: tuple[int, ...]) -> str:
     """Return `0,1,2`, or `0-63` for more numbers than fit into a line."""
     if len(device_indices) > 8 and device_indices == tuple(
         range(device_indices[0], device_indices[-1] + 1)
@@ -115,7 +121,7 @@ def _shorten_devices(device_indices: tuple[int, ...]) -> str:
     return ",".join(map(str, shown_devices))
 
 
-def _batch_lines(plan: Plan) -> list[str]:
+def _batch_equation_lines(plan: Plan) -> list[str]:
     batch = plan.batch
     tokens_text = f", {batch.tokens_per_step:,} tokens a step" if batch.tokens_per_step else ""
     return [
@@ -131,7 +137,7 @@ def _length_line(plan: Plan, recipe: Recipe) -> str:
     return f"steps: {max_steps:,}, {max_steps * plan.batch.global_samples:,} samples"
 
 
-def _interval_lines(recipe: Recipe) -> Iterator[str]:
+def _held_out_and_epoch_interval_lines(recipe: Recipe) -> Iterator[str]:
     """Yield how much of the data is held out, and the intervals that are given in epochs."""
     evaluation_source = recipe.data.evaluation
     if isinstance(evaluation_source, HeldOut):
@@ -141,7 +147,7 @@ def _interval_lines(recipe: Recipe) -> Iterator[str]:
             else f"{evaluation_source.samples:,}"
         )
         yield f"evaluation: {amount_text} samples of data.train, chosen by seed {recipe.seed}"
-    for name, interval_epochs in recipe.epoch_intervals():
+    for name, interval_epochs in recipe.name_and_epochs_of_intervals():
         epochs = recipe.train.epochs
         times_text = (
             f", {count_with_noun(max(1, int(epochs / interval_epochs)), 'time')}" if epochs else ""
@@ -152,7 +158,7 @@ def _interval_lines(recipe: Recipe) -> Iterator[str]:
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "overhead", "total")
 
 
-def memory_lines(
+def memory_table_and_note_lines(
     memory: Memory, shows_all_stages: bool, device: str, assumed: str = ""
 ) -> list[str]:
     """Return the bytes of a rank by kind; a kind that is 0 in all stages is left out.
@@ -195,7 +201,7 @@ def memory_lines(
         lines.append(
             f"  output layer and loss in chunks of {memory.chunk} rows (engine.chunked_loss)"
         )
-    lines += [*_start_and_host_lines(memory, device)]
+    lines += [*_gpu_start_and_host_memory_lines(memory, device)]
     bound_text = "buckets are an upper bound; " if "buckets" in part_names else ""
     estimate_text = (
         "activations and overhead are estimates"
@@ -214,7 +220,7 @@ def memory_lines(
     return lines
 
 
-def _start_and_host_lines(memory: Memory, device: str) -> Iterator[str]:
+def _gpu_start_and_host_memory_lines(memory: Memory, device: str) -> Iterator[str]:
     """Yield the memory of a GPU at the start and of the host, for the chosen stage."""
     host_memory = memory.host
     if device == "cuda":

@@ -61,7 +61,7 @@ class HostList(NamedTuple):
     dialect: str
 
 
-class _Setting(NamedTuple):
+class _HostSetting(NamedTuple):
     column: int
     label: str
     value: str
@@ -79,10 +79,12 @@ def read_hostfile(
     Raises:
         HostfileError: it cannot be read, is not UTF-8 or names no host.
     """
-    return parse_hostfile(hostfile_text(hostfile_path), os.fspath(hostfile_path), default_slots)
+    return parse_hostfile(
+        read_hostfile_text(hostfile_path), os.fspath(hostfile_path), default_slots
+    )
 
 
-def hostfile_text(hostfile_path: str | os.PathLike[str]) -> str:
+def read_hostfile_text(hostfile_path: str | os.PathLike[str]) -> str:
     """Return the text of a host file.
 
     Raises:
@@ -90,15 +92,15 @@ def hostfile_text(hostfile_path: str | os.PathLike[str]) -> str:
     """
     path_text = os.fspath(hostfile_path)
     try:
-        data = _read_file_or_pipe(path_text)
+        data = _read_file_or_pipe_in_time(path_text)
     except OSError as error:
         raise HostfileError(
             f"{path_text}: cannot be read: {error.strerror}; give a file with lines such as {_EXAMPLE}"
         ) from error
-    return _decode_utf8(data, path_text)
+    return _decode_utf8_or_refuse(data, path_text)
 
 
-def _read_file_or_pipe(path_text: str) -> bytes:
+def _read_file_or_pipe_in_time(path_text: str) -> bytes:
     """Return the content of a file or pipe, such as `<(scontrol show hostnames)`.
 
     Raises:
@@ -127,17 +129,17 @@ def parse_hostfile(
     A line without slots is an error unless ``default_slots`` gives their number. All problems are
     in one HostfileError, a line each: ``SOURCE:LINE:COLUMN: problem; remedy``.
     """
-    hosts, dialect_marks = _collect_hosts(
-        _numbered_lines(hostfile_content), source_name, default_slots
+    hosts, dialect_marks = _hosts_and_dialects_of_lines(
+        _numbered_lines_without_comments(hostfile_content), source_name, default_slots
     )
     if not hosts:
         raise HostfileError(
             f"{source_name}: it lists no host; write one line per host, such as {_EXAMPLE}"
         )
-    return HostList(hosts, _file_dialect(dialect_marks))
+    return HostList(hosts, _dialect_that_fits_all_lines(dialect_marks))
 
 
-def select_hosts(
+def filter_hosts_by_include_or_exclude(
     hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
 ) -> tuple[Host, ...]:
     """Keep or drop hosts and slots by DeepSpeed's grammar, ``worker-2:0,1@worker-3``.
@@ -150,14 +152,14 @@ def select_hosts(
     filter_text, option_name = (include, "--include") if exclude is None else (exclude, "--exclude")
     if filter_text is None:
         return tuple(hosts)
-    devices_by_name = _parse_host_filter(
+    devices_by_name = _devices_by_filtered_host_name(
         filter_text, option_name, {_name_without_user(host.name): host for host in hosts}
     )
     filtered_hosts = (
-        _filter_host_devices(
+        _host_with_kept_or_dropped_devices(
             host,
             devices_by_name.get(_name_without_user(host.name), ()),
-            drops_filtered=exclude is not None,
+            drops_filtered_devices=exclude is not None,
         )
         for host in hosts
     )
@@ -169,22 +171,22 @@ def select_hosts(
     return nonempty_hosts
 
 
-def _decode_utf8(data: bytes, source_name: str) -> str:
+def _decode_utf8_or_refuse(file_bytes: bytes, source_name: str) -> str:
     """Return the data as text; raise HostfileError at the first byte that is not UTF-8."""
-    if data.startswith(LFS_POINTER):
+    if file_bytes.startswith(LFS_POINTER):
         raise HostfileError(f"{source_name} {IS_LFS_POINTER}")
     try:
-        return data.decode("utf-8")
+        return file_bytes.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        column = error.start - data.rfind(b"\n", 0, error.start)
+        line = file_bytes.count(b"\n", 0, error.start) + 1
+        column = error.start - file_bytes.rfind(b"\n", 0, error.start)
         raise HostfileError(
-            f"{source_name}:{line}:{column}: byte 0x{data[error.start]:02x} is not UTF-8; save the "
+            f"{source_name}:{line}:{column}: byte 0x{file_bytes[error.start]:02x} is not UTF-8; save the "
             "file as UTF-8"
         ) from error
 
 
-def _numbered_lines(hostfile_content: str) -> Iterator[tuple[int, str]]:
+def _numbered_lines_without_comments(hostfile_content: str) -> Iterator[tuple[int, str]]:
     """Yield the numbered lines with more than a comment."""
     # splitlines() would also split at form feeds.
     for line_number, line in enumerate(re.split(r"\r\n?|\n", hostfile_content.lstrip("\ufeff")), 1):
@@ -193,7 +195,7 @@ def _numbered_lines(hostfile_content: str) -> Iterator[tuple[int, str]]:
             yield line_number, content
 
 
-def _collect_hosts(
+def _hosts_and_dialects_of_lines(
     numbered_lines: Iterable[tuple[int, str]], source_name: str, default_slots: int | None
 ) -> tuple[tuple[Host, ...], set[str]]:
     """Return hosts and dialect marks of numbered lines, or raise one error with every problem."""
@@ -203,9 +205,9 @@ def _collect_hosts(
     location_by_name: dict[str, str] = {}
     for line_number, line_text in numbered_lines:
         problems: _Problems = []
-        if host := _parse_host_line(line_text, default_slots, dialect_marks, problems):
+        if host := _host_of_line_or_add_problems(line_text, default_slots, dialect_marks, problems):
             hosts.append(host)
-            _report_repeated_host(
+            _add_message_if_host_repeated(
                 host,
                 f"{source_name}:{line_number}:{_first_column(line_text)}",
                 location_by_name,
@@ -222,34 +224,37 @@ def _collect_hosts(
     return tuple(hosts), dialect_marks
 
 
-def _report_repeated_host(
-    host: Host, location: str, location_by_name: dict[str, str], messages: list[str]
+def _add_message_if_host_repeated(
+    host: Host, host_location: str, location_by_name: dict[str, str], messages: list[str]
 ) -> None:
     # Compared without user and letter case: two names of one machine would put two ranks on one
     # device.
     name = _name_without_user(host.name).lower()
-    first_location = location_by_name.setdefault(name, location)
-    if first_location != location:
+    first_location = location_by_name.setdefault(name, host_location)
+    if first_location != host_location:
         remedy = (
             "Open MPI would add up the slots and DeepSpeed would refuse; write it once with "
             "all its slots"
         )
-        messages.append(f"{location}: host {name!r} is already at {first_location}; {remedy}")
+        messages.append(f"{host_location}: host {name!r} is already at {first_location}; {remedy}")
 
 
-def _parse_host_line(
+def _host_of_line_or_add_problems(
     line_text: str, default_slots: int | None, dialect_marks: set[str], problems: _Problems
 ) -> Host | None:
     """Return the host on one line, and add the mark of its dialect; None when ``problems`` grew."""
     column = _first_column(line_text)
     host_token = line_text.split(None, 1)[0]
-    name, colon_slots = _split_name_and_slots(host_token, column, problems)
-    settings = {} if colon_slots is None else {"slots": _Setting(column, host_token, colon_slots)}
-    _add_settings(line_text, column - 1 + len(host_token), settings, problems)
+    name, colon_slots = _name_and_slots_or_add_problem(host_token, column, problems)
+    settings = (
+        {} if colon_slots is None else {"slots": _HostSetting(column, host_token, colon_slots)}
+    )
+    _parse_settings_of_host_line(line_text, column - 1 + len(host_token), settings, problems)
     if not problems and default_slots is None and "slots" not in settings:
         problems.append((column, _missing_slots_message(host_token)))
     number_by_key = {
-        key: _setting_number(parsed_setting, problems) for key, parsed_setting in settings.items()
+        key: _setting_number_or_add_problem(parsed_setting, problems)
+        for key, parsed_setting in settings.items()
     }
     slots = number_by_key.get("slots", default_slots or 0)
     max_slots = number_by_key.get("max_slots")
@@ -258,17 +263,17 @@ def _parse_host_line(
         problems.append((settings["max_slots"].column, message))
     if problems:
         return None
-    dialect_marks.add(_line_dialect(settings, colon_slots))
+    dialect_marks.add(_dialect_of_line_or_empty(settings, colon_slots))
     return Host(name, slots, tuple(range(slots)), max_slots)
 
 
-def _split_name_and_slots(
+def _name_and_slots_or_add_problem(
     host_token: str, column: int, problems: _Problems
 ) -> tuple[str, str | None]:
     """Return name and slots of ``user@[::1]:4``: ``user@::1`` and ``4``, or None without a colon."""
     match = _NAME.fullmatch(host_token)
     if match is None:
-        problems.append((column, _bad_name_message(host_token)))
+        problems.append((column, _invalid_host_name_message(host_token)))
         return "", None
     user, ipv6, plain_name, colon_slots = match.groups()
     if ipv6 and ipv6 not in LOCAL_NAMES:
@@ -276,10 +281,10 @@ def _split_name_and_slots(
     return user + (ipv6 or plain_name), colon_slots and colon_slots[1:]
 
 
-def _add_settings(
-    line_text: str, start_offset: int, settings: dict[str, _Setting], problems: _Problems
+def _parse_settings_of_host_line(
+    line_text: str, start_offset: int, setting_by_key: dict[str, _HostSetting], problems: _Problems
 ) -> None:
-    """Add the ``key=value`` pairs behind the host name to ``settings``; max-slots is max_slots."""
+    """Add the ``key=value`` pairs behind the host name to ``setting_by_key``; max-slots is max_slots."""
     for match in _SETTING.finditer(line_text, start_offset):
         key, equals_sign, value, unparsed_text = match.groups()
         column = match.start() + 1
@@ -291,18 +296,18 @@ def _add_settings(
             )
         elif known_key not in _SETTING_KEYS:
             problems.append((column, _unknown_key_message(key, label)))
-        elif known_key in settings:
+        elif known_key in setting_by_key:
             problems.append(
                 (
                     column,
-                    f"{label!r} comes after {settings[known_key].label!r}; write {known_key} once",
+                    f"{label!r} comes after {setting_by_key[known_key].label!r}; write {known_key} once",
                 )
             )
         else:
-            settings[known_key] = _Setting(column, label, value, equals_sign != "=")
+            setting_by_key[known_key] = _HostSetting(column, label, value, equals_sign != "=")
 
 
-def _setting_number(parsed_setting: _Setting, problems: _Problems) -> int:
+def _setting_number_or_add_problem(parsed_setting: _HostSetting, problems: _Problems) -> int:
     """Return the number in a setting, or 0 and a new problem."""
     column, label, value, _ = parsed_setting
     digits = value[1:] if value.startswith("-") else value
@@ -321,7 +326,9 @@ def _setting_number(parsed_setting: _Setting, problems: _Problems) -> int:
     return 0
 
 
-def _line_dialect(settings_by_key: dict[str, _Setting], colon_slots: str | None) -> str:
+def _dialect_of_line_or_empty(
+    settings_by_key: dict[str, _HostSetting], colon_slots: str | None
+) -> str:
     """Return the dialect that a line belongs to; empty for a bare name."""
     if colon_slots is not None:
         return "MPICH / Intel MPI"
@@ -332,7 +339,7 @@ def _line_dialect(settings_by_key: dict[str, _Setting], colon_slots: str | None)
     return "DeepSpeed / Open MPI" if settings_by_key else ""
 
 
-def _file_dialect(dialect_marks: set[str]) -> str:
+def _dialect_that_fits_all_lines(dialect_marks: set[str]) -> str:
     """Return the dialect that fits all lines.
 
     One line that only Open MPI reads makes it an Open MPI file.
@@ -345,7 +352,7 @@ def _file_dialect(dialect_marks: set[str]) -> str:
     return " and ".join(sorted(named_dialects)) or "names only"
 
 
-def _bad_name_message(host_token: str) -> str:
+def _invalid_host_name_message(host_token: str) -> str:
     if "=" in host_token:
         return f"a host name is missing before {host_token!r}; write for example {_EXAMPLE}"
     if host_token.count(":") > 1 and "[" not in host_token:
@@ -388,21 +395,23 @@ def _closest_word_text(misspelt_word: str, known_words: Iterable[str]) -> str:
     return f"did you mean {closest_words[0]!r}? " if closest_words else ""
 
 
-def _parse_host_filter(
+def _devices_by_filtered_host_name(
     filter_text: str, option_name: str, host_by_name: dict[str, Host]
 ) -> dict[str, tuple[int, ...]]:
     """Return the devices that a filter names, by machine; raise one error with every problem."""
     devices_by_name: dict[str, tuple[int, ...]] = {}
     messages: list[str] = []
     for match in re.finditer(r"(?:^|(?<=@))[^@]*", filter_text):
-        if message := _parse_filter_item(match[0], host_by_name, devices_by_name):
+        if message := _add_filtered_devices_or_problem_text(
+            match[0], host_by_name, devices_by_name
+        ):
             messages.append(f"{option_name}:1:{match.start() + _first_column(match[0])}: {message}")
     if messages:
         raise HostfileError("\n".join(messages))
     return devices_by_name
 
 
-def _parse_filter_item(
+def _add_filtered_devices_or_problem_text(
     filter_item: str, host_by_name: dict[str, Host], devices_by_name: dict[str, tuple[int, ...]]
 ) -> str:
     """Read one ``name`` or ``name:0,1`` into ``devices_by_name``; return the problem with it, or nothing."""
@@ -429,11 +438,11 @@ def _parse_filter_item(
     return ""
 
 
-def _filter_host_devices(
-    host: Host, filtered_devices: tuple[int, ...], drops_filtered: bool
+def _host_with_kept_or_dropped_devices(
+    host: Host, filtered_devices: tuple[int, ...], drops_filtered_devices: bool
 ) -> Host:
     kept_devices = tuple(
-        device for device in host.devices if (device in filtered_devices) != drops_filtered
+        device for device in host.devices if (device in filtered_devices) != drops_filtered_devices
     )
     return host._replace(slots=len(kept_devices), devices=kept_devices)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import rendezvous_text
-from ortlaunch.planning.deepspeed_config import deepspeed_config
-from ortlaunch.planning.memory import estimate_rank_memory
-from ortlaunch.planning.workload import Workload, solve_batch
+from ortlaunch.planning.deepspeed_config import deepspeed_config_or_none
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
+from ortlaunch.planning.workload import Workload, solve_batch_equation_or_refuse
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
@@ -49,7 +49,7 @@ def make_plan(
         env=tuple(sorted({**_network_interface_variables(recipe), **recipe.launch.env}.items())),
         forward=world.forward,
         memory=workload.memory,
-        deepspeed=deepspeed_config(
+        deepspeed=deepspeed_config_or_none(
             recipe, batch.micro_samples, batch.accumulation_steps, world.rank_count
         ),
         grace_seconds=recipe.launch.grace_seconds,
@@ -57,22 +57,22 @@ def make_plan(
     )
 
 
-def plan_with_other_batch(recipe: Recipe, plan: Plan) -> Plan:
+def plan_with_batch_of_recipe(recipe: Recipe, plan: Plan) -> Plan:
     """Return the plan of the same world with another batch.
 
     Raises:
         PlanError: the batch equation has no whole solution on these ranks.
     """
-    batch = solve_batch(recipe, plan.world_size)
+    batch = solve_batch_equation_or_refuse(recipe, plan.world_size)
     rank_count = plan.world_size
-    memory = plan.memory and estimate_rank_memory(
+    memory = plan.memory and estimate_rank_memory_or_none(
         recipe, batch.micro_samples, rank_count, plan.device, plan.memory.process
     )
     return replace(
         plan,
         batch=batch,
         memory=memory,
-        deepspeed=deepspeed_config(
+        deepspeed=deepspeed_config_or_none(
             recipe, batch.micro_samples, batch.accumulation_steps, rank_count
         ),
     )

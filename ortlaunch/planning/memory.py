@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
-from ortlaunch.planning.activations import activation_bytes, sample_tokens
-from ortlaunch.planning.loss_chunks import allowed_rows_per_chunk
+from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
+from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.planning.model_sizes import SHAPE_BY_MODEL_TYPE, ModelShape, build_model_shape
 from ortlaunch.planning.startup import (
-    device_bytes_at_start,
-    host_memory_of_rank,
+    peak_device_bytes_before_first_step,
+    planned_host_memory_of_rank,
     state_bytes_per_parameter,
 )
 from ortlaunch.recipe import Recipe
@@ -25,13 +25,13 @@ from ortlaunch.recipe.fields.families import (
     DECODERS,
     SIZE_FIELDS,
     SIZE_FIELDS_BY_TYPE,
-    fill_config_defaults,
-    normalize_sizes,
+    config_with_family_defaults_or_none,
+    config_with_planned_size_names_or_none,
 )
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.recipe.fields.pretrained import read_local_config
+from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.inputs import rounded_vocabulary_size
-from ortlaunch.recipe.rules.parity import compared_steps
+from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
 
 # Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
 # sum of a number of bytes and of three shares: of the model's bytes, of the activations that are
@@ -68,26 +68,28 @@ _BUCKET_ELEMENTS = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 
 
-def full_config(recipe: Recipe) -> Json | None:
+def model_config_with_defaults_or_none(recipe: Recipe) -> Json | None:
     """Return the model's config with every default, or None if only transformers knows them."""
     recipe_config = recipe.model.config or {}
     pretrained_config = (
-        read_local_config(recipe.model.pretrained) if recipe.model.pretrained else {}
+        read_local_model_config_or_none(recipe.model.pretrained) if recipe.model.pretrained else {}
     )
     merged_config = _known_fields(recipe)
     # If the model's own config is not known, the recipe must have all sizes.
     filled_config = (
         None
         if pretrained_config is None and not set(recipe_config) >= SIZE_FIELDS
-        else fill_config_defaults(merged_config)
+        else config_with_family_defaults_or_none(merged_config)
     )
-    return filled_config or normalize_sizes(merged_config)
+    return filled_config or config_with_planned_size_names_or_none(merged_config)
 
 
 def _known_fields(recipe: Recipe) -> Json:
     """Return the fields of the model's config that its files and the recipe give."""
     own = recipe.model.config or {}
-    known = read_local_config(recipe.model.pretrained) if recipe.model.pretrained else {}
+    known = (
+        read_local_model_config_or_none(recipe.model.pretrained) if recipe.model.pretrained else {}
+    )
     given = {**(known or {}), **own}
     tokenizer = recipe.data.tokenizer
     if (
@@ -117,7 +119,7 @@ def assumed_sizes(recipe: Recipe) -> str:
     return " and ".join(parts)
 
 
-def estimate_rank_memory(
+def estimate_rank_memory_or_none(
     recipe: Recipe,
     micro_samples: int,
     rank_count: int,
@@ -136,16 +138,16 @@ def estimate_rank_memory(
     Returns:
         None for models that are not known here.
     """
-    config = full_config(recipe)
+    config = model_config_with_defaults_or_none(recipe)
     if config is None or (
         config["model_type"] in DECODERS and recipe.model.traits.predicts == "masked"
     ):
         return None
-    compared_step_count = compared_steps(recipe, config["model_type"]).steps
+    compared_step_count = parity_step_count_and_reason(recipe, config["model_type"]).steps
     model_shape = build_model_shape(config, recipe.model.task)
-    tensor_sizes = trained_sizes = model_shape.tensor_sizes()
+    tensor_sizes = trained_sizes = model_shape.parameter_element_counts()
     if recipe.model.lora:
-        adapter_sizes = _adapter_tensor_sizes(recipe.model.lora, model_shape)
+        adapter_sizes = _adapter_tensor_sizes_or_none(recipe.model.lora, model_shape)
         if adapter_sizes is None:
             return None
         tensor_sizes = [*tensor_sizes, *adapter_sizes]
@@ -153,7 +155,7 @@ def estimate_rank_memory(
     parameter_count = sum(tensor_sizes)
     trainable_count = sum(trained_sizes)
     # Without DeepSpeed, 4 bytes in every precision: autocast keeps norms and softmax in float32.
-    kept_activation_bytes = activation_bytes(recipe, config, micro_samples, 4, device)
+    kept_activation_bytes = peak_activation_bytes_of_rank(recipe, config, micro_samples, 4, device)
     recipe_without_recomputation = recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update={"gradient_checkpointing": False}),
@@ -161,24 +163,24 @@ def estimate_rank_memory(
         }
     )
     value_bytes = _bytes_per_value(recipe) if recipe.zero else 4
-    all_activations = activation_bytes(
+    all_activations = peak_activation_bytes_of_rank(
         recipe_without_recomputation, config, micro_samples, value_bytes, device
     )
     bytes_by_stage: list[tuple[str, Bytes]] = [
         (
             "DDP",
-            _bytes_without_deepspeed(
+            _training_bytes_without_deepspeed(
                 recipe, parameter_count, trainable_count, kept_activation_bytes
             ),
         )
     ]
-    kept_activation_bytes = activation_bytes(
+    kept_activation_bytes = peak_activation_bytes_of_rank(
         recipe, config, micro_samples, _bytes_per_value(recipe), device
     )
     for stage in range(4):
-        tensors_of_stage = _bytes_after_offload(
+        tensors_of_stage = _device_bytes_after_offload(
             recipe,
-            _zero_stage_bytes(
+            _training_bytes_in_zero_stage(
                 recipe, tensor_sizes, trainable_count, kept_activation_bytes, stage, rank_count
             ),
             trainable_count,
@@ -189,7 +191,7 @@ def estimate_rank_memory(
             (
                 f"ZeRO {stage}",
                 tensors_of_stage._replace(
-                    buckets=_bucket_bytes(
+                    buckets=_deepspeed_buffer_bytes(
                         recipe, parameter_count, trainable_count, stage, rank_count, device
                     )
                 ),
@@ -202,7 +204,7 @@ def estimate_rank_memory(
         compared_bytes = 2 * _bytes_per_value(recipe) * trainable_count
         # torch's allocator of a GPU uses the freed blocks of one pass for the other.
         if device == "cpu":
-            eager_activation_bytes = activation_bytes(
+            eager_activation_bytes = peak_activation_bytes_of_rank(
                 eager_recipe, config, micro_samples, _bytes_per_value(recipe), device
             )
             compared_bytes += int(_COMPARED_SHARE * eager_activation_bytes)
@@ -214,7 +216,9 @@ def estimate_rank_memory(
             stage_bytes._replace(
                 overhead=compared_bytes
                 + (
-                    _process_overhead_bytes(recipe, stage_bytes, model_family, all_activations)
+                    _largest_process_overhead_bytes(
+                        recipe, stage_bytes, model_family, all_activations
+                    )
                     if device == "cpu"
                     else gpu_library_bytes
                 )
@@ -223,7 +227,7 @@ def estimate_rank_memory(
         for stage, stage_bytes in bytes_by_stage
     ]
     chosen_stage = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
-    loss_chunk_rows = allowed_rows_per_chunk(
+    loss_chunk_rows = loss_chunk_rows_if_recipe_allows(
         recipe,
         micro_samples * sample_tokens(recipe, config),
         int(config["vocab_size"]),
@@ -238,8 +242,10 @@ def estimate_rank_memory(
         (4 + state_bytes_per_parameter(recipe)) * trainable_count,
         loss_chunk_rows,
         compared_bytes,
-        device_bytes_at_start(recipe, tensor_sizes, trainable_count, value_bytes, rank_count),
-        host_memory_of_rank(
+        peak_device_bytes_before_first_step(
+            recipe, tensor_sizes, trainable_count, value_bytes, rank_count
+        ),
+        planned_host_memory_of_rank(
             recipe, parameter_count, trainable_count, value_bytes, rank_count, device
         ),
     )
@@ -255,7 +261,7 @@ def _gpu_library_bytes(recipe: Recipe, rank_count: int) -> int:
     )
 
 
-def _process_overhead_bytes(
+def _largest_process_overhead_bytes(
     recipe: Recipe, counted_bytes: Bytes, model_family: str, all_activation_bytes: int
 ) -> int:
     """Return the bytes of a process beside the counted tensors (see _OVERHEAD).
@@ -290,12 +296,14 @@ def _process_overhead_bytes(
     )
 
 
-def reason_memory_is_unknown(recipe: Recipe) -> str:
+def reason_rank_memory_cannot_be_estimated(recipe: Recipe) -> str:
     """Return the reason why `estimate` returns None for the recipe, and a remedy."""
     model = recipe.model
     if model.traits.is_own:
         return "your factory builds the model; a training records its memory in memory.json"
-    pretrained_config = read_local_config(model.pretrained) if model.pretrained else {}
+    pretrained_config = (
+        read_local_model_config_or_none(model.pretrained) if model.pretrained else {}
+    )
     if pretrained_config is None:
         repository, _, revision = str(model.pretrained).partition("@")
         return (
@@ -306,7 +314,7 @@ def reason_memory_is_unknown(recipe: Recipe) -> str:
     model_type = {**pretrained_config, **(model.config or {})}.get("model_type")
     if model_type not in SHAPE_BY_MODEL_TYPE:
         return f"models of type {model_type} have no estimate; a training records its memory in memory.json"
-    if full_config(recipe) is None:
+    if model_config_with_defaults_or_none(recipe) is None:
         fields = _known_fields(recipe)
         needed = SIZE_FIELDS_BY_TYPE.get(str(model_type), sorted(SIZE_FIELDS))
         missing = ", ".join(name for name in needed if fields.get(name) is None)
@@ -330,7 +338,7 @@ def reason_memory_is_unknown(recipe: Recipe) -> str:
     )
 
 
-def _bytes_without_deepspeed(
+def _training_bytes_without_deepspeed(
     recipe: Recipe, parameter_count: int, trainable_count: int, activation_byte_count: int
 ) -> Bytes:
     """Return the bytes of a training without DeepSpeed.
@@ -349,58 +357,62 @@ def _bytes_per_value(recipe: Recipe) -> int:
     return recipe.format.bytes
 
 
-def _zero_stage_bytes(
+def _training_bytes_in_zero_stage(
     recipe: Recipe,
     tensor_sizes: list[int],
     trainable_count: int,
     activation_byte_count: int,
-    stage: int,
+    zero_stage: int,
     rank_count: int,
 ) -> Bytes:
     """Return the bytes of a rank in a ZeRO stage, without offload."""
     value_bytes = _bytes_per_value(recipe)
     # DeepSpeed keeps a float32 master copy beside the weights: in a 16-bit precision in every
     # stage, in fp32 from stage 1 on.
-    master_value_bytes = 0 if stage == 0 and value_bytes == 4 else 4
+    master_value_bytes = 0 if zero_stage == 0 and value_bytes == 4 else 4
     optimizer_bytes = (master_value_bytes + state_bytes_per_parameter(recipe)) * trainable_count
     gradient_bytes = value_bytes * trainable_count
     gradient_share_bytes = -(-value_bytes * trainable_count // rank_count)
     # ORTModule returns all gradients together, before stage 2 can keep only this rank's share.
-    returns_all_gradients = stage == 2 and rank_count > 1 and recipe.engine.name in ("ort", "auto")
+    returns_all_gradients = (
+        zero_stage == 2 and rank_count > 1 and recipe.engine.name in ("ort", "auto")
+    )
     return Bytes(
         weights=value_bytes
         * (
             sum(tensor_sizes)
-            if stage < 3
+            if zero_stage < 3
             else _elements_kept_by_zero_3(recipe, tensor_sizes, rank_count)
         ),
         gradients=gradient_share_bytes + (gradient_bytes if returns_all_gradients else 0)
-        if stage >= 2
+        if zero_stage >= 2
         else gradient_bytes,
-        optimizer=-(-optimizer_bytes // (rank_count if stage >= 1 else 1)),
+        optimizer=-(-optimizer_bytes // (rank_count if zero_stage >= 1 else 1)),
         activations=activation_byte_count,
     )
 
 
-def _bytes_after_offload(
-    recipe: Recipe, stage_bytes: Bytes, trainable_count: int, stage: int, device: str
+def _device_bytes_after_offload(
+    recipe: Recipe, stage_bytes: Bytes, trainable_count: int, zero_stage: int, device: str
 ) -> Bytes:
     """Return the part of a stage's bytes that is left on the device with `zero.offload`.
 
     On a CPU it is all of them: offloaded tensors are in the same memory.
     """
     offload = recipe.zero.offload if recipe.zero and device == "cuda" else None
-    if offload is None or not stage:
+    if offload is None or not zero_stage:
         return stage_bytes
     if offload.optimizer:
         # From stage 2 on, each gradient leaves the GPU before the next one is computed, except on
         # engine ort, which computes all of them first.
-        keeps_gradients = recipe.engine.name in ("ort", "auto") or stage < 2
+        keeps_gradients = recipe.engine.name in ("ort", "auto") or zero_stage < 2
         stage_bytes = stage_bytes._replace(
             optimizer=0,
             gradients=_bytes_per_value(recipe) * trainable_count if keeps_gradients else 0,
         )
-    return stage_bytes._replace(weights=0) if offload.parameters and stage == 3 else stage_bytes
+    return (
+        stage_bytes._replace(weights=0) if offload.parameters and zero_stage == 3 else stage_bytes
+    )
 
 
 def _elements_kept_by_zero_3(recipe: Recipe, tensor_sizes: list[int], rank_count: int) -> int:
@@ -417,11 +429,11 @@ def _elements_kept_by_zero_3(recipe: Recipe, tensor_sizes: list[int], rank_count
     )
 
 
-def _bucket_bytes(
+def _deepspeed_buffer_bytes(
     recipe: Recipe,
     parameter_count: int,
     trainable_count: int,
-    stage: int,
+    zero_stage: int,
     rank_count: int,
     device: str,
 ) -> int:
@@ -431,21 +443,21 @@ def _bucket_bytes(
     """
     bucket_elements = (
         int(_zero_setting(recipe, "reduce_bucket_size", _BUCKET_ELEMENTS))
-        if stage
+        if zero_stage
         else _BUCKET_ELEMENTS
     )
     gathered_elements = 0
     # On a CPU only the written part of a buffer takes memory; on a GPU it is allocated in full.
-    if stage == 0 or device == "cpu":
+    if zero_stage == 0 or device == "cpu":
         bucket_elements = min(bucket_elements, trainable_count)
-    elif stage == 3:
+    elif zero_stage == 3:
         gathered_elements = min(
             int(_zero_setting(recipe, "stage3_max_live_parameters", _LIVE_ELEMENTS)),
             parameter_count,
         )
     return (
         _bytes_per_value(recipe) * (bucket_elements + gathered_elements)
-        if rank_count > 1 or stage
+        if rank_count > 1 or zero_stage
         else 0
     )
 
@@ -457,11 +469,11 @@ def _zero_setting(recipe: Recipe, setting_name: str, default: float) -> float:
     return value if isinstance(value, (int, float)) else default
 
 
-def _adapter_tensor_sizes(lora: Lora, model_shape: ModelShape) -> list[int] | None:
+def _adapter_tensor_sizes_or_none(lora: Lora, model_shape: ModelShape) -> list[int] | None:
     """Return the number of elements of each matrix of the adapters; None: an unknown target."""
     if lora.target_parameters or lora.modules_to_save:
         return None
-    linear_sizes = model_shape.adapter_sizes(lora.target_modules)
+    linear_sizes = model_shape.linear_layer_sizes(lora.target_modules)
     # Each adapter has two matrices, of r x input and output x r elements.
     return (
         None

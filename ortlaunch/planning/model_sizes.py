@@ -1,6 +1,7 @@
 """Tensors of model families, from the fields of their configs.
 
-The config is one that `families.fill_config_defaults` or `families.normalize_sizes` returned. A
+The config is one that `families.config_with_family_defaults_or_none` or
+`families.config_with_planned_size_names_or_none` returned. A
 test compares the counts
 with transformers, and those of adapters with peft.
 """
@@ -34,7 +35,7 @@ class ModelShape(NamedTuple):
     adaptable_layers: Sequence[LinearLayer] = ()
     """Linear layers of `rest` that an adapter of their name, or of all linear layers, reaches."""
 
-    def tensor_sizes(self) -> list[int]:
+    def parameter_element_counts(self) -> list[int]:
         """Return the elements of each parameter."""
         layer_sizes = [
             size
@@ -47,7 +48,9 @@ class ModelShape(NamedTuple):
         ]
         return [*layer_sizes, *self.other_sizes]
 
-    def adapter_sizes(self, target_names: Sequence[str]) -> list[tuple[int, int]] | None:
+    def linear_layer_sizes(
+        self, names_or_all_linear: Sequence[str]
+    ) -> list[tuple[int, int]] | None:
         """Return inputs and outputs of the linear layers of these names; None: one is unknown."""
         all_linear_layers = [
             *self.adaptable_layers,
@@ -58,7 +61,9 @@ class ModelShape(NamedTuple):
             ),
         ]
         known_names = {name for name, _, _ in all_linear_layers}
-        wanted_names = known_names if "all-linear" in target_names else set(target_names)
+        wanted_names = (
+            known_names if "all-linear" in names_or_all_linear else set(names_or_all_linear)
+        )
         return (
             [(a, b) for name, a, b in all_linear_layers if name in wanted_names]
             if wanted_names <= known_names
@@ -66,14 +71,14 @@ class ModelShape(NamedTuple):
         )
 
 
-def _label_head_tensors(config: Json, task_name: str, hidden_size: int) -> list[int]:
+def _label_head_tensor_sizes(model_config: Json, task_name: str, hidden_size: int) -> list[int]:
     """Return weight and bias of a head for labels; nothing for tasks without."""
     traits = MODEL_TASKS[task_name]
-    class_count = 1 if traits.label == "number" else config.get("num_labels", 2)
+    class_count = 1 if traits.label == "number" else model_config.get("num_labels", 2)
     return [hidden_size * class_count, class_count] if traits.has_new_head else []
 
 
-def _encoder_layer_tensors(
+def _linear_layers_and_vectors_of_bert_layer(
     hidden_size: int, inner_size: int, layer_names: tuple[str, ...]
 ) -> tuple[list[LinearLayer], list[int]]:
     """Return the linear layers of BERT's layer, with biases, and its two norms."""
@@ -85,47 +90,53 @@ def _encoder_layer_tensors(
     return linear_layers, [*(b for _, _, b in linear_layers), *[hidden_size] * 4]
 
 
-def _bert_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
+def _bert_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
     traits = MODEL_TASKS[task_name]
     layer_names = ("query", "key", "value", "dense", "dense", "dense")
     layer_group = EqualLayers(
-        config["num_hidden_layers"],
-        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+        model_config["num_hidden_layers"],
+        *_linear_layers_and_vectors_of_bert_layer(
+            hidden_size, model_config["intermediate_size"], layer_names
+        ),
     )
     head_layers = [("dense", hidden_size, hidden_size)] * (traits.pools + bool(traits.predicts))
     head_layers += [("seq_relationship", hidden_size, 2)] * traits.pairs
     other_sizes = [
-        config["vocab_size"] * hidden_size,
-        config["max_position_embeddings"] * hidden_size,
-        config["type_vocab_size"] * hidden_size,
+        model_config["vocab_size"] * hidden_size,
+        model_config["max_position_embeddings"] * hidden_size,
+        model_config["type_vocab_size"] * hidden_size,
         hidden_size,
         hidden_size,
     ]
     other_sizes += [size for _, a, b in head_layers for size in (a * b, b)]
     if traits.predicts:
-        is_tied = config.get("tie_word_embeddings", True)
+        is_tied = model_config.get("tie_word_embeddings", True)
         other_sizes += [
             hidden_size,
             hidden_size,
-            config["vocab_size"],
-            *([] if is_tied else [config["vocab_size"] * hidden_size, config["vocab_size"]]),
+            model_config["vocab_size"],
+            *(
+                []
+                if is_tied
+                else [model_config["vocab_size"] * hidden_size, model_config["vocab_size"]]
+            ),
         ]
     return ModelShape(
         [layer_group],
-        [*other_sizes, *_label_head_tensors(config, task_name, hidden_size)],
+        [*other_sizes, *_label_head_tensor_sizes(model_config, task_name, hidden_size)],
         head_layers,
     )
 
 
-def _llama_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
-    inner_size = config["intermediate_size"]
-    head_count = config["num_attention_heads"]
-    head_size = config["head_dim"] or hidden_size // head_count
+def _llama_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
+    inner_size = model_config["intermediate_size"]
+    head_count = model_config["num_attention_heads"]
+    head_size = model_config["head_dim"] or hidden_size // head_count
     query_size = head_count * head_size
-    key_value_size = (config["num_key_value_heads"] or head_count) * head_size
-    decoder_traits = DECODERS[config["model_type"]]
+    key_value_size = (model_config["num_key_value_heads"] or head_count) * head_size
+    decoder_traits = DECODERS[model_config["model_type"]]
     linear_layers = [
         ("q_proj", hidden_size, query_size),
         ("k_proj", hidden_size, key_value_size),
@@ -135,7 +146,7 @@ def _llama_shape(config: Json, task_name: str) -> ModelShape:
         ("up_proj", hidden_size, inner_size),
         ("down_proj", inner_size, hidden_size),
     ]
-    if config["model_type"] == "phi3":
+    if model_config["model_type"] == "phi3":
         linear_layers = [
             ("qkv_proj", hidden_size, query_size + 2 * key_value_size),
             ("o_proj", query_size, hidden_size),
@@ -148,43 +159,49 @@ def _llama_shape(config: Json, task_name: str) -> ModelShape:
     ] * decoder_traits.head_norms
     vector_sizes += (
         [query_size, key_value_size, key_value_size, hidden_size]
-        if config["attention_bias"]
+        if model_config["attention_bias"]
         else []
     )
-    vector_sizes += [inner_size, inner_size, hidden_size] if config["mlp_bias"] else []
-    is_tied = config.get("tie_word_embeddings", False) or MODEL_TASKS[task_name].label
+    vector_sizes += [inner_size, inner_size, hidden_size] if model_config["mlp_bias"] else []
+    is_tied = model_config.get("tie_word_embeddings", False) or MODEL_TASKS[task_name].label
     head_sizes = (
-        _last_token_head_tensors(config, task_name, hidden_size)
+        _last_token_head_tensor_sizes(model_config, task_name, hidden_size)
         if is_tied
-        else [config["vocab_size"] * hidden_size]
+        else [model_config["vocab_size"] * hidden_size]
     )
-    layer_group = EqualLayers(config["num_hidden_layers"], linear_layers, vector_sizes)
-    return ModelShape([layer_group], [config["vocab_size"] * hidden_size, hidden_size, *head_sizes])
+    layer_group = EqualLayers(model_config["num_hidden_layers"], linear_layers, vector_sizes)
+    return ModelShape(
+        [layer_group], [model_config["vocab_size"] * hidden_size, hidden_size, *head_sizes]
+    )
 
 
-def _last_token_head_tensors(config: Json, task_name: str, hidden_size: int) -> list[int]:
+def _last_token_head_tensor_sizes(
+    model_config: Json, task_name: str, hidden_size: int
+) -> list[int]:
     """Return the tensors of a decoder's head for labels: a class of the last token has no bias."""
-    head_sizes = _label_head_tensors(config, task_name, hidden_size)
+    head_sizes = _label_head_tensor_sizes(model_config, task_name, hidden_size)
     return head_sizes[:1] if MODEL_TASKS[task_name].pools else head_sizes
 
 
-def _deberta_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
+def _deberta_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
     layer_names = ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense")
     layer_group = EqualLayers(
-        config["num_hidden_layers"],
-        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+        model_config["num_hidden_layers"],
+        *_linear_layers_and_vectors_of_bert_layer(
+            hidden_size, model_config["intermediate_size"], layer_names
+        ),
     )
     # Of version 3: no absolute positions, one table of relative ones with a norm, shared projections.
     embedding_sizes = [
-        config["vocab_size"] * hidden_size,
+        model_config["vocab_size"] * hidden_size,
         hidden_size,
         hidden_size,
-        2 * config["position_buckets"] * hidden_size,
+        2 * model_config["position_buckets"] * hidden_size,
         hidden_size,
         hidden_size,
     ]
-    head_sizes = _bert_head_tensors(config, task_name, hidden_size, hidden_size)
+    head_sizes = _bert_head_tensor_sizes(model_config, task_name, hidden_size, hidden_size)
     return ModelShape(
         [layer_group],
         [*embedding_sizes, *head_sizes],
@@ -192,15 +209,15 @@ def _deberta_shape(config: Json, task_name: str) -> ModelShape:
     )
 
 
-def _bert_head_tensors(
-    config: Json, task_name: str, hidden_size: int, embedding_size: int
+def _bert_head_tensor_sizes(
+    model_config: Json, task_name: str, hidden_size: int, embedding_size: int
 ) -> list[int]:
     """Return a head of BERT's kind: a layer and a norm before words, a pooler before a class.
 
     The weights of the words are those of the embeddings.
 
     Args:
-        config: the config.
+        model_config: the config.
         task_name: the task of the model.
         hidden_size: width of the layers.
         embedding_size: width of the embeddings.
@@ -211,18 +228,18 @@ def _bert_head_tensors(
             embedding_size,
             embedding_size,
             embedding_size,
-            config["vocab_size"],
+            model_config["vocab_size"],
         ]
     return [
         *([hidden_size * hidden_size, hidden_size] if MODEL_TASKS[task_name].pools else []),
-        *_label_head_tensors(config, task_name, hidden_size),
+        *_label_head_tensor_sizes(model_config, task_name, hidden_size),
     ]
 
 
-def _modernbert_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
-    inner_size = config["intermediate_size"]
-    layer_count = config["num_hidden_layers"]
+def _modernbert_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
+    inner_size = model_config["intermediate_size"]
+    layer_count = model_config["num_hidden_layers"]
     linear_layers = [
         ("Wqkv", hidden_size, 3 * hidden_size),
         ("Wo", hidden_size, hidden_size),
@@ -231,33 +248,41 @@ def _modernbert_shape(config: Json, task_name: str) -> ModelShape:
     ]
     # The first layer has one norm, the others two; norms of embeddings, of the end, of the head.
     other_sizes = [
-        config["vocab_size"] * hidden_size,
+        model_config["vocab_size"] * hidden_size,
         hidden_size,
         hidden_size,
         hidden_size * hidden_size,
         hidden_size,
         *[hidden_size] * (layer_count - 1),
     ]
-    word_bias_sizes = [config["vocab_size"]] if MODEL_TASKS[task_name].predicts else []
+    word_bias_sizes = [model_config["vocab_size"]] if MODEL_TASKS[task_name].predicts else []
     layer_groups = [EqualLayers(layer_count, linear_layers, [hidden_size])]
     return ModelShape(
         layer_groups,
-        [*other_sizes, *word_bias_sizes, *_label_head_tensors(config, task_name, hidden_size)],
+        [
+            *other_sizes,
+            *word_bias_sizes,
+            *_label_head_tensor_sizes(model_config, task_name, hidden_size),
+        ],
         [("dense", hidden_size, hidden_size)],
     )
 
 
-def _roberta_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
+def _roberta_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
     # ELECTRA's embeddings may be narrower than its layers.
-    embedding_size: int = config.get("embedding_size") or hidden_size
+    embedding_size: int = model_config.get("embedding_size") or hidden_size
     layer_names = ("query", "key", "value", "dense", "dense", "dense")
     layer_group = EqualLayers(
-        config["num_hidden_layers"],
-        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+        model_config["num_hidden_layers"],
+        *_linear_layers_and_vectors_of_bert_layer(
+            hidden_size, model_config["intermediate_size"], layer_names
+        ),
     )
     table_rows = (
-        config["vocab_size"] + config["max_position_embeddings"] + config["type_vocab_size"]
+        model_config["vocab_size"]
+        + model_config["max_position_embeddings"]
+        + model_config["type_vocab_size"]
     )
     other_sizes = [
         table_rows * embedding_size,
@@ -273,20 +298,25 @@ def _roberta_shape(config: Json, task_name: str) -> ModelShape:
     )
     return ModelShape(
         [layer_group],
-        [*other_sizes, *_bert_head_tensors(config, task_name, hidden_size, embedding_size)],
+        [
+            *other_sizes,
+            *_bert_head_tensor_sizes(model_config, task_name, hidden_size, embedding_size),
+        ],
         adaptable_layers,
     )
 
 
-def _distilbert_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
+def _distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
     layer_names = ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2")
     layer_group = EqualLayers(
-        config["num_hidden_layers"],
-        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+        model_config["num_hidden_layers"],
+        *_linear_layers_and_vectors_of_bert_layer(
+            hidden_size, model_config["intermediate_size"], layer_names
+        ),
     )
     other_sizes = [
-        (config["vocab_size"] + config["max_position_embeddings"]) * hidden_size,
+        (model_config["vocab_size"] + model_config["max_position_embeddings"]) * hidden_size,
         hidden_size,
         hidden_size,
     ]
@@ -295,14 +325,14 @@ def _distilbert_shape(config: Json, task_name: str) -> ModelShape:
     )
     return ModelShape(
         [layer_group],
-        [*other_sizes, *_bert_head_tensors(config, task_name, hidden_size, hidden_size)],
+        [*other_sizes, *_bert_head_tensor_sizes(model_config, task_name, hidden_size, hidden_size)],
         adaptable_layers,
     )
 
 
-def _gpt2_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
-    inner_size = config["intermediate_size"]
+def _gpt2_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
+    inner_size = model_config["intermediate_size"]
     linear_layers = [
         ("c_attn", hidden_size, 3 * hidden_size),
         ("c_proj", hidden_size, hidden_size),
@@ -310,88 +340,96 @@ def _gpt2_shape(config: Json, task_name: str) -> ModelShape:
         ("c_proj", inner_size, hidden_size),
     ]
     layer_group = EqualLayers(
-        config["num_hidden_layers"],
+        model_config["num_hidden_layers"],
         linear_layers,
         [3 * hidden_size, hidden_size, inner_size, hidden_size, *[hidden_size] * 4],
     )
-    return _decoder_shape(config, task_name, layer_group, config["positions"])
+    return _tied_decoder_shape_with_positions(
+        model_config, task_name, layer_group, model_config["positions"]
+    )
 
 
-def _opt_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
+def _opt_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
     layer_names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     layer_group = EqualLayers(
-        config["num_hidden_layers"],
-        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+        model_config["num_hidden_layers"],
+        *_linear_layers_and_vectors_of_bert_layer(
+            hidden_size, model_config["intermediate_size"], layer_names
+        ),
     )
     # Its first two positions are those of padding.
-    return _decoder_shape(config, task_name, layer_group, config["max_position_embeddings"] + 2)
+    return _tied_decoder_shape_with_positions(
+        model_config, task_name, layer_group, model_config["max_position_embeddings"] + 2
+    )
 
 
-def _decoder_shape(
-    config: Json, task_name: str, layer_group: EqualLayers, position_count: int
+def _tied_decoder_shape_with_positions(
+    model_config: Json, task_name: str, layer_group: EqualLayers, position_count: int
 ) -> ModelShape:
     """Return a decoder with learned positions, whose head has the weights of the embeddings."""
-    hidden_size = config["hidden_size"]
+    hidden_size = model_config["hidden_size"]
     return ModelShape(
         [layer_group],
         [
-            (config["vocab_size"] + position_count) * hidden_size,
+            (model_config["vocab_size"] + position_count) * hidden_size,
             hidden_size,
             hidden_size,
-            *_last_token_head_tensors(config, task_name, hidden_size),
+            *_last_token_head_tensor_sizes(model_config, task_name, hidden_size),
         ],
     )
 
 
-def _vit_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["hidden_size"]
+def _vit_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
     layer_names = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
     layer_group = EqualLayers(
-        config["num_hidden_layers"],
-        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+        model_config["num_hidden_layers"],
+        *_linear_layers_and_vectors_of_bert_layer(
+            hidden_size, model_config["intermediate_size"], layer_names
+        ),
     )
-    patch_size = 3 * config["patch_size"] ** 2 * hidden_size
+    patch_size = 3 * model_config["patch_size"] ** 2 * hidden_size
     return ModelShape(
         [layer_group],
         [
             patch_size,
             hidden_size,
             hidden_size,
-            config["positions"] * hidden_size,
+            model_config["positions"] * hidden_size,
             hidden_size,
             hidden_size,
-            *_label_head_tensors(config, task_name, hidden_size),
+            *_label_head_tensor_sizes(model_config, task_name, hidden_size),
         ],
     )
 
 
-def _whisper_shape(config: Json, task_name: str) -> ModelShape:
-    hidden_size = config["d_model"]
+def _whisper_shape(model_config: Json, task_name: str) -> ModelShape:
+    hidden_size = model_config["d_model"]
     attention_names = ("q_proj", "k_proj", "v_proj", "out_proj")
-    linear_layers, vector_sizes = _encoder_layer_tensors(
-        hidden_size, config["encoder_ffn_dim"], (*attention_names, "fc1", "fc2")
+    linear_layers, vector_sizes = _linear_layers_and_vectors_of_bert_layer(
+        hidden_size, model_config["encoder_ffn_dim"], (*attention_names, "fc1", "fc2")
     )
     # Keys have no bias. Cross attention has a norm of its own.
-    encoder_layers = EqualLayers(config["encoder_layers"], linear_layers, vector_sizes[1:])
+    encoder_layers = EqualLayers(model_config["encoder_layers"], linear_layers, vector_sizes[1:])
     cross_layers = [(name, hidden_size, hidden_size) for name in attention_names]
     decoder_layers = EqualLayers(
-        config["decoder_layers"],
+        model_config["decoder_layers"],
         [*linear_layers, *cross_layers],
         [*vector_sizes[1:], *[hidden_size] * 5],
     )
     audio_sizes = [
-        3 * config["num_mel_bins"] * hidden_size,
+        3 * model_config["num_mel_bins"] * hidden_size,
         hidden_size,
         3 * hidden_size * hidden_size,
         hidden_size,
-        config["max_source_positions"] * hidden_size,
+        model_config["max_source_positions"] * hidden_size,
         hidden_size,
         hidden_size,
     ]
     word_sizes = [
-        config["vocab_size"] * hidden_size,
-        config["max_target_positions"] * hidden_size,
+        model_config["vocab_size"] * hidden_size,
+        model_config["max_target_positions"] * hidden_size,
         hidden_size,
         hidden_size,
     ]
@@ -414,6 +452,6 @@ SHAPE_BY_MODEL_TYPE: dict[str, Callable[[Json, str], ModelShape]] = {
 }
 
 
-def build_model_shape(config: Json, task_name: str) -> ModelShape:
+def build_model_shape(model_config: Json, task_name: str) -> ModelShape:
     """Return the tensors of a model with the head of `task_name`; tied weights are counted once."""
-    return SHAPE_BY_MODEL_TYPE[config["model_type"]](config, task_name)
+    return SHAPE_BY_MODEL_TYPE[model_config["model_type"]](model_config, task_name)

@@ -13,14 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.cache import cache_record_path
+from ortlaunch.cache import cache_file_path_by_hashed_key
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.machine import hardware_record, threads_per_rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.rules.parity import compared_steps
+from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
 from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
-from ortlaunch.units import align_columns, human_bytes
+from ortlaunch.units import aligned_table_lines, human_bytes
 from ortlaunch.version import __version__
 
 Rates = dict[str, list[tuple[float, float]]]
@@ -69,7 +69,7 @@ COMPARED_ORT = EngineFactors(1.25, 240 << 20, -0.1, 0.35)
 EAGER_ON_GPUS = EngineFactors(1.0, 0, 0.0, 0.0)
 
 
-def predict_by_engine(
+def predict_seconds_and_memory_by_engine(
     recipe: Recipe, device: str, step_work: StepWork, rates: Rates, model_type: str | None
 ) -> Json:
     """Return the seconds of a step and the bytes of a rank, by engine.
@@ -81,11 +81,11 @@ def predict_by_engine(
         rates: those of the machine.
         model_type: that of the built model, if it is one of transformers.
     """
-    seconds_spent = seconds_by_operator(step_work, rates)
+    seconds_spent = plain_pytorch_seconds_by_operator(step_work, rates)
     other_bytes = step_work.peak_bytes - step_work.model_bytes
     prediction: Json = {}
     for name in ENGINES:
-        engine_factors = _engine_factors(recipe, device, name, model_type)
+        engine_factors = _time_and_memory_factors_of_engine(recipe, device, name, model_type)
         memory_bytes = (1 + engine_factors.of_model) * step_work.model_bytes + (
             1 + engine_factors.of_others
         ) * other_bytes
@@ -99,39 +99,45 @@ def predict_by_engine(
     return prediction
 
 
-def _engine_factors(
+def _time_and_memory_factors_of_engine(
     recipe: Recipe, device: str, engine_name: str, model_type: str | None
 ) -> EngineFactors:
     if engine_name != "ort":
         return EAGER_ON_GPUS if (engine_name, device) == ("eager", "cuda") else ENGINES[engine_name]
     engine_settings = recipe.engine.model_copy(update={"name": engine_name})
-    compared_step_count = compared_steps(
+    compared_step_count = parity_step_count_and_reason(
         recipe.model_copy(update={"engine": engine_settings}), model_type
     ).steps
     return COMPARED_ORT if compared_step_count else ENGINES["ort"]
 
 
-def seconds_by_operator(step_work: StepWork, rates: Rates) -> dict[str, float]:
+def plain_pytorch_seconds_by_operator(step_work: StepWork, rates: Rates) -> dict[str, float]:
     """Return the seconds of a step in plain PyTorch, by kind of operator."""
     total_seconds: dict[str, float] = {}
     for operator, size, units in step_work.operators:
-        total_seconds[operator] = total_seconds.get(operator, 0.0) + units * _seconds_per_unit(
-            rates[operator], size
-        )
+        total_seconds[operator] = total_seconds.get(
+            operator, 0.0
+        ) + units * _interpolated_seconds_per_unit(rates[operator], size)
     return total_seconds
 
 
-def _seconds_per_unit(curve: list[tuple[float, float]], operator_size: float) -> float:
+def _interpolated_seconds_per_unit(
+    seconds_per_unit_by_size: list[tuple[float, float]], operator_size: float
+) -> float:
     """Return the seconds of a unit at a size, interpolated between the measured sizes."""
-    upper_index = bisect.bisect([measured_size for measured_size, _ in curve], operator_size)
-    if upper_index in (0, len(curve)):
-        return curve[max(0, upper_index - 1)][1]
-    (lower_size, lower_rate), (upper_size, upper_rate) = curve[upper_index - 1 : upper_index + 1]
+    upper_index = bisect.bisect(
+        [measured_size for measured_size, _ in seconds_per_unit_by_size], operator_size
+    )
+    if upper_index in (0, len(seconds_per_unit_by_size)):
+        return seconds_per_unit_by_size[max(0, upper_index - 1)][1]
+    (lower_size, lower_rate), (upper_size, upper_rate) = seconds_per_unit_by_size[
+        upper_index - 1 : upper_index + 1
+    ]
     share = math.log(operator_size / lower_size) / math.log(upper_size / lower_size)
     return float(lower_rate ** (1 - share) * upper_rate**share)
 
 
-def machine_record(recipe: Recipe, plan: Plan) -> Json:
+def hardware_and_versions_deciding_rates(recipe: Recipe, plan: Plan) -> Json:
     """Return everything that decides the rates of operators, as plain values."""
     thread_count = plan.threads or threads_per_rank(plan.nodes[0].slots)
     return {
@@ -140,7 +146,7 @@ def machine_record(recipe: Recipe, plan: Plan) -> Json:
     }  # fmt: skip
 
 
-def prediction_path(recipe: Recipe, plan: Plan) -> Path:
+def cached_prediction_path(recipe: Recipe, plan: Plan) -> Path:
     """Return the file of the cache for the predictions of this model, batch and machine."""
     recipe_values = recipe.model_dump(mode="json")
     model_values = [
@@ -150,8 +156,9 @@ def prediction_path(recipe: Recipe, plan: Plan) -> Path:
         recipe.engine.chunked_loss,
     ]
     batch_values = [plan.batch.micro_samples, plan.batch.accumulation_steps]
-    return cache_record_path(
-        "predictions", [machine_record(recipe, plan), model_values, batch_values]
+    return cache_file_path_by_hashed_key(
+        "predictions",
+        [hardware_and_versions_deciding_rates(recipe, plan), model_values, batch_values],
     )
 
 
@@ -168,7 +175,7 @@ class CachedPrediction(NamedTuple):
     """By engine: seconds of a step of the newest run."""
 
     @property
-    def doubt(self) -> str:
+    def reason_seconds_are_doubtful(self) -> str:
         """Why the predicted seconds are too long or meaningless; "" if nothing is known."""
         if self.others:
             process_count = len(self.others)
@@ -177,7 +184,7 @@ class CachedPrediction(NamedTuple):
             return f"the measured rates of {', '.join(self.contradictions)} contradict themselves"
         return ""
 
-    def step_seconds(self, engine_name: str) -> float:
+    def measured_or_corrected_step_seconds(self, engine_name: str) -> float:
         """Return the seconds of a step: those of a run, else corrected by runs on other engines."""
         if engine_name in self.measured:
             return float(self.measured[engine_name])
@@ -190,9 +197,9 @@ class CachedPrediction(NamedTuple):
         return float(self.engines[engine_name]["seconds"]) * factor
 
 
-def read_cached_prediction(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
+def read_cached_prediction_or_none(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
     """Return the content of the cache, or None."""
-    record_path = prediction_path(recipe, plan)
+    record_path = cached_prediction_path(recipe, plan)
     if not record_path.exists():
         return None
     record = read_own_json(record_path)
@@ -204,16 +211,19 @@ def read_cached_prediction(recipe: Recipe, plan: Plan) -> CachedPrediction | Non
     )
 
 
-def record_measured_step(recipe: Recipe, plan: Plan, engine_name: str, seconds: float) -> None:
+def cache_measured_step_seconds(
+    recipe: Recipe, plan: Plan, engine_name: str, step_seconds: float
+) -> None:
     """Keep the measured seconds of a step, which correct the prediction from now on."""
-    record_path = prediction_path(recipe, plan)
+    record_path = cached_prediction_path(recipe, plan)
     record = read_own_json(record_path)
     write_json_atomically(
-        record_path, {**record, "measured": {**record.get("measured", {}), engine_name: seconds}}
+        record_path,
+        {**record, "measured": {**record.get("measured", {}), engine_name: step_seconds}},
     )
 
 
-def contradictory_operators(rates: Rates) -> list[str]:
+def operators_with_contradictory_rates(rates: Rates) -> list[str]:
     """Return the kinds whose larger operators take far more time a unit than smaller ones.
 
     A larger product of matrices is about as fast a unit. Other operators may be slower by as much as
@@ -231,9 +241,9 @@ def contradictory_operators(rates: Rates) -> list[str]:
     return contradictory
 
 
-def prediction_lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def engine_prediction_table_lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Yield a table of the predictions of every engine, or the reason why there is none."""
-    prediction = read_cached_prediction(recipe, plan)
+    prediction = read_cached_prediction_or_none(recipe, plan)
     if prediction is None:
         yield "seconds a step: not predicted for this model and batch on this machine yet (plan --predict)"
         return
@@ -241,7 +251,8 @@ def prediction_lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
     rows += [
         (
             f"{'->' if engine_name == recipe.engine.name else '':2} {engine_name}",
-            f"{prediction.step_seconds(engine_name):.3g}{' (of a run)' if engine_name in prediction.measured else ''}",
+            f"{prediction.measured_or_corrected_step_seconds(engine_name):.3g}"
+            f"{' (of a run)' if engine_name in prediction.measured else ''}",
             human_bytes(engine_prediction["memory"]),
         )
         for engine_name, engine_prediction in prediction.engines.items()
@@ -249,7 +260,7 @@ def prediction_lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
     yield "predicted, from rates of this machine" + (
         ", without communication:" if plan.world_size > 1 else ":"
     )
-    yield from align_columns(rows)
-    if prediction.doubt:
-        yield f"  the seconds are in doubt: {prediction.doubt}; measure again: plan --predict"
+    yield from aligned_table_lines(rows)
+    if prediction.reason_seconds_are_doubtful:
+        yield f"  the seconds are in doubt: {prediction.reason_seconds_are_doubtful}; measure again: plan --predict"
         yield from (f"    {other}" for other in prediction.others)

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ortlaunch.cache import cache_record_path, make_cache_folder
+from ortlaunch.cache import cache_file_path_by_hashed_key, create_private_cache_folder
 from ortlaunch.errors import FileError
 from ortlaunch.launch_plan import USUAL_PROCESS, ProcessMemory
 from ortlaunch.recipe import Recipe
@@ -19,7 +19,7 @@ from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
 _CUDA_BUILD = USUAL_PROCESS._replace(files=700 << 20)
 
 
-def expected_process_memory(recipe: Recipe) -> ProcessMemory:
+def cached_or_usual_process_memory(recipe: Recipe) -> ProcessMemory:
     """Return the bytes of a process with the libraries of the recipe's engine."""
     try:
         own_bytes, file_bytes = read_own_json(_record_path(recipe), list)
@@ -28,10 +28,10 @@ def expected_process_memory(recipe: Recipe) -> ProcessMemory:
         return USUAL_PROCESS if _torch_version().endswith("+cpu") else _CUDA_BUILD
 
 
-def record_process_memory(recipe: Recipe, measured_memory: ProcessMemory) -> None:
+def cache_process_memory_if_writable(recipe: Recipe, measured_memory: ProcessMemory) -> None:
     """Keep the bytes of this process for later plans; without effect if the cache is unwritable."""
     try:
-        make_cache_folder("processes")
+        create_private_cache_folder("processes")
         write_json_atomically(_record_path(recipe), [measured_memory.own, measured_memory.files])
     # Plans have usual values then.
     except (OSError, FileError):
@@ -41,7 +41,7 @@ def record_process_memory(recipe: Recipe, measured_memory: ProcessMemory) -> Non
 def _record_path(recipe: Recipe) -> Path:
     """Return the file of the cache for everything that decides which libraries a rank loads."""
     library_name = "ort" if recipe.engine.name in ("ort", "auto") else "torch"
-    return cache_record_path(
+    return cache_file_path_by_hashed_key(
         "processes", [sys.prefix, _torch_version(), library_name, recipe.model.factory]
     )
 

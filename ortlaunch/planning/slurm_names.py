@@ -11,7 +11,7 @@ from ortlaunch.planning.hosts import Host
 _GROUP = re.compile(r"([^\[\],]*)\[([^\]]*)\]")
 
 
-def slurm_step_hosts(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
+def slurm_step_hosts_or_none(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     """Return the nodes of this process's Slurm step, with their tasks; None if Slurm names none.
 
     Raises:
@@ -34,18 +34,24 @@ def slurm_step_hosts(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     )
 
 
-def slurm_job_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
+def slurm_job_hosts_or_empty(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the nodes of this process's Slurm job, with their tasks; none outside of a job."""
     job_variables = {"SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"}
     return (
-        slurm_step_hosts({name: value for name, value in environ.items() if name in job_variables})
+        slurm_step_hosts_or_none(
+            {name: value for name, value in environ.items() if name in job_variables}
+        )
         or ()
     )
 
 
 def expand_node_names(node_list: str) -> list[str]:
     """Expand `a,host[1-2,04]-ib` to a, host1-ib, host2-ib, host04-ib, in Slurm's order."""
-    return [name for part in _comma_separated_parts(node_list) for name in _expand_part(part)]
+    return [
+        name
+        for part in _comma_separated_parts(node_list)
+        for name in _expand_bracketed_node_names(part)
+    ]
 
 
 def expand_tasks_per_node(task_layout: str) -> list[int]:
@@ -70,11 +76,11 @@ def _comma_separated_parts(node_list: str) -> Iterator[str]:
     return (match[0] for match in re.finditer(r"(?:[^,\[]|\[[^\]]*\])+", node_list))
 
 
-def _expand_part(part: str) -> Iterator[str]:
+def _expand_bracketed_node_names(node_list_part: str) -> Iterator[str]:
     """Yield the names of one part."""
-    match = _GROUP.match(part)
+    match = _GROUP.match(node_list_part)
     if match is None:
-        yield part
+        yield node_list_part
         return
     for range_text in match[2].split(","):
         range_start, dash, range_end = range_text.partition("-")
@@ -82,5 +88,5 @@ def _expand_part(part: str) -> Iterator[str]:
             # Numbers keep their leading zeros: `04` stays `04`.
             yield from (
                 f"{match[1]}{str(node_number).zfill(len(range_start))}{expanded_rest}"
-                for expanded_rest in _expand_part(part[match.end() :])
+                for expanded_rest in _expand_bracketed_node_names(node_list_part[match.end() :])
             )

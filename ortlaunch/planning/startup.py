@@ -13,7 +13,7 @@ def state_bytes_per_parameter(recipe: Recipe) -> int:
     return int(4 * (recipe.optimizer.traits.moments or bool(recipe.optimizer.momentum)))
 
 
-def device_bytes_at_start(
+def peak_device_bytes_before_first_step(
     recipe: Recipe, tensor_sizes: list[int], trainable_count: int, value_bytes: int, rank_count: int
 ) -> int:
     """Return the most bytes on a device while the model is moved there and sharded.
@@ -43,7 +43,7 @@ def device_bytes_at_start(
     return value_bytes * sum(tensor_sizes) + extra_bytes_per_parameter * trainable_count
 
 
-def host_memory_of_rank(
+def planned_host_memory_of_rank(
     recipe: Recipe,
     parameter_count: int,
     trainable_count: int,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import USUAL_PROCESS, BatchPlan, Memory, ProcessMemory
-from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import count_with_noun
@@ -22,7 +22,7 @@ class Workload(NamedTuple):
     """Bytes of a rank's process beside its model."""
 
 
-def plan_workload(
+def solve_batch_and_estimate_memory(
     recipe: Recipe, world: World, process_memory: ProcessMemory = USUAL_PROCESS
 ) -> Workload:
     """Return the workload of a run on these hosts.
@@ -40,19 +40,19 @@ def plan_workload(
     node_counts = recipe.launch.node_counts if recipe.launch.elastic else ()
     for host_count in (node_count for node_count in node_counts if node_count <= len(world.hosts)):
         try:
-            solve_batch(recipe, host_count * world.hosts[0].slots)
+            solve_batch_equation_or_refuse(recipe, host_count * world.hosts[0].slots)
         except PlanError as error:
             raise PlanError(
                 f"launch.nodes is {recipe.launch.nodes}, and on {count_with_noun(host_count, 'host')}: {error}"
             ) from None
-    batch = solve_batch(recipe, world.rank_count)
-    planned_memory = estimate_rank_memory(
+    batch = solve_batch_equation_or_refuse(recipe, world.rank_count)
+    planned_memory = estimate_rank_memory_or_none(
         recipe, batch.micro_samples, world.rank_count, world.device, process_memory
     )
     return Workload(batch, planned_memory, process_memory)
 
 
-def solve_batch(recipe: Recipe, rank_count: int) -> BatchPlan:
+def solve_batch_equation_or_refuse(recipe: Recipe, rank_count: int) -> BatchPlan:
     """Solve global = micro x accumulation x ranks for the value that the recipe leaves out."""
     global_size = recipe.batch.global_size
     micro_size = recipe.batch.micro_size
@@ -66,13 +66,13 @@ def solve_batch(recipe: Recipe, rank_count: int) -> BatchPlan:
         global_size = micro_size * accumulation_steps * rank_count
     elif micro_size is None:
         accumulation_steps = accumulation_steps or 1
-        micro_size = _divide_or_raise(
+        micro_size = _divide_global_size_or_refuse(
             global_size,
             accumulation_steps * rank_count,
             f"accumulation_steps ({accumulation_steps}) x {count_with_noun(rank_count, 'rank')}",
         )
     elif accumulation_steps is None:
-        accumulation_steps = _divide_or_raise(
+        accumulation_steps = _divide_global_size_or_refuse(
             global_size,
             micro_size * rank_count,
             f"micro_size ({micro_size}) x {count_with_noun(rank_count, 'rank')}",
@@ -86,7 +86,7 @@ def solve_batch(recipe: Recipe, rank_count: int) -> BatchPlan:
         )
     sequence_length = (
         # With samples of several lengths, the tokens of a step are not known in advance.
-        None if recipe.data.lengths else recipe.data.sequence_length
+        None if recipe.data.padding_lengths_below_sequence_length else recipe.data.sequence_length
     )
     return BatchPlan(
         global_size,
@@ -97,16 +97,16 @@ def solve_batch(recipe: Recipe, rank_count: int) -> BatchPlan:
     )
 
 
-def _divide_or_raise(global_size: int, unit: int, unit_text: str) -> int:
+def _divide_global_size_or_refuse(global_size: int, divisor_samples: int, divisor_text: str) -> int:
     """Return total / unit; raise PlanError if it is not whole."""
-    if global_size % unit:
-        lower_multiple = global_size // unit * unit
-        upper_multiple = (global_size // unit + 1) * unit
+    if global_size % divisor_samples:
+        lower_multiple = global_size // divisor_samples * divisor_samples
+        upper_multiple = (global_size // divisor_samples + 1) * divisor_samples
         nearest_text = (
             f"{lower_multiple} or {upper_multiple}" if lower_multiple else str(upper_multiple)
         )
         raise PlanError(
-            f"batch: global_size ({global_size}) is not a multiple of {unit_text} = {unit}; "
+            f"batch: global_size ({global_size}) is not a multiple of {divisor_text} = {divisor_samples}; "
             f"{nearest_text} would be valid"
         )
-    return global_size // unit
+    return global_size // divisor_samples

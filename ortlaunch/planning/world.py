@@ -15,9 +15,14 @@ from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import Node
 from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_row, reason_launcher_is_refused
 from ortlaunch.planning.forwarding import forwarded_variable_names
-from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select_hosts
-from ortlaunch.planning.slurm_names import slurm_step_hosts
-from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.planning.hosts import (
+    Host,
+    filter_hosts_by_include_or_exclude,
+    parse_hostfile,
+    read_hostfile_text,
+)
+from ortlaunch.planning.slurm_names import slurm_step_hosts_or_none
+from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import count_with_noun
 
@@ -47,7 +52,7 @@ class LaunchOptions(NamedTuple):
     # The command line, the program first; empty if there was none.
     typed: tuple[str, ...] = ()
 
-    def read_hosts_text(self) -> LaunchOptions:
+    def copy_with_hostfile_text(self) -> LaunchOptions:
         """Return the options with the host file's text, which is read at most once.
 
         Raises:
@@ -55,7 +60,7 @@ class LaunchOptions(NamedTuple):
         """
         if self.hostfile is None or self.hosts_text is not None:
             return self
-        return self._replace(hosts_text=hostfile_text(self.hostfile))
+        return self._replace(hosts_text=read_hostfile_text(self.hostfile))
 
 
 class World(NamedTuple):
@@ -89,7 +94,9 @@ class World(NamedTuple):
         )
 
 
-def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str]) -> World:
+def resolve_hosts_launcher_and_device(
+    recipe: Recipe, launch_options: LaunchOptions, environ: Mapping[str, str]
+) -> World:
     """Resolve the world of a run.
 
     Raises:
@@ -97,27 +104,39 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
             this machine.
     """
     # The command line checks its options itself; the Python API passes any value.
-    if refusal := reason_launcher_is_refused(options.launcher):
+    if refusal := reason_launcher_is_refused(launch_options.launcher):
         raise PlanError(f"launcher: {refusal}")
-    if options.processes_per_node is not None and options.processes_per_node < 1:
-        raise PlanError(f"processes_per_node: got {options.processes_per_node}; give 1 or more")
-    enclosing = None if options.declared else _enclosing_rank_and_launcher(environ)
+    if launch_options.processes_per_node is not None and launch_options.processes_per_node < 1:
+        raise PlanError(
+            f"processes_per_node: got {launch_options.processes_per_node}; give 1 or more"
+        )
+    enclosing_rank_and_launcher = (
+        None if launch_options.declared else _enclosing_rank_and_launcher_or_none(environ)
+    )
     gpu_count = machine.visible_gpu_count(environ)
     device = (
         recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpu_count else "cpu")
     )
-    hosts, notes = _resolve_hosts(
-        recipe, options, gpu_count if device == "cuda" else 0, enclosing, environ
+    hosts, notes = _resolve_hosts_and_notes_or_refuse(
+        recipe,
+        launch_options,
+        gpu_count if device == "cuda" else 0,
+        enclosing_rank_and_launcher,
+        environ,
     )
     if device == "cuda" and gpu_count and environ.get(SHARE_VARIABLE) == "1":
-        hosts, shared_notes = _share_gpus_among_slots(hosts, gpu_count)
+        hosts, shared_notes = _assign_shared_gpus_and_note(hosts, gpu_count)
         notes += shared_notes
-    launcher = _resolve_launcher(recipe, options, hosts, enclosing)
-    _check_host_and_slot_counts(recipe, hosts, options)
-    _check_not_in_job_script(recipe, hosts, options, environ)
+    launcher = _resolve_launcher_name_or_refuse(
+        recipe, launch_options, hosts, enclosing_rank_and_launcher
+    )
+    _refuse_other_host_or_slot_counts(recipe, hosts, launch_options)
+    _refuse_start_in_slurm_job_script(recipe, hosts, launch_options, environ)
     launcher_traits = launcher_row(launcher)
     if launcher_traits.is_ours:
-        notes += tuple(_check_slots_of_this_host(hosts, device, gpu_count, options))
+        notes += tuple(
+            _refuse_absent_slots_or_yield_notes(hosts, device, gpu_count, launch_options)
+        )
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(
             host.is_here for host in hosts
         ):
@@ -126,16 +145,26 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
                 "have GPUs, set launch.device=cuda",
             )
     notes += tuple(filter(None, [launcher_traits.note]))
-    rank = None if launcher_traits.is_ours or not enclosing else enclosing[0]
+    rank = (
+        None
+        if launcher_traits.is_ours or not enclosing_rank_and_launcher
+        else enclosing_rank_and_launcher[0]
+    )
     forward = forwarded_variable_names(
         recipe, environ, may_come_from_secret=not launcher_traits.is_ours and rank is None
     )
     return World(
-        hosts, launcher, device, rank, notes, _threads_per_rank(recipe, hosts, environ), forward
+        hosts,
+        launcher,
+        device,
+        rank,
+        notes,
+        _thread_count_of_rank_or_none(recipe, hosts, environ),
+        forward,
     )
 
 
-def _share_gpus_among_slots(
+def _assign_shared_gpus_and_note(
     hosts: tuple[Host, ...], gpu_count: int
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Give slots of this host beyond its GPUs its GPUs in turns."""
@@ -149,12 +178,12 @@ def _share_gpus_among_slots(
     return shared_hosts, (note,) if shared_hosts != hosts else ()
 
 
-def _enclosing_rank_and_launcher(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
+def _enclosing_rank_and_launcher_or_none(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
     """Return the rank that a launcher gave to this process, and the launcher's name.
 
     A shell in a Slurm allocation (`srun --pty`) has none.
     """
-    rank_and_launcher = detect_rank_and_launcher(environ)
+    rank_and_launcher = rank_and_launcher_name_or_none(environ)
     return (
         None
         if rank_and_launcher
@@ -164,7 +193,7 @@ def _enclosing_rank_and_launcher(environ: Mapping[str, str]) -> tuple[Rank, str]
     )
 
 
-def _threads_per_rank(
+def _thread_count_of_rank_or_none(
     recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]
 ) -> int | None:
     """Return OMP_NUM_THREADS of the recipe or the shell, else a rank's share of this host's cores."""
@@ -179,35 +208,39 @@ def _threads_per_rank(
     return machine.threads_per_rank(hosts[0].slots) if is_this_host_alone else None
 
 
-def _resolve_hosts(
+def _resolve_hosts_and_notes_or_refuse(
     recipe: Recipe,
-    options: LaunchOptions,
+    launch_options: LaunchOptions,
     gpu_count: int,
-    enclosing: tuple[Rank, str] | None,
+    enclosing_rank_and_launcher: tuple[Rank, str] | None,
     environ: Mapping[str, str],
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return the hosts and notes, from the first source that names any."""
-    processes_per_node = options.processes_per_node or recipe.launch.processes_per_node
-    if recipe.launch.elastic and (options.declared or (enclosing and not options.hostfile)):
+    processes_per_node = launch_options.processes_per_node or recipe.launch.processes_per_node
+    if recipe.launch.elastic and (
+        launch_options.declared or (enclosing_rank_and_launcher and not launch_options.hostfile)
+    ):
         raise PlanError(
             f"launch.nodes is {recipe.launch.nodes}, a range, which only --hostfile supports: "
             "the job of a scheduler has a fixed number of hosts; give one number, as "
             "launch.nodes=2"
         )
-    if options.hostfile:
-        return _hosts_from_file(options, processes_per_node)
-    if options.include or options.exclude:
+    if launch_options.hostfile:
+        return _hosts_and_note_from_file(launch_options, processes_per_node)
+    if launch_options.include or launch_options.exclude:
         raise PlanError("--include and --exclude need a host file: give --hostfile")
-    if options.declared:
-        return _placeholder_hosts(
+    if launch_options.declared:
+        return _placeholder_hosts_and_note(
             recipe,
             processes_per_node or (None if gpu_count or recipe.launch.device == "cuda" else 1),
         )
-    if enclosing is not None and not options.processes_per_node:
-        return _slurm_hosts(enclosing, environ) or _hosts_of_launcher(enclosing[0]), ()
+    if enclosing_rank_and_launcher is not None and not launch_options.processes_per_node:
+        return _slurm_hosts_unless_one_node(
+            enclosing_rank_and_launcher, environ
+        ) or _unnamed_hosts_of_enclosing_launcher(enclosing_rank_and_launcher[0]), ()
     max_nodes = max(recipe.launch.node_counts, default=1)
-    if max_nodes > 1 and options.planned_only:
-        return _placeholder_hosts(recipe, processes_per_node)
+    if max_nodes > 1 and launch_options.planned_only:
+        return _placeholder_hosts_and_note(recipe, processes_per_node)
     if max_nodes > 1:
         raise PlanError(
             f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or "
@@ -218,22 +251,30 @@ def _resolve_hosts(
     return (Host("localhost", slots, tuple(range(slots))),), ()
 
 
-def _hosts_from_file(
-    options: LaunchOptions, processes_per_node: int | None
+def _hosts_and_note_from_file(
+    launch_options: LaunchOptions, processes_per_node: int | None
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    assert options.hostfile is not None
+    assert launch_options.hostfile is not None
     hosts_text = (
-        hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
+        read_hostfile_text(launch_options.hostfile)
+        if launch_options.hosts_text is None
+        else launch_options.hosts_text
     )
-    host_list = parse_hostfile(hosts_text, options.hostfile, processes_per_node)
+    host_list = parse_hostfile(hosts_text, launch_options.hostfile, processes_per_node)
     hosts = tuple(
         map(
-            _replace_ipv6_localhost, select_hosts(host_list.hosts, options.include, options.exclude)
+            _replace_ipv6_localhost,
+            filter_hosts_by_include_or_exclude(
+                host_list.hosts, launch_options.include, launch_options.exclude
+            ),
         )
     )
-    if options.processes_per_node:
-        hosts = tuple(_limit_slots(host, options.processes_per_node) for host in hosts)
-    return hosts, (f"{options.hostfile}: read as {host_list.dialect}; hosts: {len(hosts)}",)
+    if launch_options.processes_per_node:
+        hosts = tuple(
+            _host_with_first_slots_or_refuse(host, launch_options.processes_per_node)
+            for host in hosts
+        )
+    return hosts, (f"{launch_options.hostfile}: read as {host_list.dialect}; hosts: {len(hosts)}",)
 
 
 def _replace_ipv6_localhost(host: Host) -> Host:
@@ -241,7 +282,7 @@ def _replace_ipv6_localhost(host: Host) -> Host:
     return host._replace(name="localhost") if host.name == "::1" else host
 
 
-def _limit_slots(host: Host, slot_count: int) -> Host:
+def _host_with_first_slots_or_refuse(host: Host, slot_count: int) -> Host:
     """Return the host with its first slots only, as --nproc-per-node requests."""
     if slot_count > host.slots:
         raise PlanError(
@@ -250,7 +291,7 @@ def _limit_slots(host: Host, slot_count: int) -> Host:
     return host._replace(slots=slot_count, devices=host.devices[:slot_count])
 
 
-def _placeholder_hosts(
+def _placeholder_hosts_and_note(
     recipe: Recipe, processes_per_node: int | None
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return placeholder hosts, by the numbers in the recipe."""
@@ -269,16 +310,20 @@ def _placeholder_hosts(
     )
 
 
-def _slurm_hosts(
-    enclosing: tuple[Rank, str], environ: Mapping[str, str]
+def _slurm_hosts_unless_one_node(
+    enclosing_rank_and_launcher: tuple[Rank, str], environ: Mapping[str, str]
 ) -> tuple[Host, ...] | None:
     """Return the nodes of a step by Slurm's names, or None; a step on one node is this host."""
-    if enclosing[1] != "Slurm" or enclosing[0].local_world_size == enclosing[0].world_size:
+    if (
+        enclosing_rank_and_launcher[1] != "Slurm"
+        or enclosing_rank_and_launcher[0].local_world_size
+        == enclosing_rank_and_launcher[0].world_size
+    ):
         return None
-    return slurm_step_hosts(environ)
+    return slurm_step_hosts_or_none(environ)
 
 
-def _hosts_of_launcher(enclosing_rank: Rank) -> tuple[Host, ...]:
+def _unnamed_hosts_of_enclosing_launcher(enclosing_rank: Rank) -> tuple[Host, ...]:
     """Return the hosts as the enclosing launcher made them; the launcher does not give their names."""
     processes_per_node = enclosing_rank.local_world_size
     if enclosing_rank.world_size % processes_per_node:
@@ -295,27 +340,32 @@ def _hosts_of_launcher(enclosing_rank: Rank) -> tuple[Host, ...]:
     )
 
 
-def _resolve_launcher(
+def _resolve_launcher_name_or_refuse(
     recipe: Recipe,
-    options: LaunchOptions,
+    launch_options: LaunchOptions,
     hosts: tuple[Host, ...],
-    enclosing: tuple[Rank, str] | None,
+    enclosing_rank_and_launcher: tuple[Rank, str] | None,
 ) -> str:
     """Return the name of the launcher, by the options, the recipe and the hosts."""
-    requested_launcher = options.launcher or recipe.launch.launcher
-    if enclosing and requested_launcher == "auto" and not options.processes_per_node:
+    requested_launcher = launch_options.launcher or recipe.launch.launcher
+    if (
+        enclosing_rank_and_launcher
+        and requested_launcher == "auto"
+        and not launch_options.processes_per_node
+    ):
         return INSIDE
-    if enclosing and enclosing[0].world_size > 1:
+    if enclosing_rank_and_launcher and enclosing_rank_and_launcher[0].world_size > 1:
         raise PlanError(
-            f"this is already rank {enclosing[0].rank} of {enclosing[0].world_size} under {enclosing[1]}; "
+            f"this is already rank {enclosing_rank_and_launcher[0].rank} of "
+            f"{enclosing_rank_and_launcher[0].world_size} under {enclosing_rank_and_launcher[1]}; "
             "leave --launcher at auto to be that rank, or start `ortlaunch train` once, outside "
-            f"{enclosing[1]}"
+            f"{enclosing_rank_and_launcher[1]}"
         )
     rank_count = sum(host.slots for host in hosts)
     is_this_host_alone = len(hosts) == 1 and hosts[0].is_here
     # The scheduler's own launcher will start the ranks there.
-    if options.declared or (
-        requested_launcher == "auto" and len(hosts) > 1 and options.hostfile is None
+    if launch_options.declared or (
+        requested_launcher == "auto" and len(hosts) > 1 and launch_options.hostfile is None
     ):
         return INSIDE
     launcher_traits = LAUNCHERS.get(requested_launcher)
@@ -339,15 +389,15 @@ def _resolve_launcher(
     return requested_launcher
 
 
-def _check_host_and_slot_counts(
-    recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions
+def _refuse_other_host_or_slot_counts(
+    recipe: Recipe, hosts: tuple[Host, ...], launch_options: LaunchOptions
 ) -> None:
     """Raise PlanError if the hosts and slots are not those of the recipe.
 
     A world never shrinks by itself.
     """
     planned_nodes = recipe.launch.nodes
-    processes_per_node = options.processes_per_node or recipe.launch.processes_per_node
+    processes_per_node = launch_options.processes_per_node or recipe.launch.processes_per_node
     if planned_nodes is not None and len(hosts) not in recipe.launch.node_counts:
         demand = "it must be one of these" if recipe.launch.elastic else "they must be equal"
         raise PlanError(
@@ -365,8 +415,11 @@ def _check_host_and_slot_counts(
         )
 
 
-def _check_not_in_job_script(
-    recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, environ: Mapping[str, str]
+def _refuse_start_in_slurm_job_script(
+    recipe: Recipe,
+    hosts: tuple[Host, ...],
+    launch_options: LaunchOptions,
+    environ: Mapping[str, str],
 ) -> None:
     """Raise PlanError in a Slurm job's script with several nodes or tasks.
 
@@ -375,16 +428,16 @@ def _check_not_in_job_script(
     job_id = environ.get("SLURM_JOB_ID")
     if (
         job_id is None
-        or options.declared
-        or detect_rank_and_launcher(environ)
-        or options.hostfile
+        or launch_options.declared
+        or rank_and_launcher_name_or_none(environ)
+        or launch_options.hostfile
         or recipe.launch.nodes is not None
     ):
         return
     node_count = _first_number_of_variables(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     task_count = _first_number_of_variables(environ, "SLURM_NTASKS", "SLURM_NPROCS") or node_count
     rank_count = sum(host.slots for host in hosts)
-    processes_per_node = options.processes_per_node or recipe.launch.processes_per_node
+    processes_per_node = launch_options.processes_per_node or recipe.launch.processes_per_node
     if node_count > 1 or (task_count > rank_count and not processes_per_node):
         raise PlanError(
             f"Slurm job {job_id} has {task_count} tasks on {node_count} nodes, and this is its script or "
@@ -400,8 +453,8 @@ def _first_number_of_variables(environ: Mapping[str, str], *variable_names: str)
     )
 
 
-def _check_slots_of_this_host(
-    hosts: tuple[Host, ...], device: str, gpu_count: int, options: LaunchOptions
+def _refuse_absent_slots_or_yield_notes(
+    hosts: tuple[Host, ...], device: str, gpu_count: int, launch_options: LaunchOptions
 ) -> Iterator[str]:
     """Check that the slots of this host exist, and yield notes.
 
@@ -418,7 +471,7 @@ def _check_slots_of_this_host(
             missing_gpu_text = (
                 f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows"
             )
-            if not options.planned_only:
+            if not launch_options.planned_only:
                 raise PlanError(
                     f"{missing_gpu_text}; start on a host that has one, name such hosts with --hostfile, or "
                     "set launch.device=cpu"
@@ -431,7 +484,7 @@ def _check_slots_of_this_host(
             )
         if (
             device == "cpu"
-            and options.hostfile is not None
+            and launch_options.hostfile is not None
             and host.slots > machine.usable_core_count()
         ):
             raise PlanError(

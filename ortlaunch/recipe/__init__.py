@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.json_types import read_regular
-from ortlaunch.recipe.check import validate_tree
+from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.space import space_problems
-from ortlaunch.recipe.text.paths import expand_paths
+from ortlaunch.recipe.space import search_space_problem_lines
+from ortlaunch.recipe.text.paths import expand_input_paths_and_note_folders
 from ortlaunch.recipe.text.place import (
     Problem,
     ProblemLine,
@@ -25,7 +25,11 @@ from ortlaunch.recipe.text.place import (
     parse_key_path,
     sort_in_reading_order,
 )
-from ortlaunch.recipe.text.source import apply_overrides, read_recipe_tree, tree_of_python_values
+from ortlaunch.recipe.text.source import (
+    read_recipe_tree_with_bases,
+    tree_of_python_values,
+    tree_with_overrides_or_problems,
+)
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.yaml_text import dump_yaml, load_dumped
 
@@ -35,8 +39,8 @@ __all__ = [
     "dump_recipe_yaml",
     "load_recipe",
     "load_recipe_values",
-    "parse_resolved",
-    "read_resolved",
+    "parse_resolved_recipe",
+    "read_resolved_recipe_of_run",
 ]
 
 
@@ -61,22 +65,22 @@ class RecipeFile:
         self._tree_before_overrides = tree_before_overrides
         self._paths_are_absolute = paths_are_absolute
 
-    def apply_further_overrides(self, *overrides: str) -> RecipeFile:
+    def copy_with_further_overrides(self, *overrides: str) -> RecipeFile:
         """Return the recipe with further `key.path=value`; no file is read again.
 
         Raises: RecipeError: with every problem, as `load`.
         """
-        return _check_with_overrides(
+        return _apply_overrides_and_check_recipe(
             self._tree_before_overrides, (*self.overrides, *overrides), [], self._paths_are_absolute
         )
 
     def make_paths_absolute(self) -> RecipeFile:
         """Return the recipe with absolute paths of the inputs that exist on this host."""
-        return _check_with_overrides(
+        return _apply_overrides_and_check_recipe(
             self._tree_before_overrides, self.overrides, [], paths_are_absolute=True
         )
 
-    def problem_line(self, problem: Problem) -> str:
+    def located_problem_line(self, problem: Problem) -> str:
         """Return a rule's problem as a line with its place."""
         paths, message = problem
         return str(
@@ -87,7 +91,7 @@ class RecipeFile:
 
     def raise_if_problems(self, problems: Iterable[Problem]) -> None:
         """Raise RecipeError with the lines of all problems, if there are any."""
-        if lines := [self.problem_line(problem) for problem in problems]:
+        if lines := [self.located_problem_line(problem) for problem in problems]:
             raise RecipeError(lines)
 
 
@@ -96,15 +100,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
 
     Raises: RecipeError: with every problem, each as `file:line:column: key.path: problem; remedy`.
     """
-    return _read_and_check(lambda problems: read_recipe_tree(Path(path), problems), overrides)
+    return _read_tree_and_check_recipe(
+        lambda problems: read_recipe_tree_with_bases(Path(path), problems), overrides
+    )
 
 
 def load_recipe_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> RecipeFile:
     """Return the recipe of a mapping in Python, as `load` does for a file."""
-    return _read_and_check(lambda problems: tree_of_python_values(values, problems), overrides)
+    return _read_tree_and_check_recipe(
+        lambda problems: tree_of_python_values(values, problems), overrides
+    )
 
 
-def _read_and_check(
+def _read_tree_and_check_recipe(
     read_tree: Callable[[list[ProblemLine]], Tree], overrides: Sequence[str]
 ) -> RecipeFile:
     problems: list[ProblemLine] = []
@@ -112,23 +120,25 @@ def _read_and_check(
         tree = read_tree(problems)
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None
-    return _check_with_overrides(tree, tuple(overrides), problems)
+    return _apply_overrides_and_check_recipe(tree, tuple(overrides), problems)
 
 
-def _check_with_overrides(
+def _apply_overrides_and_check_recipe(
     tree_before_overrides: Tree,
     overrides: tuple[str, ...],
     problems: list[ProblemLine],
     paths_are_absolute: bool = False,
 ) -> RecipeFile:
     """Return the recipe of a tree and overrides; `problems` are those found while reading."""
-    expanded_tree, notes = expand_paths(
-        apply_overrides(tree_before_overrides, overrides, problems), os.environ, paths_are_absolute
+    expanded_tree, notes = expand_input_paths_and_note_folders(
+        tree_with_overrides_or_problems(tree_before_overrides, overrides, problems),
+        os.environ,
+        paths_are_absolute,
     )
-    recipe, tree, check_problems = validate_tree(expanded_tree)
+    recipe, tree, check_problems = check_tree_and_drop_wrong_values(expanded_tree)
     problems += check_problems
     if recipe is not None and recipe.sweep is not None and not problems:
-        problems = space_problems(tree, recipe.sweep)
+        problems = search_space_problem_lines(tree, recipe.sweep)
     if problems or recipe is None:
         raise RecipeError(
             [
@@ -144,18 +154,18 @@ def dump_recipe_yaml(recipe: Recipe) -> str:
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def parse_resolved(text: str) -> Recipe:
+def parse_resolved_recipe(text: str) -> Recipe:
     """Return the recipe of a text that `to_yaml` wrote."""
     return Recipe.model_validate(load_dumped(text))
 
 
-def read_resolved(path: Path) -> Recipe:
+def read_resolved_recipe_of_run(path: Path) -> Recipe:
     """Return the recipe of a run's folder.
 
     Raises: DamagedFile: the file is no recipe.
     """
     try:
-        return parse_resolved(read_regular(path).decode())
+        return parse_resolved_recipe(read_regular(path).decode())
     except ValidationError as error:
         # The first error is enough: a person did not write this file.
         key_text = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"

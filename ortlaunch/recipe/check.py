@@ -12,11 +12,11 @@ from pydantic_core import ErrorDetails
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, PART, WORD
 from ortlaunch.recipe.hints.messages import missing_key_message, wrong_value_message
-from ortlaunch.recipe.hints.unknown_keys import resolve_unknown_keys
+from ortlaunch.recipe.hints.unknown_keys import report_and_move_or_drop_unknown_keys
 from ortlaunch.recipe.rules.rules import broken_rule_problems
 from ortlaunch.recipe.text.place import KeyPath, ProblemLine, format_key_path, parse_key_path
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.yaml_text import parse_yaml
+from ortlaunch.recipe.text.yaml_text import parse_yaml_tree
 
 # Stand-ins for missing required values, so that the rules can still check the rest. Rules that
 # involve such a key are not reported.
@@ -46,18 +46,19 @@ class CheckedRecipe(NamedTuple):
     problems: list[ProblemLine]
 
 
-def validate_tree(tree: Tree) -> CheckedRecipe:
+def check_tree_and_drop_wrong_values(tree: Tree) -> CheckedRecipe:
     """Check the names of keys, then values, then the rules across fields."""
-    tree, problems, doubtful_paths = resolve_unknown_keys(tree)
+    tree, problems, doubtful_paths = report_and_move_or_drop_unknown_keys(tree)
     recipe = None
     # Removing a wrong key can uncover another error. The limit ends a loop that makes no progress.
     for _ in range(4):
         try:
-            recipe = Recipe.model_validate(tree.plain_value())
+            recipe = Recipe.model_validate(tree.value_without_locations())
             break
         except ValidationError as error:
             errors_by_path = [
-                (_key_path_of_error(details, tree), details) for details in error.errors()
+                (_key_path_without_union_branches(details, tree), details)
+                for details in error.errors()
             ]
         # Paths in `doubtful` were reported already, or are the targets of unknown keys.
         for path, details in errors_by_path:
@@ -67,19 +68,19 @@ def validate_tree(tree: Tree) -> CheckedRecipe:
                 problems.append(
                     ProblemLine(
                         tree.nearest_key_location(path),
-                        f"{format_key_path(path)}: {_problem_message(path, details, tree)}",
+                        f"{format_key_path(path)}: {_missing_or_wrong_value_message(path, details, tree)}",
                     )
                 )
             doubtful_paths.append(path)
         for path, _details in errors_by_path:
-            tree = _drop_or_replace_value(tree, path)
+            tree = _tree_with_placeholder_or_without_value(tree, path)
     # Without its base most of the recipe is a placeholder: rules would report nonsense.
     if recipe is not None and ("extends",) not in doubtful_paths:
-        problems += _broken_rule_lines(recipe, tree, doubtful_paths)
+        problems += _broken_rule_lines_of_valid_keys(recipe, tree, doubtful_paths)
     return CheckedRecipe(recipe, tree, problems)
 
 
-def _key_path_of_error(error_details: ErrorDetails, tree: Tree) -> KeyPath:
+def _key_path_without_union_branches(error_details: ErrorDetails, tree: Tree) -> KeyPath:
     """Return pydantic's location without the names of union branches."""
     path: KeyPath = ()
     for key in error_details["loc"]:
@@ -96,7 +97,9 @@ def _key_path_of_error(error_details: ErrorDetails, tree: Tree) -> KeyPath:
     return path
 
 
-def _problem_message(key_path: KeyPath, error_details: ErrorDetails, tree: Tree) -> str:
+def _missing_or_wrong_value_message(
+    key_path: KeyPath, error_details: ErrorDetails, tree: Tree
+) -> str:
     value_node = tree.find_subtree(key_path)
     return (
         missing_key_message(key_path)
@@ -105,17 +108,17 @@ def _problem_message(key_path: KeyPath, error_details: ErrorDetails, tree: Tree)
     )
 
 
-def _drop_or_replace_value(tree: Tree, key_path: KeyPath) -> Tree:
+def _tree_with_placeholder_or_without_value(tree: Tree, key_path: KeyPath) -> Tree:
     """Return the tree without a wrong value, or with a placeholder where a value is required."""
     # A list with a wrong item is removed as a whole.
     key_path = tuple(itertools.takewhile(lambda key: isinstance(key, str), key_path))
     if key_path in _PLACEHOLDERS:
-        return tree.set_subtree(key_path, parse_yaml(_PLACEHOLDERS[key_path], "", []))
+        return tree.copy_with_subtree(key_path, parse_yaml_tree(_PLACEHOLDERS[key_path], "", []))
     # A space without its wrong fields would be another one.
     return tree.remove_key(key_path[:1] if key_path[0] == "sweep" else key_path)
 
 
-def _broken_rule_lines(
+def _broken_rule_lines_of_valid_keys(
     recipe: Recipe, tree: Tree, doubtful_paths: Sequence[KeyPath]
 ) -> Iterator[ProblemLine]:
     """Yield the problems of broken rules, except those about a key that was itself wrong."""

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.data import Corpus, is_chat
+from ortlaunch.recipe.fields.data import Corpus, has_chat_rows
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_name
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Functions that open compressed files, by the ending of the name."""
@@ -34,36 +34,44 @@ _READ_BYTES = 1 << 20
 _DEFAULT_COLUMNS = {"prompt_column": "instruction", "response_column": "output"}
 
 
-def first_row_problems(
-    recipe: Recipe, source_key: str, source: Corpus, file_path: str
+def column_and_media_file_problems(
+    recipe: Recipe, source_key: str, corpus: Corpus, file_or_folder_path: str
 ) -> Iterator[Problem]:
     """Yield columns that the first row of a file lacks, and a media file that does not exist.
 
     Args:
         recipe: the recipe.
         source_key: the source's key in the recipe.
-        source: the source.
-        file_path: one of its files, or of format folder one of its folders.
+        corpus: the source.
+        file_or_folder_path: one of its files, or of format folder one of its folders.
     """
-    is_folder = source.format == "folder"
-    file_path = _metadata_path(file_path, source.split) if is_folder else file_path
-    file_format = file_path.rpartition(".")[2] if is_folder else source.format
-    rows = [row for row in _first_rows(file_path, file_format) if isinstance(row, dict)]
-    for field in _column_fields(recipe, source) if rows else ():
-        column, names = getattr(source, field) or _DEFAULT_COLUMNS[field], sorted(rows[0])
+    is_folder = corpus.format == "folder"
+    file_or_folder_path = (
+        _metadata_path_or_empty(file_or_folder_path, corpus.split)
+        if is_folder
+        else file_or_folder_path
+    )
+    file_format = file_or_folder_path.rpartition(".")[2] if is_folder else corpus.format
+    rows = [
+        row
+        for row in _complete_rows_at_file_start(file_or_folder_path, file_format)
+        if isinstance(row, dict)
+    ]
+    for field in _fields_naming_required_columns(recipe, corpus) if rows else ():
+        column, names = getattr(corpus, field) or _DEFAULT_COLUMNS[field], sorted(rows[0])
         if column not in rows[0]:
-            closest_column = closest_name(column, names)
+            closest_column = closest_or_translated_name_or_none(column, names)
             guess_text = f"; did you mean {closest_column}?" if closest_column else ""
             yield (
                 (f"{source_key}.{field}",),
-                f"got {column}; {file_path} has {', '.join(names)}{guess_text}",
+                f"got {column}; {file_or_folder_path} has {', '.join(names)}{guess_text}",
             )
     # Names in metadata are relative to its folder.
     missing_files = [
         name
-        for name in (row.get(source.file_column) for row in rows if is_folder)
+        for name in (row.get(corpus.file_column) for row in rows if is_folder)
         if isinstance(name, str)
-        and not os.path.isfile(os.path.join(os.path.dirname(file_path), name))
+        and not os.path.isfile(os.path.join(os.path.dirname(file_or_folder_path), name))
     ]
     if missing_files:
         further_missing_text = (
@@ -71,13 +79,13 @@ def first_row_problems(
         )
         yield (
             (f"{source_key}.path",),
-            f"{file_path} names {missing_files[0]}, which does not exist{further_missing_text}",
+            f"{file_or_folder_path} names {missing_files[0]}, which does not exist{further_missing_text}",
         )
 
 
-def _column_fields(recipe: Recipe, corpus: Corpus) -> Sequence[str]:
+def _fields_naming_required_columns(recipe: Recipe, corpus: Corpus) -> Sequence[str]:
     """Return the fields of a source whose columns each row must have."""
-    if is_chat(corpus):
+    if has_chat_rows(corpus):
         return ("messages_column",) if corpus.messages_column else tuple(_DEFAULT_COLUMNS)
     label = ("label_column",) if recipe.model.traits.label else ()
     text = ("text_column", *label)
@@ -85,17 +93,17 @@ def _column_fields(recipe: Recipe, corpus: Corpus) -> Sequence[str]:
     return media[recipe.model.traits.media] if recipe.model.traits.media else text
 
 
-def _metadata_path(folder: str, split: str) -> str:
+def _metadata_path_or_empty(data_folder: str, split: str) -> str:
     """Return the metadata of a folder or of its split; "" if it has none that is read here."""
     paths = (
-        os.path.join(folder, subfolder, f"metadata.{file_format}")
+        os.path.join(data_folder, subfolder, f"metadata.{file_format}")
         for subfolder in ("", split)
         for file_format in ("csv", "jsonl")
     )
     return next(filter(os.path.isfile, paths), "")
 
 
-def _first_rows(file_path: str, file_format: str) -> Iterator[Any]:
+def _complete_rows_at_file_start(file_path: str, file_format: str) -> Iterator[Any]:
     """Yield the whole rows at the beginning of a file of format csv or jsonl, else nothing."""
     if file_format not in ("csv", "jsonl") or not file_path:
         return

@@ -16,10 +16,10 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.recipe.first_rows import first_row_problems
+from ortlaunch.recipe.first_rows import column_and_media_file_problems
 from ortlaunch.recipe.text.paths import EXPANDED_VARIABLES
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_name
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 from ortlaunch.tasks import TASKS
 
 LEARNING_RATE_KEY = "optimizer.learning_rate"
@@ -29,25 +29,27 @@ _PRETRAINED_FILE_NAMES = {
 }
 
 
-def missing_file_problems(recipe: Recipe, task_name: str = "train") -> Iterator[Problem]:
+def absent_file_and_folder_problems(recipe: Recipe, task_name: str = "train") -> Iterator[Problem]:
     """Yield data files, and local folders of models and tokenizers, that are absent on this host.
 
     Files of them that are pointers of git-lfs are absent, too.
 
     They may be created later, or be on other hosts.
     """
-    for key, corpus in _read_sources(recipe, task_name):
+    for key, corpus in _key_and_source_pairs_of_task(recipe, task_name):
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             # Only a rank reads URLs, of a streamed corpus.
-            matching_paths = ["://"] if "://" in pattern else matching_files(pattern)
+            matching_paths = (
+                ["://"] if "://" in pattern else file_or_sorted_pattern_matches(pattern)
+            )
             if os.path.isdir(pattern) and corpus.format == "folder":
                 continue
             if os.path.isdir(pattern):
                 message = f"got {pattern}, which is a folder; give its files: {os.path.join(pattern, '*')}"
                 yield (f"{key}.path",), message
             elif not matching_paths:
-                message = f"got {pattern}, which matches no file here (current folder: {current_folder()})"
-                yield (f"{key}.path",), message + _path_remedy(pattern)
+                message = f"got {pattern}, which matches no file here (current folder: {current_folder_text()})"
+                yield (f"{key}.path",), message + _remedy_for_missing_path(pattern)
             yield from (
                 ((f"{key}.path",), reason) for reason in lfs_pointer_messages(matching_paths)
             )
@@ -59,7 +61,7 @@ def missing_file_problems(recipe: Recipe, task_name: str = "train") -> Iterator[
             f"got {template}, and no such file exists (the text of a template contains {{{{ }}}}; "
             f"known by name: {names})"
         )
-        yield ("data.chat_template",), message + _path_remedy(template)
+        yield ("data.chat_template",), message + _remedy_for_missing_path(template)
     for key, value in (
         ("model.pretrained", recipe.model.pretrained),
         ("data.tokenizer", recipe.data.tokenizer),
@@ -67,36 +69,39 @@ def missing_file_problems(recipe: Recipe, task_name: str = "train") -> Iterator[
         if not isinstance(value, str) or os.path.exists(value):
             yield from (
                 ((key,), reason)
-                for reason in lfs_pointer_messages(pretrained_files(key, str(value)))
+                for reason in lfs_pointer_messages(pretrained_files_in_folder(key, str(value)))
             )
             continue
         # Any other value may be the name of a model on the Hugging Face Hub.
         if value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value:
-            yield (key,), f"got {value}, and no such folder exists here{_path_remedy(value)}"
+            yield (
+                (key,),
+                f"got {value}, and no such folder exists here{_remedy_for_missing_path(value)}",
+            )
 
 
-def content_problems(recipe: Recipe, task_name: str = "train") -> Iterator[Problem]:
+def column_and_vocabulary_problems(recipe: Recipe, task_name: str = "train") -> Iterator[Problem]:
     """Yield files on this host whose contents do not fit the recipe.
 
     These are columns and media files that the first rows of a source lack, and local weights with
     fewer rows than the tokenizer has tokens.
     """
-    for key, corpus in _read_sources(recipe, task_name):
+    for key, corpus in _key_and_source_pairs_of_task(recipe, task_name):
         if isinstance(corpus, Corpus):
             for pattern in corpus.path or ():
                 # One file shows the columns of all.
-                files = matching_files(pattern)[:1]
+                files = file_or_sorted_pattern_matches(pattern)[:1]
                 for path in [pattern] if corpus.format == "folder" else files:
-                    yield from first_row_problems(recipe, key, corpus, path)
-    yield from _small_vocabulary_problems(recipe)
+                    yield from column_and_media_file_problems(recipe, key, corpus, path)
+    yield from _vocabulary_below_tokenizer_problems(recipe)
 
 
-def _read_sources(recipe: Recipe, task_name: str) -> list[tuple[str, str | Corpus]]:
+def _key_and_source_pairs_of_task(recipe: Recipe, task_name: str) -> list[tuple[str, str | Corpus]]:
     """Return the sources that a task reads, each with its key in the recipe."""
     # An evaluation reads no training data.
     return [
         keyed_source
-        for keyed_source in recipe.data.sources()
+        for keyed_source in recipe.data.key_and_source_pairs()
         if not TASKS[task_name].evaluates or not keyed_source[0].startswith("data.train")
     ]
 
@@ -106,7 +111,7 @@ def rounded_vocabulary_size(vocabulary_size: int) -> int:
     return (vocabulary_size + 7) // 8 * 8
 
 
-def _small_vocabulary_problems(recipe: Recipe) -> Iterator[Problem]:
+def _vocabulary_below_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a vocabulary of local weights with fewer rows than a local tokenizer has tokens."""
     config = Path(str(recipe.model.pretrained), "config.json")
     tokenizer = Path(str(recipe.data.tokenizer), "tokenizer.json")
@@ -130,7 +135,7 @@ def _small_vocabulary_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def unknown_model_type_problems(recipe: Recipe) -> Iterator[Problem]:
+def model_type_unknown_to_library_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a model type that the installed transformers does not have."""
     # The types are read from the source; transformers is not imported.
     model_type = (recipe.model.config or {}).get("model_type")
@@ -148,7 +153,9 @@ def unknown_model_type_problems(recipe: Recipe) -> Iterator[Problem]:
         }
         # Without any match the layout of the source is unknown, and nothing is concluded.
         if types and model_type not in types:
-            closest_type = closest_name(str(model_type), (*FAMILIES, *sorted(types)))
+            closest_type = closest_or_translated_name_or_none(
+                str(model_type), (*FAMILIES, *sorted(types))
+            )
             guess_text = f"; did you mean {closest_type}?" if closest_type else ""
             yield (
                 ("model.config.model_type",),
@@ -156,12 +163,14 @@ def unknown_model_type_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def doubtful_value_problems(recipe: Recipe) -> Iterator[Problem]:
+def repeated_file_and_high_rate_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield values that are valid and most likely mistakes."""
-    for key, corpus in recipe.data.sources():
+    for key, corpus in recipe.data.key_and_source_pairs():
         patterns = (corpus.path or ()) if isinstance(corpus, Corpus) else ()
         files = Counter(
-            os.path.realpath(file) for pattern in patterns for file in matching_files(pattern)
+            os.path.realpath(file)
+            for pattern in patterns
+            for file in file_or_sorted_pattern_matches(pattern)
         )
         for file, count in files.items():
             if count > 1:
@@ -177,7 +186,7 @@ def doubtful_value_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def current_folder() -> str:
+def current_folder_text() -> str:
     """Return the current folder, for a message."""
     # The current folder may have been deleted.
     try:
@@ -186,25 +195,27 @@ def current_folder() -> str:
         return "a current folder that was deleted"
 
 
-def matching_files(pattern: str) -> list[str]:
+def file_or_sorted_pattern_matches(path_or_pattern: str) -> list[str]:
     """Return the file of this name, or the sorted files that match a pattern."""
     # A name may have the letters of a pattern.
     candidate_paths = (
-        [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        [path_or_pattern]
+        if os.path.isfile(path_or_pattern)
+        else sorted(glob.glob(path_or_pattern, recursive=True))
     )
     return [path for path in candidate_paths if os.path.isfile(path)]
 
 
-def pretrained_files(field_key: str, folder: str) -> list[str]:
+def pretrained_files_in_folder(field_key: str, local_folder: str) -> list[str]:
     """Return the files of a folder that transformers reads for a field; [] if there is none.
 
     field_key: model.pretrained or data.tokenizer.
     """
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    names = sorted(os.listdir(local_folder)) if os.path.isdir(local_folder) else []
     if any(name.endswith(".safetensors") for name in names):
         names = [name for name in names if not name.endswith(".bin")]
     return [
-        os.path.join(folder, name)
+        os.path.join(local_folder, name)
         for name in names
         if _PRETRAINED_FILE_NAMES[field_key].fullmatch(name)
     ]
@@ -233,7 +244,7 @@ def refuse_lfs_pointers(file_paths: Iterable[str]) -> None:
         raise InputError(reason)
 
 
-def _path_remedy(missing_path: str) -> str:
+def _remedy_for_missing_path(missing_path: str) -> str:
     """Return the text on a replacement for a path that does not exist."""
     if "://" in missing_path:
         return "; only paths on this machine's disks are supported: copy or mount it, and give that path"

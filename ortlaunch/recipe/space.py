@@ -6,10 +6,10 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 
-from ortlaunch.recipe.check import validate_tree
-from ortlaunch.recipe.fields.sweep import Search, value_combinations
+from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
+from ortlaunch.recipe.fields.sweep import Search, combinations_of_applicable_values
 from ortlaunch.recipe.text.place import ProblemLine
-from ortlaunch.recipe.text.source import apply_overrides
+from ortlaunch.recipe.text.source import tree_with_overrides_or_problems
 from ortlaunch.recipe.text.tree import Tree
 
 # Combinations of values that are checked together; each check takes some milliseconds.
@@ -24,21 +24,21 @@ def trial_overrides(values_by_field: Mapping[str, object]) -> list[str]:
     ]
 
 
-def space_problems(tree: Tree, search: Search) -> list[ProblemLine]:
+def search_space_problem_lines(tree: Tree, search: Search) -> list[ProblemLine]:
     """Return the problems of values in the space, else of the first bad combination of them."""
-    single_problems = list(_single_value_problems(tree, search))
-    all_combinations = value_combinations(
+    single_problems = list(_problem_lines_of_single_values(tree, search))
+    all_combinations = combinations_of_applicable_values(
         [*search.space.items()], lambda parameter: parameter.bounds_or_choices, {}
     )
     for fields in itertools.islice(all_combinations, 0 if single_problems else _MAX_COMBINATIONS):
-        if texts := _problem_texts(tree, fields):
+        if texts := _recipe_problem_texts_with_values(tree, fields):
             values = ", ".join(trial_overrides(fields)[1:])
             location = tree.nearest_key_location(("sweep", "space"))
             return [ProblemLine(location, f"sweep.space: {text} (with {values})") for text in texts]
     return single_problems
 
 
-def _single_value_problems(tree: Tree, search: Search) -> Iterator[ProblemLine]:
+def _problem_lines_of_single_values(tree: Tree, search: Search) -> Iterator[ProblemLine]:
     values_of_earlier_fields = dict[str, tuple[object, ...]]()
     for name, parameter in search.space.items():
         path = ("sweep", "space", name)
@@ -62,7 +62,7 @@ def _single_value_problems(tree: Tree, search: Search) -> Iterator[ProblemLine]:
             location = tree.nearest_key_location((*path, parameter.value_field, value_index))
             texts = [
                 text
-                for text in _problem_texts(tree, {**parameter.when, name: value})
+                for text in _recipe_problem_texts_with_values(tree, {**parameter.when, name: value})
                 if text not in reported_texts
             ]
             reported_texts.update(texts)
@@ -72,10 +72,12 @@ def _single_value_problems(tree: Tree, search: Search) -> Iterator[ProblemLine]:
             )
 
 
-def _problem_texts(tree: Tree, values_by_field: Mapping[str, object]) -> list[str]:
+def _recipe_problem_texts_with_values(
+    tree: Tree, values_by_field: Mapping[str, object]
+) -> list[str]:
     """Return the problems of the recipe with these values, without their places."""
     problems = list[ProblemLine]()
-    problems += validate_tree(
-        apply_overrides(tree, trial_overrides(values_by_field), problems)
+    problems += check_tree_and_drop_wrong_values(
+        tree_with_overrides_or_problems(tree, trial_overrides(values_by_field), problems)
     ).problems
     return [line.text for line in problems]

@@ -11,9 +11,9 @@ from markupsafe import Markup
 
 from ortlaunch.errors import InputError
 from ortlaunch.report.curves import CHART_AREA
-from ortlaunch.report.records import Record, read_records
-from ortlaunch.report.sections import page_values
-from ortlaunch.report.tables import cell_value
+from ortlaunch.report.records import Record, read_run_records_or_refuse
+from ortlaunch.report.sections import report_page_values
+from ortlaunch.report.tables import formatted_cell_value
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.search.parallel import Picture
 from ortlaunch.units import human_bytes
@@ -23,7 +23,7 @@ from ortlaunch.version import __version__
 _FIRST_LINE = "<!DOCTYPE html><!-- ortlaunch report -->\n"
 
 
-def write_report(
+def write_report_page(
     run_folders: Sequence[Path],
     requested_path: Path | None,
     time_text: str,
@@ -38,41 +38,45 @@ def write_report(
     Raises: InputError: a folder is not a run's, or the page's path has a file that is no report.
     """
     page_path = requested_path or RunDir(run_folders[0] if len(run_folders) == 1 else Path()).report
-    records = read_records(run_folders)
+    records = read_run_records_or_refuse(run_folders)
     if page_path.is_dir() or (page_path.exists() and not _is_report(page_path)):
         raise InputError(
             f"{page_path} exists already and is not a report; give another file with --to"
         )
-    write_text_atomically(page_path, render_page(records, time_text, sweep_picture))
+    write_text_atomically(page_path, report_page_html(records, time_text, sweep_picture))
     return page_path
 
 
-def render_page(
-    records: Sequence[Record], time_text: str, sweep_picture: Picture | None = None
+def report_page_html(
+    run_records: Sequence[Record], time_text: str, sweep_picture: Picture | None = None
 ) -> str:
     """Return the page as text."""
-    return _template().render(
-        page_values(records), **CHART_AREA, version=__version__, now=time_text, sweep=sweep_picture
+    return _load_report_template().render(
+        report_page_values(run_records),
+        **CHART_AREA,
+        version=__version__,
+        now=time_text,
+        sweep=sweep_picture,
     )
 
 
 @functools.cache
-def _template() -> Template:
+def _load_report_template() -> Template:
     environment = Environment(
         loader=PackageLoader("ortlaunch", "report"),
         # Recipes and errors contain text of users and of other programs.
         autoescape=True,
-        finalize=_escape_control_characters,
+        finalize=_text_with_control_characters_escaped,
         trim_blocks=True,
         lstrip_blocks=True,
         # A misspelt name in page.html raises instead of leaving a blank.
         undefined=StrictUndefined,
     )
-    environment.filters.update(cell=cell_value, human=human_bytes)
+    environment.filters.update(cell=formatted_cell_value, human=human_bytes)
     return environment.get_template("page.html")
 
 
-def _escape_control_characters(value: object) -> object:
+def _text_with_control_characters_escaped(value: object) -> object:
     """Return text with its control characters as Python escapes, because no page shows them.
 
     jinja2 calls this for every value before it escapes HTML.

@@ -80,7 +80,10 @@ class Scale:
 
 
 def draw_chart(
-    title: str, curves: Sequence[Curve], begins_at_zero: bool = False, is_share: bool = False
+    title: str,
+    curves: Sequence[Curve],
+    begins_at_zero: bool = False,
+    is_between_0_and_1: bool = False,
 ) -> dict[str, object] | None:
     """Return everything that page.html draws of one chart; None where no run has a value.
 
@@ -88,18 +91,20 @@ def draw_chart(
         title: the chart's heading.
         curves: one or two for each run.
         begins_at_zero: whether the axis of values begins at 0.
-        is_share: whether no value lies below 0 or above 1.
+        is_between_0_and_1: whether no value lies below 0 or above 1.
     """
     drawn_curves = [curve for curve in curves if curve.finite_points]
     if not drawn_curves:
         return None
-    step_scale, value_scale = _axis_scales(drawn_curves, begins_at_zero, is_share)
-    value_ticks = (
-        _decade_ticks(value_scale)
-        if value_scale.is_logarithmic
-        else round_ticks(value_scale.lowest, value_scale.highest)
+    step_scale, value_scale = _step_and_value_scales(
+        drawn_curves, begins_at_zero, is_between_0_and_1
     )
-    step_ticks = round_ticks(step_scale.lowest, step_scale.highest, 4)
+    value_ticks = (
+        _decade_tick_values(value_scale)
+        if value_scale.is_logarithmic
+        else round_axis_tick_values(value_scale.lowest, value_scale.highest)
+    )
+    step_ticks = round_axis_tick_values(step_scale.lowest, step_scale.highest, 4)
     return {
         "title": f"{title} (logarithmic)" if value_scale.is_logarithmic else title,
         # Marks on the value axis, then on the axis of steps: (pixel, label).
@@ -109,7 +114,9 @@ def draw_chart(
             for step in step_ticks
             if step == int(step)
         ],
-        "curves": [_drawn_curve(curve, step_scale, value_scale) for curve in drawn_curves],
+        "curves": [
+            _curve_lines_dots_and_starts(curve, step_scale, value_scale) for curve in drawn_curves
+        ],
         "strips": list(_tooltip_strips(drawn_curves, step_scale, value_scale)),
         "parts": [
             part for part in dict.fromkeys(curve.part_name for curve in drawn_curves) if part
@@ -126,7 +133,7 @@ def axis_label(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def round_ticks(lowest: float, highest: float, tick_count: int = 5) -> list[float]:
+def round_axis_tick_values(lowest: float, highest: float, tick_count: int = 5) -> list[float]:
     """Return round numbers from low to high, about as many as `tick_count`, for the marks of an axis."""
     raw_step = (highest - lowest) / tick_count or abs(highest) or 1.0
     power_of_ten = 10.0 ** math.floor(math.log10(raw_step))
@@ -149,8 +156,8 @@ def _finite_log10(value: float) -> float:
     return math.log10(max(value, 1e-300))
 
 
-def _axis_scales(
-    curves: Sequence[Curve], begins_at_zero: bool, is_share: bool
+def _step_and_value_scales(
+    curves: Sequence[Curve], begins_at_zero: bool, is_between_0_and_1: bool
 ) -> tuple[Scale, Scale]:
     xs = [x for curve in curves for x, _ in curve.values_by_step]
     ys = [y for curve in curves for _, y in curve.finite_points]
@@ -168,7 +175,7 @@ def _axis_scales(
         margin = (highest - lowest) * 0.05
         lowest = lowest if lowest == 0 and begins_at_zero else lowest - margin
         highest = highest + margin
-    if is_share:
+    if is_between_0_and_1:
         lowest, highest = max(lowest, 0.0), min(highest, 1.0)
     # SVG's y axis points down: the lowest value is at the bottom pixel, the larger number.
     step_scale = Scale(min(0, *xs), max(xs), CHART_AREA["left"], CHART_AREA["right"])
@@ -177,7 +184,7 @@ def _axis_scales(
     )
 
 
-def _decade_ticks(value_scale: Scale) -> list[float]:
+def _decade_tick_values(value_scale: Scale) -> list[float]:
     inner_decades = [
         10.0**power
         for power in range(
@@ -189,7 +196,7 @@ def _decade_ticks(value_scale: Scale) -> list[float]:
     return inner_decades if len(inner_decades) >= 2 else [value_scale.lowest, value_scale.highest]
 
 
-def _drawn_curve(curve: Curve, step_scale: Scale, value_scale: Scale) -> Json:
+def _curve_lines_dots_and_starts(curve: Curve, step_scale: Scale, value_scale: Scale) -> Json:
     """Return a run's lines, its dots if it has few points, and the steps of resumed starts."""
     # A step without a value interrupts the line.
     groups = groupby(curve.values_by_step, key=lambda point: point[1] is not None)
@@ -204,7 +211,10 @@ def _drawn_curve(curve: Curve, step_scale: Scale, value_scale: Scale) -> Json:
         "part": curve.part_name,
         "starts": [(step, step_scale.pixel_of(step)) for step in curve.start_steps],
         "lines": [
-            [(step_scale.pixel_of(x), value_scale.pixel_of(y)) for x, y in thin_points(points)]
+            [
+                (step_scale.pixel_of(x), value_scale.pixel_of(y))
+                for x, y in extremes_of_point_buckets(points)
+            ]
             for points in line_points
         ],
         "dots": [(step_scale.pixel_of(x), value_scale.pixel_of(y)) for x, y in curve.finite_points]
@@ -213,7 +223,7 @@ def _drawn_curve(curve: Curve, step_scale: Scale, value_scale: Scale) -> Json:
     }
 
 
-def thin_points(points: Sequence[Point]) -> list[Point]:
+def extremes_of_point_buckets(points: Sequence[Point]) -> list[Point]:
     """Return the smallest and the largest point of each of `_BUCKETS` pieces, ordered by step.
 
     A short list of points is returned unchanged.

@@ -12,10 +12,10 @@ import yaml
 from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
 from ortlaunch.other_runs import status
 from ortlaunch.other_runs.status import Status
-from ortlaunch.recipe.text.place import HIDDEN_VALUE, SECRET_NAME, hide_secrets
+from ortlaunch.recipe.text.place import HIDDEN_VALUE, SECRET_NAME, values_with_hidden_secrets
 from ortlaunch.recipe.text.yaml_text import load_dumped
 from ortlaunch.run_folder.folder import RunDir, read_own_json, read_own_text
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
 
@@ -66,7 +66,7 @@ class Record:
         return sorted({step for step in (*resumed_steps, self.resumed) if step})
 
 
-def read_records(run_folders: Sequence[Path]) -> list[Record]:
+def read_run_records_or_refuse(run_folders: Sequence[Path]) -> list[Record]:
     """Read every run.
 
     Raises:
@@ -75,9 +75,9 @@ def read_records(run_folders: Sequence[Path]) -> list[Record]:
     read_runs = []
     error_texts = []
     # Collect all wrong folders, so that the user can mend the command at once.
-    for path, label in zip(run_folders, unique_labels(run_folders)):
+    for path, label in zip(run_folders, shortest_unique_folder_labels(run_folders)):
         try:
-            read_runs.append(_read_record(RunDir(path), label))
+            read_runs.append(_read_run_record(RunDir(path), label))
         except OrtlaunchError as error:
             error_texts.append(str(error))
     if error_texts:
@@ -85,7 +85,7 @@ def read_records(run_folders: Sequence[Path]) -> list[Record]:
     return read_runs
 
 
-def unique_labels(run_folders: Sequence[Path]) -> list[str]:
+def shortest_unique_folder_labels(run_folders: Sequence[Path]) -> list[str]:
     """Return a short unique name of each folder: as few of its last path parts as needed.
 
     Raises: InputError: a folder is given twice.
@@ -99,7 +99,7 @@ def unique_labels(run_folders: Sequence[Path]) -> list[str]:
     raise InputError(f"the same run folder is given twice: {', '.join(map(str, run_folders))}")
 
 
-def _read_record(run: RunDir, label: str) -> Record:
+def _read_run_record(run: RunDir, label: str) -> Record:
     run_status = status.read_status(run)
     file_reader = _FileReader(run_status.unreadable)
     evaluation_paths = sorted((run.path / "evaluations").glob("*/evaluation.json"))
@@ -121,7 +121,7 @@ def _read_record(run: RunDir, label: str) -> Record:
         commands=file_reader.read_lines(run.commands),
         exports=file_reader.read_lines(run.exports),
         evaluations=[file_reader.read_json(path) for path in evaluation_paths],
-        resumed=file_reader.read_resumed_step(run),
+        resumed=file_reader.read_resumed_step_or_zero(run),
         kept=[step for step, _ in run.complete_checkpoints()],
         unreadable=file_reader.unreadable,
     )
@@ -135,12 +135,12 @@ class _FileReader:
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """Return a JSON mapping; empty where there is no file."""
-        return self._read_mapping(path, read_own_json)
+        return self._read_mapping_or_note_error(path, read_own_json)
 
-    def read_resumed_step(self, run: RunDir) -> int:
+    def read_resumed_step_or_zero(self, run: RunDir) -> int:
         """Return the step after which the newest start began; 0 if it cannot be read."""
         try:
-            return ResumeRecord.read(run).step
+            return ResumeRecord.read_or_from_the_beginning(run).step
         except DamagedFile as error:
             self._add_unreadable([str(error)])
             return 0
@@ -148,16 +148,22 @@ class _FileReader:
     def read_yaml(self, path: Path) -> dict[str, Any]:
         """Return a YAML mapping without the values of secrets; empty where there is no file."""
         return dict(
-            hide_secrets(self._read_mapping(path, lambda path: load_dumped(read_own_text(path))))
+            values_with_hidden_secrets(
+                self._read_mapping_or_note_error(
+                    path, lambda path: load_dumped(read_own_text(path))
+                )
+            )
         )
 
     def read_lines(self, path: Path, *required_keys: str) -> list[dict[str, Any]]:
         """Return every readable line that has these keys. An unfinished last line is left out."""
-        parsed_lines = read_json_lines(path, *required_keys)
+        parsed_lines = read_json_lines_with_keys(path, *required_keys)
         self._add_unreadable(parsed_lines.unreadable)
         return parsed_lines.values
 
-    def _read_mapping(self, path: Path, read_file: Callable[[Path], Any]) -> dict[str, Any]:
+    def _read_mapping_or_note_error(
+        self, path: Path, read_file: Callable[[Path], Any]
+    ) -> dict[str, Any]:
         try:
             value = read_file(path) if path.exists() else {}
         except DamagedFile as error:
@@ -174,7 +180,7 @@ class _FileReader:
         self.unreadable += [message for message in messages if message not in self.unreadable]
 
 
-def command_text(command_record: Mapping[str, Any]) -> str:
+def typed_command_with_hidden_secrets(command_record: Mapping[str, Any]) -> str:
     """Return the command that the user entered. Secret values of KEY=VALUE words are hidden."""
     argv_words = [str(word) for word in command_record.get("argv", [])]
     word_parts = [(word, *word.partition("=")) for word in argv_words]
@@ -186,7 +192,7 @@ def command_text(command_record: Mapping[str, Any]) -> str:
     return " ".join(["ortlaunch", *shown_words[1:]])
 
 
-def finite_number(value: Any) -> float | None:
+def finite_number_or_none(value: Any) -> float | None:
     """Return a finite number of a record, or None for any other value."""
     try:
         # Records write nan and inf as text, which float() reads as well.

@@ -12,12 +12,22 @@ from markupsafe import Markup
 
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
-from ortlaunch.recipe.text.place import leaf_values
+from ortlaunch.recipe.text.place import path_and_leaf_value_pairs
 from ortlaunch.report.curves import Curve, draw_chart
-from ortlaunch.report.records import Record, command_text, finite_number
-from ortlaunch.report.tables import Fact, cell_value, fact_rows, run_cards, warning_markup
+from ortlaunch.report.records import (
+    Record,
+    finite_number_or_none,
+    typed_command_with_hidden_secrets,
+)
+from ortlaunch.report.tables import (
+    Fact,
+    fact_rows_with_any_value,
+    formatted_cell_value,
+    run_cards,
+    warning_markup,
+)
 from ortlaunch.run_folder import cause_text
-from ortlaunch.run_folder.profile_record import profile_lines
+from ortlaunch.run_folder.profile_record import profile_text_lines
 from ortlaunch.units import clock_duration, count_with_noun, human_bytes
 
 # (title, name in metrics.jsonl, whether the axis begins at 0), in the order of the page.
@@ -54,47 +64,49 @@ _MEMORY_PARTS = (
 )
 
 
-def page_values(records: Sequence[Record]) -> Json:
+def report_page_values(run_records: Sequence[Record]) -> Json:
     """Return all values that page.html uses."""
     return {
-        "records": records,
-        "several": len(records) > 1,
+        "records": run_records,
+        "several": len(run_records) > 1,
         "failures": [
-            (record, *_failure_and_advice(record)) for record in records if _has_failed(record)
+            (record, *_failure_and_advice(record)) for record in run_records if _has_failed(record)
         ],
-        "overview": fact_rows(records, _OVERVIEW_FACTS),
-        "charts": _all_charts(records),
-        "classes": run_cards(records, _class_table),
-        "engine": fact_rows(records, _ENGINE_FACTS),
+        "overview": fact_rows_with_any_value(run_records, _OVERVIEW_FACTS),
+        "charts": _charts_of_logged_metrics(run_records),
+        "classes": run_cards(run_records, _score_table_by_class),
+        "engine": fact_rows_with_any_value(run_records, _ENGINE_FACTS),
         "profiles": run_cards(
-            records,
-            lambda record: "\n".join(profile_lines(record.profile)) if record.profile else None,
+            run_records,
+            lambda record: (
+                "\n".join(profile_text_lines(record.profile)) if record.profile else None
+            ),
         ),
-        "memories": run_cards(records, _memory_table),
-        "saves": run_cards(records, _checkpoint_table),
-        "attempts": run_cards(records, _start_table),
-        "differences": _recipe_differences(records),
+        "memories": run_cards(run_records, _planned_and_measured_memory_table),
+        "saves": run_cards(run_records, _checkpoint_table),
+        "attempts": run_cards(run_records, _commands_and_attempts_table),
+        "differences": _differing_recipe_field_rows(run_records),
         "recipes": [
             (record, yaml.safe_dump(record.recipe, sort_keys=False, width=110))
-            for record in records
+            for record in run_records
         ],
     }
 
 
-def _state_text(record: Record) -> str:
+def _state_and_duration_text(run_record: Record) -> str:
     exit_status_text = (
         ""
-        if record.status.job.exit_status is None
-        else f", exit status {record.status.job.exit_status}"
+        if run_record.status.job.exit_status is None
+        else f", exit status {run_record.status.job.exit_status}"
     )
     duration_text = (
         ""
-        if record.status.seconds is None
-        else f", {clock_duration(record.status.seconds)} since its last start"
+        if run_record.status.seconds is None
+        else f", {clock_duration(run_record.status.seconds)} since its last start"
     )
     # Another host's processes cannot be checked: the state is the last recorded one.
-    doubt_text = "" if record.status.certain else " (as recorded last; its host is another)"
-    return f"{record.status.state_name}{exit_status_text}{duration_text}{doubt_text}"
+    doubt_text = "" if run_record.status.certain else " (as recorded last; its host is another)"
+    return f"{run_record.status.state_name}{exit_status_text}{duration_text}{doubt_text}"
 
 
 def _unexplained_end(record: Record) -> str | None:
@@ -115,10 +127,10 @@ def _failure_and_advice(record: Record) -> tuple[str, tuple[str, ...]]:
     return cause_text.diagnosis_verdict(failure), cause_text.advice_for_failure(failure)
 
 
-def _last_evaluation(record: Record) -> dict[str, object]:
+def _last_evaluation_metrics(run_record: Record) -> dict[str, object]:
     """Return the last evaluation's metrics."""
     last_evaluation_line: Json = next(
-        (line for line in reversed(record.lines) if "evaluation_loss" in line), {}
+        (line for line in reversed(run_record.lines) if "evaluation_loss" in line), {}
     )
     return {
         name.removeprefix("evaluation_"): value
@@ -134,15 +146,15 @@ def _newest_value(record: Record, metric_name: str) -> object:
     )
 
 
-def _median_value(record: Record, metric_name: str) -> float | None:
+def _median_value_after_first_line(run_record: Record, metric_name: str) -> float | None:
     """Return the median of a value over the logged lines.
 
     The first line, which includes compilation and exports, is left out where there are others.
     """
     values = [
         value
-        for line in record.logged
-        if (value := finite_number(line.get(metric_name))) is not None
+        for line in run_record.logged
+        if (value := finite_number_or_none(line.get(metric_name))) is not None
     ]
     return statistics.median(values[1:] or values) if values else None
 
@@ -163,10 +175,10 @@ def _count_of_total_text(count: int | None, total: int | None) -> str | None:
     return f"{count:,} of {total:,}"
 
 
-def _all_charts(records: Sequence[Record]) -> list[dict[str, object]]:
+def _charts_of_logged_metrics(run_records: Sequence[Record]) -> list[dict[str, object]]:
     # A dict instead of a set: it keeps the order of first appearance.
     logged_names = dict.fromkeys(
-        name for record in records for line in record.lines for name in line
+        name for record in run_records for line in record.lines for name in line
     )
     known_names = (*_FIELDS_WITHOUT_CHART, "evaluation_loss", *(name for _, name, _ in _CHARTS))
     further_charts = [
@@ -175,14 +187,14 @@ def _all_charts(records: Sequence[Record]) -> list[dict[str, object]]:
         if name not in known_names
     ]
     is_clipped = any(
-        (run_record.recipe.get("train") or {}).get("max_grad_norm") for run_record in records
+        (run_record.recipe.get("train") or {}).get("max_grad_norm") for run_record in run_records
     )
     charts = []
     # The evaluation's metrics come after the loss, before the rates.
     for title, name, begins_at_zero in (_CHARTS[0], *further_charts, *_CHARTS[1:]):
-        curves = _curves_of_metric(records, name)
+        curves = _curves_of_metric(run_records, name)
         if name == "loss":
-            curves += _curves_of_metric(records, "evaluation_loss", part_name="evaluation")
+            curves += _curves_of_metric(run_records, "evaluation_loss", part_name="evaluation")
         clipping_text = " before clipping" if name == "gradient_norm" and is_clipped else ""
         metric = METRICS.get(name.removeprefix("evaluation_"))
         charts.append(
@@ -197,25 +209,25 @@ def _all_charts(records: Sequence[Record]) -> list[dict[str, object]]:
 
 
 def _curves_of_metric(
-    records: Sequence[Record], metric_name: str, part_name: str = ""
+    run_records: Sequence[Record], metric_name: str, part_name: str = ""
 ) -> list[Curve]:
     return [
         Curve(
             record.label,
             record_index,
             [
-                (line["step"], finite_number(line[metric_name]))
+                (line["step"], finite_number_or_none(line[metric_name]))
                 for line in record.lines
                 if metric_name in line and isinstance(line["step"], int)
             ],
             record.starts,
             part_name,
         )
-        for record_index, record in enumerate(records)
+        for record_index, record in enumerate(run_records)
     ]
 
 
-def _used_choice_text(choice_record: Any, reason_key: str) -> str | None:
+def _used_choice_and_reason_text(choice_record: Any, reason_key: str) -> str | None:
     """Return the choice in use; if it replaces the requested one, also that one and the reason."""
     if not choice_record:
         return None
@@ -226,13 +238,13 @@ def _used_choice_text(choice_record: Any, reason_key: str) -> str | None:
     )
 
 
-def _precision_text(record: Record) -> str | None:
+def _precision_text(run_record: Record) -> str | None:
     """Return the precision of the passes, and that of float32 matmuls if it differs.
 
     Passes in bf16 or fp16 have no float32 matmuls to report.
     """
-    pass_precision = record.engine.get("precision")
-    matmul_precision = (record.engine.get("matmul_precision") or {}).get("format")
+    pass_precision = run_record.engine.get("precision")
+    matmul_precision = (run_record.engine.get("matmul_precision") or {}).get("format")
     return (
         f"{pass_precision}, matmul in {matmul_precision}"
         if matmul_precision and pass_precision == "fp32"
@@ -256,17 +268,17 @@ def _fallbacks_text(record: Record) -> str | None:
     return "\n".join([f"{record.ort['fallbacks']:,}", *record.ort.get("fallback_reasons", [])])
 
 
-def _exports_text(record: Record) -> str | None:
-    if "exports" not in record.ort:
+def _onnx_exports_text(run_record: Record) -> str | None:
+    if "exports" not in run_record.ort:
         return None
     return (
-        f"{record.ort['exports']}, including {record.ort['re_exports']} re-exports, in "
-        f"{record.ort['export_seconds']:.1f} s"
+        f"{run_record.ort['exports']}, including {run_record.ort['re_exports']} re-exports, in "
+        f"{run_record.ort['export_seconds']:.1f} s"
     )
 
 
-def _graph_nodes_text(record: Record) -> str | None:
-    graph_record = record.ort.get("training_graph")
+def _training_graph_nodes_text(run_record: Record) -> str | None:
+    graph_record = run_record.ort.get("training_graph")
     if not graph_record:
         return None
     calls_by_operator = {
@@ -286,8 +298,8 @@ def _graph_nodes_text(record: Record) -> str | None:
     return "\n".join([node_counts_text, *operator_texts])
 
 
-def _torch_calls_text(record: Record) -> str | None:
-    torch_calls = record.ort.get("torch_calls") or {}
+def _torch_calls_text(run_record: Record) -> str | None:
+    torch_calls = run_record.ort.get("torch_calls") or {}
     call_texts = [
         f"{name}: {call['forward'] + call['backward']:,} calls, {call['seconds']:.2f} s"
         for name, call in torch_calls.items()
@@ -295,7 +307,7 @@ def _torch_calls_text(record: Record) -> str | None:
     return (
         "\n".join(
             [
-                f"{record.ort.get('torch_share', 0):.1%} of the forward and backward time",
+                f"{run_record.ort.get('torch_share', 0):.1%} of the forward and backward time",
                 *call_texts,
             ]
         )
@@ -304,7 +316,7 @@ def _torch_calls_text(record: Record) -> str | None:
     )
 
 
-def _without_empty_values(values: Any, *left_out_names: str) -> dict[str, object] | None:
+def _mapping_without_empty_values(values: Any, *left_out_names: str) -> dict[str, object] | None:
     """Return a mapping without empty values and without `left_out_names`; None if nothing remains."""
     return {
         key: value
@@ -313,13 +325,13 @@ def _without_empty_values(values: Any, *left_out_names: str) -> dict[str, object
     } or None
 
 
-def _folded_list(values: Any, noun: str) -> Markup | None:
-    if not values:
+def _collapsible_list_markup(items_or_mapping: Any, noun: str) -> Markup | None:
+    if not items_or_mapping:
         return None
     item_texts = (
-        [f"{name}: {reason}" for name, reason in values.items()]
-        if isinstance(values, dict)
-        else values
+        [f"{name}: {reason}" for name, reason in items_or_mapping.items()]
+        if isinstance(items_or_mapping, dict)
+        else items_or_mapping
     )
     summary_text = count_with_noun(len(item_texts), noun)
     list_text = "\n".join(map(str, item_texts))
@@ -327,11 +339,11 @@ def _folded_list(values: Any, noun: str) -> Markup | None:
     return Markup("<details><summary>{}</summary>{}</details>").format(summary_text, list_text)
 
 
-def _class_table(record: Record) -> dict[str, object] | None:
+def _score_table_by_class(run_record: Record) -> dict[str, object] | None:
     """Return a row for each class: scores, and samples by predicted class if they are few."""
-    if not record.confusion:
+    if not run_record.confusion:
         return None
-    class_names, confusion_counts = record.confusion["classes"], record.confusion["counts"]
+    class_names, confusion_counts = run_record.confusion["classes"], run_record.confusion["counts"]
     shown_columns = class_names if len(class_names) <= _MAX_COLUMNS else []
     rows = []
     for class_number, (name, row) in enumerate(zip(class_names, confusion_counts)):
@@ -352,13 +364,13 @@ def _class_table(record: Record) -> dict[str, object] | None:
     }
 
 
-def _memory_table(record: Record) -> dict[str, object] | None:
-    measured_bytes = record.memory.get("measured")
+def _planned_and_measured_memory_table(run_record: Record) -> dict[str, object] | None:
+    measured_bytes = run_record.memory.get("measured")
     # A run without a plan still has measured values.
-    planned_bytes = record.memory.get("planned") or {}
+    planned_bytes = run_record.memory.get("planned") or {}
     if not measured_bytes:
         return None
-    peaks = ", ".join(human_bytes(size) for size in record.memory.get("peak_by_rank", []))
+    peaks = ", ".join(human_bytes(size) for size in run_record.memory.get("peak_by_rank", []))
     return {
         "rows": [
             (part, (planned_bytes.get(part), measured_bytes.get(part)))
@@ -367,19 +379,19 @@ def _memory_table(record: Record) -> dict[str, object] | None:
         ],
         # The length of bars is relative to the largest; 1 avoids a division by 0.
         "most": max([*measured_bytes.values(), *planned_bytes.values(), 1]),
-        "said": f"The peak is {record.memory.get('peak_is', 'not described')}. By rank: {peaks}.",
+        "said": f"The peak is {run_record.memory.get('peak_is', 'not described')}. By rank: {peaks}.",
     }
 
 
-def _checkpoint_table(record: Record) -> dict[str, object] | None:
-    saved_steps = {line.get("step") for line in record.saves}
+def _checkpoint_table(run_record: Record) -> dict[str, object] | None:
+    saved_steps = {line.get("step") for line in run_record.saves}
     checkpoint_values = {
-        "saves": [_save_row(line, record.kept) for line in record.saves]
-        + [(step, "kept", None) for step in record.kept if step not in saved_steps],
-        "evaluated": [_evaluation_text(recorded) for recorded in record.evaluations],
+        "saves": [_saved_checkpoint_row(line, run_record.kept) for line in run_record.saves]
+        + [(step, "kept", None) for step in run_record.kept if step not in saved_steps],
+        "evaluated": [_evaluation_text(recorded) for recorded in run_record.evaluations],
         "exported": [
             (recorded.get("step"), recorded.get("format"), _export_cell(recorded))
-            for recorded in record.exports
+            for recorded in run_record.exports
         ],
     }
     return checkpoint_values if any(checkpoint_values.values()) else None
@@ -393,7 +405,7 @@ def _export_cell(export_record: Json) -> object:
     )
 
 
-def _save_row(save_record: Json, kept_steps: Sequence[int]) -> tuple[object, ...]:
+def _saved_checkpoint_row(save_record: Json, kept_steps: Sequence[int]) -> tuple[object, ...]:
     state_text = "kept" if save_record.get("step") in kept_steps else "removed"
     return (
         save_record.get("step"),
@@ -408,17 +420,20 @@ def _rows_of_values(json_lines: Sequence[Json], *field_names: str) -> list[list[
 
 def _evaluation_text(evaluation_record: dict[str, object]) -> str:
     metrics_text = ", ".join(
-        f"{name.replace('_', ' ')} {cell_value(value)}"
+        f"{name.replace('_', ' ')} {formatted_cell_value(value)}"
         for name, value in evaluation_record.items()
         if name != "step"
     )
     return f"step {evaluation_record.get('step')}: {metrics_text}"
 
 
-def _start_table(record: Record) -> dict[str, object]:
-    attempts = record.status.job.attempts
+def _commands_and_attempts_table(run_record: Record) -> dict[str, object]:
+    attempts = run_record.status.job.attempts
     return {
-        "commands": [(line.get("time"), command_text(line)) for line in record.commands],
+        "commands": [
+            (line.get("time"), typed_command_with_hidden_secrets(line))
+            for line in run_record.commands
+        ],
         "attempts": [
             (
                 attempt.number,
@@ -429,14 +444,16 @@ def _start_table(record: Record) -> dict[str, object]:
             )
             for attempt in attempts
         ],
-        "bad_steps": _rows_of_values(record.bad_steps, "step", "kind", "action", "message"),
-        "slow_ranks": "\n".join(map(json.dumps, record.slow_ranks)),
+        "bad_steps": _rows_of_values(run_record.bad_steps, "step", "kind", "action", "message"),
+        "slow_ranks": "\n".join(map(json.dumps, run_record.slow_ranks)),
     }
 
 
-def _recipe_differences(records: Sequence[Record]) -> list[tuple[str, list[object]]]:
+def _differing_recipe_field_rows(run_records: Sequence[Record]) -> list[tuple[str, list[object]]]:
     # Compare single settings instead of whole sections.
-    leaves_by_run = {record.label: dict(leaf_values(record.recipe)) for record in records}
+    leaves_by_run = {
+        record.label: dict(path_and_leaf_value_pairs(record.recipe)) for record in run_records
+    }
     names = dict.fromkeys(name for leaf_values in leaves_by_run.values() for name in leaf_values)
     # JSON text, because lists and mappings cannot be members of a set.
     differing_names = [
@@ -448,7 +465,7 @@ def _recipe_differences(records: Sequence[Record]) -> list[tuple[str, list[objec
     def recipe_fact(leaf_name: str) -> Fact:
         return leaf_name, lambda record: _value_text(leaves_by_run[record.label].get(leaf_name))
 
-    return fact_rows(records, map(recipe_fact, differing_names))
+    return fact_rows_with_any_value(run_records, map(recipe_fact, differing_names))
 
 
 def _value_text(value: object) -> str | None:
@@ -458,28 +475,34 @@ def _value_text(value: object) -> str | None:
 # The rows of the tables of facts: a name, and a function from a record to its value.
 # They are at the end of the file, because they refer to the functions above.
 _OVERVIEW_FACTS: tuple[Fact, ...] = (
-    ("state", _state_text),
+    ("state", _state_and_duration_text),
     ("end", _unexplained_end),
     ("started", lambda record: record.status.job.started.replace("T", " ")),
     ("steps", lambda record: _count_of_total_text(record.status.step, record.status.steps)),
     ("samples", lambda record: record.summary.get("samples") or _newest_value(record, "samples")),
     (
         "epochs",
-        lambda record: finite_number(
+        lambda record: finite_number_or_none(
             record.summary.get("epochs") or _newest_value(record, "epoch")
         ),
     ),
     ("training loss", lambda record: _newest_value(record, "loss")),
-    ("evaluation", _last_evaluation),
-    ("seconds a step", lambda record: finite_number(record.summary.get("step_seconds"))),
+    ("evaluation", _last_evaluation_metrics),
+    ("seconds a step", lambda record: finite_number_or_none(record.summary.get("step_seconds"))),
     (
         "predicted",
         lambda record: record.summary.get("predicted") or record.summary.get("not_predicted"),
     ),
     ("best evaluation", lambda record: record.summary.get("best")),
     ("stopped early", lambda record: record.summary.get("stopped_early")),
-    ("tokens per second, median", lambda record: _median_value(record, "tokens_per_second")),
-    ("samples per second, median", lambda record: _median_value(record, "samples_per_second")),
+    (
+        "tokens per second, median",
+        lambda record: _median_value_after_first_line(record, "tokens_per_second"),
+    ),
+    (
+        "samples per second, median",
+        lambda record: _median_value_after_first_line(record, "samples_per_second"),
+    ),
     (
         "training time, all starts",
         lambda record: _duration_text(
@@ -498,11 +521,17 @@ _OVERVIEW_FACTS: tuple[Fact, ...] = (
     ),
 )
 _ENGINE_FACTS: tuple[Fact, ...] = (
-    ("engine", lambda record: _used_choice_text(record.engine.get("engine"), "fallback_reason")),
+    (
+        "engine",
+        lambda record: _used_choice_and_reason_text(record.engine.get("engine"), "fallback_reason"),
+    ),
     ("chosen by measurement", lambda record: (record.engine.get("engine") or {}).get("why")),
     ("device", lambda record: record.engine.get("device")),
     ("precision", _precision_text),
-    ("optimizer", lambda record: _used_choice_text(record.engine.get("optimizer"), "why")),
+    (
+        "optimizer",
+        lambda record: _used_choice_and_reason_text(record.engine.get("optimizer"), "why"),
+    ),
     ("sharding", lambda record: record.engine.get("sharding")),
     ("threads of a rank", lambda record: record.engine.get("threads_per_rank")),
     (
@@ -513,35 +542,44 @@ _ENGINE_FACTS: tuple[Fact, ...] = (
     ),
     ("forward and backward passes by ONNX Runtime", _passes_text),
     ("forward and backward passes that fell back to PyTorch", _fallbacks_text),
-    ("exports", _exports_text),
-    ("nodes of a training step", _graph_nodes_text),
+    ("exports", _onnx_exports_text),
+    ("nodes of a training step", _training_graph_nodes_text),
     ("torch inside the graph", _torch_calls_text),
     ("torch.compile", lambda record: record.engine.get("inductor")),
     (
         "compared with plain PyTorch",
-        lambda record: _without_empty_values(record.engine.get("parity"), "worst"),
+        lambda record: _mapping_without_empty_values(record.engine.get("parity"), "worst"),
     ),
     (
         "output layer and loss in chunks",
-        lambda record: _without_empty_values(record.engine.get("chunked_loss")),
+        lambda record: _mapping_without_empty_values(record.engine.get("chunked_loss")),
     ),
     ("attention", lambda record: record.engine.get("attention")),
     ("gradient checkpointing", lambda record: record.engine.get("gradient_checkpointing")),
-    ("gradient norm", lambda record: _without_empty_values(record.engine.get("fp16_optimizer"))),
-    ("pretrained weights", lambda record: _without_empty_values(record.engine.get("pretrained"))),
+    (
+        "gradient norm",
+        lambda record: _mapping_without_empty_values(record.engine.get("fp16_optimizer")),
+    ),
+    (
+        "pretrained weights",
+        lambda record: _mapping_without_empty_values(record.engine.get("pretrained")),
+    ),
     ("unused parameters", lambda record: record.engine.get("unused_parameters")),
     ("settings of engine ort", lambda record: record.ort.get("settings")),
     ("ORTModule's variables", lambda record: record.ort.get("variables")),
     ("notes", lambda record: record.ort.get("notes")),
-    ("repairs of ORTModule", lambda record: _folded_list(record.ort.get("repairs"), "repair")),
+    (
+        "repairs of ORTModule",
+        lambda record: _collapsible_list_markup(record.ort.get("repairs"), "repair"),
+    ),
     (
         "repairs not applied",
-        lambda record: _folded_list(record.ort.get("repairs_not_applied"), "repair"),
+        lambda record: _collapsible_list_markup(record.ort.get("repairs_not_applied"), "repair"),
     ),
     ("versions", lambda record: record.engine.get("versions")),
     (
         "machine",
-        lambda record: _without_empty_values(
+        lambda record: _mapping_without_empty_values(
             {k: record.environment.get(k) for k in ("host", "platform", "cores", "python")}
         ),
     ),

@@ -15,12 +15,12 @@ from ortlaunch.report.records import Record
 Fact = tuple[str, Callable[[Record], object]]
 
 
-def fact_rows(
-    records: Sequence[Record], fact_readers: Iterable[Fact]
+def fact_rows_with_any_value(
+    run_records: Sequence[Record], fact_readers: Iterable[Fact]
 ) -> list[tuple[str, list[object]]]:
     """Return the name and the values of each row."""
     named_values = [
-        (name, [read_value_or_warn(read_fact, record) for record in records])
+        (name, [read_value_or_warning_markup(read_fact, record) for record in run_records])
         for name, read_fact in fact_readers
     ]
     return [
@@ -35,17 +35,19 @@ def run_cards(
     records: Sequence[Record], read_fact: Callable[[Record], object]
 ) -> list[tuple[Record, object]]:
     """Return the values of each run that has some."""
-    values_by_record = [(record, read_value_or_warn(read_fact, record)) for record in records]
+    values_by_record = [
+        (record, read_value_or_warning_markup(read_fact, record)) for record in records
+    ]
     return [(record, value) for record, value in values_by_record if value is not None]
 
 
-def read_value_or_warn(read_fact: Callable[[Record], object], record: Record) -> Any:
+def read_value_or_warning_markup(read_fact: Callable[[Record], object], run_record: Record) -> Any:
     """Return a record's value, or a warning that it cannot be read.
 
     The files may be damaged, or be written by another version of ortlaunch.
     """
     try:
-        return read_fact(record)
+        return read_fact(run_record)
     # The errors of reading a document of another form; anything else is a bug and is raised.
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         return warning_markup(f"this section cannot be shown: {type(error).__name__}: {error}")
@@ -56,7 +58,7 @@ def warning_markup(message: str) -> Markup:
     return Markup('<p class="warn">{}</p>').format(message)
 
 
-def cell_value(value: object) -> object:
+def formatted_cell_value(value: object) -> object:
     """Return a value as a cell shows it."""
     if isinstance(value, Markup):
         return value
@@ -81,4 +83,4 @@ def _nested_cell_value(value: object) -> object:
         return ", ".join(f"{key} {_nested_cell_value(item)}" for key, item in value.items()) or "-"
     if isinstance(value, (list, tuple)):
         return ", ".join(str(_nested_cell_value(item)) for item in value) or "-"
-    return cell_value(value)
+    return formatted_cell_value(value)

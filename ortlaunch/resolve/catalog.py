@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ortlaunch.errors import PlanError
-from ortlaunch.planning.memory import estimate_rank_memory
-from ortlaunch.planning.workload import solve_batch
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
+from ortlaunch.planning.workload import solve_batch_equation_or_refuse
 from ortlaunch.recipe import Recipe, load_recipe
-from ortlaunch.resolve.shipped import find_shipped_recipe, shipped_recipe_names
-from ortlaunch.units import align_columns
+from ortlaunch.resolve.shipped import shipped_recipe_names, shipped_recipe_path_or_refuse
+from ortlaunch.units import aligned_table_lines
 
 _GPU_COUNTS = (1, 8)
 
 
-def shipped_recipe_table() -> list[str]:
+def shipped_recipe_table_lines() -> list[str]:
     """Return the lines of a table of all shipped recipes, under a header.
 
     Memory is the plan's, in GiB on each of 1 and of 8 GPUs; `-` where a plan cannot count it, or
@@ -20,8 +20,8 @@ def shipped_recipe_table() -> list[str]:
     """
     rows: list[tuple[str, ...]] = [("recipe", "model", "method", "engine", "1 GPU", "8 GPUs")]
     for recipe_name in shipped_recipe_names():
-        recipe = load_recipe(find_shipped_recipe(recipe_name)).recipe
-        memory_texts = (_memory_text(recipe, ranks) for ranks in _GPU_COUNTS)
+        recipe = load_recipe(shipped_recipe_path_or_refuse(recipe_name)).recipe
+        memory_texts = (_gpu_gibibytes_text_or_dash(recipe, ranks) for ranks in _GPU_COUNTS)
         rows.append(
             (
                 recipe_name,
@@ -32,7 +32,7 @@ def shipped_recipe_table() -> list[str]:
             )
         )
     return [
-        *align_columns(rows),
+        *aligned_table_lines(rows),
         "1 GPU, 8 GPUs: GiB on each, by `ortlaunch plan`; -: not known before a run",
     ]
 
@@ -48,10 +48,13 @@ def _method_name(recipe: Recipe) -> str:
     return "all weights" if recipe.model.pretrained else "new weights"
 
 
-def _memory_text(recipe: Recipe, rank_count: int) -> str:
+def _gpu_gibibytes_text_or_dash(recipe: Recipe, rank_count: int) -> str:
     try:
-        memory = estimate_rank_memory(
-            recipe, solve_batch(recipe, rank_count).micro_samples, rank_count, "cuda"
+        memory = estimate_rank_memory_or_none(
+            recipe,
+            solve_batch_equation_or_refuse(recipe, rank_count).micro_samples,
+            rank_count,
+            "cuda",
         )
     except PlanError:
         return "-"

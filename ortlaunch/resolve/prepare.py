@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from ortlaunch import recipe
-from ortlaunch.cache import reason_others_can_write
+from ortlaunch.cache import reason_others_can_write_or_empty
 from ortlaunch.errors import InputError, PlanError, RecipeError
 from ortlaunch.launch import LaunchRequest, load_backend
 from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
@@ -15,11 +15,11 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import launcher_row
 from ortlaunch.output import print_lines
-from ortlaunch.planning.describe import describe_plan
+from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import variables_in
-from ortlaunch.recipe.rules.resume_rules import changed_leaves
+from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values
 from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder import origin
@@ -30,10 +30,10 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.records import json_values_of_record
 
 
-def check_launcher(world: World, run: RunDir) -> None:
+def require_launcher_can_start_hosts(world: World, run: RunDir) -> None:
     """Check that the launcher can start ranks on these hosts, with this folder.
 
     Raises:
@@ -41,17 +41,17 @@ def check_launcher(world: World, run: RunDir) -> None:
     """
     # The user's own launcher has started the ranks already.
     if launcher_row(world.launcher).is_ours:
-        load_backend(world.launcher).check(world.nodes, run)
+        load_backend(world.launcher).require_launchable_hosts(world.nodes, run)
 
 
 def launch_request(plan: Plan, run: RunDir) -> LaunchRequest:
     """Return the request that starts the ranks, without side effects."""
     if not plan.started_by.is_ours:
         return LaunchRequest((*plan.argv, str(run)), plan.env)
-    return load_backend(plan.launcher).request(plan, run)
+    return load_backend(plan.launcher).launch_request_of_plan(plan, run)
 
 
-def write_run_files(
+def write_run_files_and_remove_leftovers(
     run: RunDir,
     chosen_recipe: Recipe,
     plan: Plan,
@@ -66,12 +66,12 @@ def write_run_files(
             for they came meanwhile and are meant for the new ranks.
     """
     request = launch_request(plan, run)
-    records = {} if engine_choice is None else {run.choice: as_json(engine_choice)}
+    records = {} if engine_choice is None else {run.choice: json_values_of_record(engine_choice)}
     if plan.deepspeed is not None:
         records[run.deepspeed] = plan.deepspeed
     ort_variables = {**variables_in(os.environ), **variables_in(chosen_recipe.launch.env)}
     records[run.environment] = {
-        **provenance.environment_record(),
+        **provenance.package_and_machine_versions_record(),
         "ortmodule_variables": ort_variables,
     }
     for path, text in {
@@ -102,7 +102,7 @@ def write_run_files(
     return request
 
 
-def write_and_announce_run(
+def write_run_files_and_print_plan(
     resolved_run: ResolvedRun,
     run: RunDir,
     first_lines: Iterable[str] = (),
@@ -116,8 +116,8 @@ def write_and_announce_run(
             command starts the ranks again.
     """
     if run_beginning is not None:
-        resume.record_beginning(run, resolved_run.command, run_beginning)
-    request = write_run_files(
+        resume.set_files_aside_and_record_beginning(run, resolved_run.command, run_beginning)
+    request = write_run_files_and_remove_leftovers(
         run,
         resolved_run.recipe_file.recipe,
         resolved_run.plan,
@@ -125,9 +125,9 @@ def write_and_announce_run(
         run_beginning is None,
     )
     if run_beginning is not None:
-        plan_text = describe_plan(resolved_run.plan, resolved_run.recipe_file.recipe)
+        plan_text = plan_description_text(resolved_run.plan, resolved_run.recipe_file.recipe)
         first_lines = [*first_lines, *resolved_run.notes, plan_text, f"run folder: {run}"]
-        if reason := reason_others_can_write(run.path):
+        if reason := reason_others_can_write_or_empty(run.path):
             first_lines.append(
                 f"run folder: {reason}: users who can write there can run code as this user "
                 "while the ranks start (docs/trust.md)"
@@ -136,7 +136,7 @@ def write_and_announce_run(
     return request
 
 
-def read_earlier_recipe(run: RunDir, resolved_run: ResolvedRun) -> Recipe | None:
+def read_earlier_recipe_or_none(run: RunDir, resolved_run: ResolvedRun) -> Recipe | None:
     """Return the recipe of an earlier start in this folder; None if there was none.
 
     Raises:
@@ -151,7 +151,7 @@ def read_earlier_recipe(run: RunDir, resolved_run: ResolvedRun) -> Recipe | None
         complete_checkpoints = run.complete_checkpoints()
         if (
             not complete_checkpoints
-            or origin.read_checkpoint_origin(complete_checkpoints[-1][1]) is None
+            or origin.read_checkpoint_origin_or_none(complete_checkpoints[-1][1]) is None
         ):
             raise
         comparison_text = (
@@ -161,7 +161,7 @@ def read_earlier_recipe(run: RunDir, resolved_run: ResolvedRun) -> Recipe | None
         return resolved_run.recipe_file.recipe
 
 
-def check_folder_contents(
+def refuse_foreign_run_folder_contents(
     run: RunDir, earlier_recipe: Recipe | None, resolved_run: ResolvedRun
 ) -> list[str]:
     """Check the contents of the run folder; one of an earlier run of this recipe is continued.
@@ -182,7 +182,7 @@ def check_folder_contents(
             f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; "
             "create that folder"
         )
-    if run.path.exists() and not _is_run_folder(run):
+    if run.path.exists() and not _has_run_or_interrupted_start(run):
         raise PlanError(f"--run-dir {run}: is neither empty nor a run folder; give a new one")
     if earlier_recipe is None:
         return []
@@ -194,19 +194,19 @@ def check_folder_contents(
     return [f"continuing {run}"]
 
 
-def _is_run_folder(run: RunDir) -> bool:
+def _has_run_or_interrupted_start(run: RunDir) -> bool:
     """Return whether a run, or a start of one that was cut short, has written the folder.
 
     A person's files beside those of a run do not matter.
     """
     # Files of other programs may have the names of these records.
     with contextlib.suppress(InputError):
-        if JobRecord.read(run) is not None:
+        if JobRecord.read_or_none(run) is not None:
             return True
     with contextlib.suppress(InputError, FileNotFoundError):
         return run.submitted.exists() or bool(Plan.read(run.plan))
     # A run writes its recipe after one of these records, so that a recipe alone is a person's.
-    has_started_files = run.has_only_own_files() and not run.recipe.exists()
+    has_started_files = run.has_only_run_files_and_no_checkpoints() and not run.recipe.exists()
     return has_started_files or bool(run.complete_checkpoints())
 
 
@@ -214,5 +214,5 @@ def difference_texts(old_value: object, new_value: object) -> Iterator[str]:
     """Return `key.path: old -> new` for every leaf that differs."""
     return (
         f"{path}: {old_leaf!r} -> {new_leaf!r}"
-        for path, old_leaf, new_leaf in changed_leaves(old_value, new_value)
+        for path, old_leaf, new_leaf in changed_leaf_paths_and_values(old_value, new_value)
     )

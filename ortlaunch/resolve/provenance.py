@@ -22,7 +22,9 @@ _GIT_SECONDS = 5
 _METADATA_FIELD = re.compile(r"^(Name|Version): *(\S+)", re.MULTILINE)
 
 
-def record_command(run: RunDir, recipe_path: Path, typed_arguments: Sequence[str]) -> None:
+def append_start_to_command_log(
+    run: RunDir, recipe_path: Path, typed_arguments: Sequence[str]
+) -> None:
     """Append a line for this start to commands.jsonl; the environment is not written.
 
     Args:
@@ -33,21 +35,21 @@ def record_command(run: RunDir, recipe_path: Path, typed_arguments: Sequence[str
         "argv": list(typed_arguments),
         "cwd": os.getcwd(),
         "recipe": os.path.abspath(recipe_path),
-        "git": git_state(recipe_path.parent),
+        "git": git_commit_and_dirty_or_none(recipe_path.parent),
     }
     append_json_line(run.commands, start_record)
 
 
-def git_state(folder: Path) -> dict[str, object] | None:
+def git_commit_and_dirty_or_none(work_folder: Path) -> dict[str, object] | None:
     """Return `commit`, and whether the work tree is `dirty` (None: unknown); None outside git."""
-    head = _git_output(folder, "rev-parse", "HEAD")
+    head = _git_output_or_none(work_folder, "rev-parse", "HEAD")
     if not head:
         return None
-    changed_files = _git_output(folder, "status", "--porcelain")
+    changed_files = _git_output_or_none(work_folder, "status", "--porcelain")
     return {"commit": head.strip(), "dirty": None if changed_files is None else bool(changed_files)}
 
 
-def environment_record() -> Json:
+def package_and_machine_versions_record() -> Json:
     """Return the versions of ortlaunch, Python and every package, with facts about the machine."""
     return {
         "ortlaunch": __version__,
@@ -55,11 +57,11 @@ def environment_record() -> Json:
         "platform": platform.platform(),
         "host": platform.node(),
         "cores": machine.usable_core_count(),
-        "packages": _package_versions(),
+        "packages": _version_by_installed_package(),
     }
 
 
-def _package_versions() -> dict[str, str]:
+def _version_by_installed_package() -> dict[str, str]:
     """Return the version of each installed package by name, without those of damaged metadata."""
     # Imported on use: it takes time, and only a start needs it.
     from importlib import metadata
@@ -74,10 +76,10 @@ def _package_versions() -> dict[str, str]:
     return dict(sorted(versions.items()))
 
 
-def _git_output(folder: Path, *git_arguments: str) -> str | None:
+def _git_output_or_none(work_folder: Path, *git_arguments: str) -> str | None:
     """Return git's output; None without git or a work tree of this user's, or after a timeout."""
     # Reading only: no lock on the index, and no program that the repository's configuration names.
-    git_command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *git_arguments]
+    git_command = ["git", "-c", "core.fsmonitor=false", "-C", str(work_folder), *git_arguments]
     git_environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         completed = subprocess.run(

@@ -15,18 +15,21 @@ from typing import NamedTuple
 from ortlaunch import machine, start
 from ortlaunch.errors import RecipeError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.capacity import crowded_host_notes
+from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
 from ortlaunch.planning.make_plan import make_plan
-from ortlaunch.planning.process_memory import expected_process_memory
-from ortlaunch.planning.workload import Workload, plan_workload
-from ortlaunch.planning.world import LaunchOptions, World, resolve_world
+from ortlaunch.planning.process_memory import cached_or_usual_process_memory
+from ortlaunch.planning.workload import Workload, solve_batch_and_estimate_memory
+from ortlaunch.planning.world import LaunchOptions, World, resolve_hosts_launcher_and_device
 from ortlaunch.recipe import RecipeFile, inputs, load_recipe
-from ortlaunch.recipe.fields.ort_variables import environment_lines
-from ortlaunch.recipe.rules.rules import device_rules, task_rules
+from ortlaunch.recipe.fields.ort_variables import environment_lines_or_refuse_contradiction
+from ortlaunch.recipe.rules.rules import (
+    compared_engine_rules_of_task,
+    precision_and_engine_device_rules,
+)
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.tasks import TASKS, Task
-from ortlaunch.user_modules import factory_folders, unloadable_factories
+from ortlaunch.user_modules import folders_with_factory_modules, unloadable_factory_problems
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"
@@ -86,7 +89,7 @@ class ResolvedRun:
             task_name=self.task,
             # Also a later command in another folder finds modules of the current one.
             modules_folder=next(
-                factory_folders(self.recipe_file.recipe, self.command.modules_folder),
+                folders_with_factory_modules(self.recipe_file.recipe, self.command.modules_folder),
                 str(self.command.modules_folder),
             ),
             worker_argv=start.module_command("ortlaunch.worker"),
@@ -94,8 +97,8 @@ class ResolvedRun:
 
     def apply_overrides(self, *overrides: str) -> ResolvedRun:
         """Return the run with further overrides; no file is read again."""
-        return resolve_recipe_file(
-            self.recipe_file.apply_further_overrides(*overrides), self.command
+        return resolve_loaded_recipe_file(
+            self.recipe_file.copy_with_further_overrides(*overrides), self.command
         )
 
     def replace_task(self, task_name: str) -> ResolvedRun:
@@ -107,9 +110,11 @@ class ResolvedRun:
 
     def apply_auto_results(self, *overrides: str) -> ResolvedRun:
         """Return the run with the results of `auto`; hosts, ranks and device stay the same."""
-        return self._resolve_again(self.recipe_file.apply_further_overrides(*overrides), self.world)
+        return self._resolve_again(
+            self.recipe_file.copy_with_further_overrides(*overrides), self.world
+        )
 
-    def apply_engine_choice(
+    def copy_with_engine_choice(
         self, engine_choice: Choice, engine_note: str, *overrides: str
     ) -> ResolvedRun:
         """Return the run with the chosen engine; the note gives the engine and the reason."""
@@ -117,7 +122,7 @@ class ResolvedRun:
             self, engine_choice=engine_choice, engine_note=(engine_note,)
         ).apply_auto_results(*overrides)
 
-    def restrict_to_hosts(self, host_names: Collection[str]) -> ResolvedRun:
+    def copy_restricted_to_hosts(self, host_names: Collection[str]) -> ResolvedRun:
         """Return the run on some of its hosts, in their order."""
         hosts = tuple(host for host in self.world.hosts if host.name in host_names)
         return (
@@ -128,7 +133,7 @@ class ResolvedRun:
 
     def _resolve_again(self, recipe_file: RecipeFile, world: World) -> ResolvedRun:
         """Resolve again with this recipe and world, and keep the chosen engine."""
-        resolved_run = resolve_recipe_file(recipe_file, self.command, world)
+        resolved_run = resolve_loaded_recipe_file(recipe_file, self.command, world)
         notes = (*resolved_run.notes, *self.engine_note)
         return replace(
             resolved_run,
@@ -138,10 +143,10 @@ class ResolvedRun:
         )
 
 
-def resolve_command(
+def load_and_resolve_recipe(
     recipe_argument: Path,
     overrides: Sequence[str],
-    options: LaunchOptions,
+    launch_options: LaunchOptions,
     environ: Mapping[str, str],
 ) -> ResolvedRun:
     """Resolve a command: load the recipe, detect the world, and compute the workload.
@@ -151,13 +156,14 @@ def resolve_command(
     Raises:
         InputError: the recipe or the hosts are wrong, or do not fit each other.
     """
-    recipe_path = shipped.locate_recipe(recipe_argument)
-    return resolve_recipe_file(
-        load_recipe(recipe_path, overrides), Command(recipe_argument, recipe_path, options, environ)
+    recipe_path = shipped.recipe_path_or_shipped_recipe(recipe_argument)
+    return resolve_loaded_recipe_file(
+        load_recipe(recipe_path, overrides),
+        Command(recipe_argument, recipe_path, launch_options, environ),
     )
 
 
-def resolve_recipe_file(
+def resolve_loaded_recipe_file(
     recipe_file: RecipeFile, command: Command, world: World | None = None
 ) -> ResolvedRun:
     """Resolve a recipe that is loaded already; effects and errors are those of `resolve`.
@@ -169,30 +175,35 @@ def resolve_recipe_file(
     recipe_file = recipe_file if command.options.elsewhere else recipe_file.make_paths_absolute()
     recipe = recipe_file.recipe
     # The text is kept, so that a later change of the file cannot change the run.
-    command = command._replace(options=command.options.read_hosts_text())
+    command = command._replace(options=command.options.copy_with_hostfile_text())
     typed_path, recipe_path, options, environ = command
-    world = world or resolve_world(recipe, options, environ)
-    planned_work = plan_workload(recipe, world, expected_process_memory(recipe))
+    world = world or resolve_hosts_launcher_and_device(recipe, options, environ)
+    planned_work = solve_batch_and_estimate_memory(
+        recipe, world, cached_or_usual_process_memory(recipe)
+    )
     resource_notes = (
-        crowded_host_notes(world, planned_work, options.planned_only)
+        notes_or_refusal_for_crowded_hosts(world, planned_work, options.planned_only)
         if world.enclosing_rank is None
         else ()
     )
-    factory_problems = unloadable_factories(recipe, command.modules_folder)
+    factory_problems = unloadable_factory_problems(recipe, command.modules_folder)
     hosts_text = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     recipe_file.raise_if_problems(
-        (*device_rules(recipe, world.device, hosts_text), *task_rules(recipe, options.task))
+        (
+            *precision_and_engine_device_rules(recipe, world.device, hosts_text),
+            *compared_engine_rules_of_task(recipe, options.task),
+        )
     )
     # Inputs that are absent here may be on the other hosts, or be created before the run.
-    data_checks = (inputs.missing_file_problems, inputs.content_problems)
+    data_checks = (inputs.absent_file_and_folder_problems, inputs.column_and_vocabulary_problems)
     data_problem_lines = [
-        recipe_file.problem_line(problem)
+        recipe_file.located_problem_line(problem)
         for data_check in data_checks
         for problem in data_check(recipe, options.task)
     ]
     function_problem_lines = [
-        recipe_file.problem_line(problem)
-        for problem in (*factory_problems, *inputs.unknown_model_type_problems(recipe))
+        recipe_file.located_problem_line(problem)
+        for problem in (*factory_problems, *inputs.model_type_unknown_to_library_problems(recipe))
     ]
     # With other hosts, an absent file or function gives a note only.
     is_on_this_host = all(host.is_here for host in world.hosts)
@@ -200,15 +211,17 @@ def resolve_recipe_file(
         function_problem_lines or (data_problem_lines and not options.planned_only)
     ):
         raise RecipeError([*data_problem_lines, *function_problem_lines])
-    environment_notes = environment_lines(recipe.engine, environ)
+    environment_notes = environment_lines_or_refuse_contradiction(recipe.engine, environ)
     notes = [f"recipe: {recipe_path}"] if recipe_path != typed_path else []
     notes += [*recipe_file.notes, *world.notes, *data_problem_lines, *function_problem_lines]
     notes += [
-        *map(recipe_file.problem_line, inputs.doubtful_value_problems(recipe)),
-        *recipe.engine.setting_lines(),
+        *map(recipe_file.located_problem_line, inputs.repeated_file_and_high_rate_problems(recipe)),
+        *recipe.engine.non_default_setting_lines(),
     ]
     if recipe.engine.matmul_precision != "highest":
-        effect_text = machine.matmul_precision_effect(recipe.engine.matmul_precision, world.device)
+        effect_text = machine.lower_matmul_precision_effect_text(
+            recipe.engine.matmul_precision, world.device
+        )
         notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect_text}")
     notes += [*environment_notes, *recipe.sweep_lines(), *resource_notes]
     return ResolvedRun(recipe_file, world, planned_work, tuple(notes), command)

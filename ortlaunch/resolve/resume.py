@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_leaves
+from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_leaf_paths_and_values
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import Command, ResolvedRun
 from ortlaunch.run_folder import origin
@@ -37,7 +37,7 @@ class ResumeOptions(NamedTuple):
         """Whether the run repeats completed steps."""
         return self.choice == NEVER_RESUME or self.choice.isdecimal()
 
-    def check_allow_names(self) -> ResumeOptions:
+    def require_known_allow_names(self) -> ResumeOptions:
         """Return the options themselves.
 
         Raises:
@@ -68,7 +68,7 @@ class ChosenCheckpoint(NamedTuple):
     """Files to move away first; else they would count as the newest at the next start."""
 
 
-def choose_checkpoint(run: RunDir, options: ResumeOptions) -> ChosenCheckpoint:
+def choose_checkpoint_to_resume(run: RunDir, resume_options: ResumeOptions) -> ChosenCheckpoint:
     """Choose the checkpoint by `--resume` and the existing checkpoints.
 
     Raises:
@@ -76,29 +76,33 @@ def choose_checkpoint(run: RunDir, options: ResumeOptions) -> ChosenCheckpoint:
     """
     own_checkpoints = run.complete_checkpoints()
     skipped = tuple(unusable_checkpoint_lines(run.checkpoints))
-    if options.choice == NEVER_RESUME:
+    if resume_options.choice == NEVER_RESUME:
         return ChosenCheckpoint(
             None, skipped=skipped, paths_to_set_aside=tuple(_files_of_training(run))
         )
-    if options.choice.isdecimal():
-        return _checkpoint_of_step(run, int(options.choice), own_checkpoints)._replace(
-            skipped=skipped
-        )
-    if options.choice != AUTO_CHOICE and os.path.realpath(
-        Path(options.choice).parent
+    if resume_options.choice.isdecimal():
+        return _own_checkpoint_of_step_or_refuse(
+            run, int(resume_options.choice), own_checkpoints
+        )._replace(skipped=skipped)
+    if resume_options.choice != AUTO_CHOICE and os.path.realpath(
+        Path(resume_options.choice).parent
     ) == os.path.realpath(run.checkpoints):
         # Without this error, the path would name the origin of a new folder.
-        requested_step = _step_in_name(Path(options.choice))
+        requested_step = _step_in_name(Path(resume_options.choice))
         raise InputError(
-            f"--resume {options.choice}: belongs to this run folder itself; give its step: "
+            f"--resume {resume_options.choice}: belongs to this run folder itself; give its step: "
             f"--resume {requested_step}"
         )
-    source_path = Path(options.choice) if options.choice != AUTO_CHOICE else _recorded_source(run)
+    source_path = (
+        Path(resume_options.choice)
+        if resume_options.choice != AUTO_CHOICE
+        else _read_recorded_resume_source_or_none(run)
+    )
     # A name without a separator that does not exist is a misspelled `auto` or `never`.
     is_typo = (
-        options.choice != AUTO_CHOICE
-        and os.sep not in options.choice
-        and not os.path.exists(options.choice)
+        resume_options.choice != AUTO_CHOICE
+        and os.sep not in resume_options.choice
+        and not os.path.exists(resume_options.choice)
     )
     # A path whose folder has been deleted stays valid: queues start the same command again.
     if own_checkpoints and not is_typo:
@@ -108,7 +112,7 @@ def choose_checkpoint(run: RunDir, options: ResumeOptions) -> ChosenCheckpoint:
     return (
         ChosenCheckpoint(None, skipped=skipped)
         if source_path is None
-        else _checkpoint_of_other_folder(source_path)
+        else _newest_checkpoint_of_other_folder(source_path)
     )
 
 
@@ -131,14 +135,14 @@ def unusable_checkpoint_lines(checkpoints_folder: Path) -> Iterator[str]:
             yield f"{path}: incomplete: it has no {COMPLETE}"
 
 
-def _recorded_source(run: RunDir) -> Path | None:
+def _read_recorded_resume_source_or_none(run: RunDir) -> Path | None:
     """Return the origin of this folder's run, as its first start recorded it.
 
     Raises:
         DamagedFile: the record cannot be read, and no checkpoint stands for it.
     """
     try:
-        recorded_source = ResumeRecord.read(run).source
+        recorded_source = ResumeRecord.read_or_from_the_beginning(run).source
     except DamagedFile as error:
         if run.complete_checkpoints():
             print(f"{error}; it is written again", flush=True)
@@ -149,27 +153,28 @@ def _recorded_source(run: RunDir) -> Path | None:
     return Path(recorded_source) if recorded_source else None
 
 
-def _checkpoint_of_step(
-    run: RunDir, step: int, own_checkpoints: list[tuple[int, Path]]
+def _own_checkpoint_of_step_or_refuse(
+    run: RunDir, requested_step: int, own_checkpoints: list[tuple[int, Path]]
 ) -> ChosenCheckpoint:
-    if step not in dict(own_checkpoints):
+    if requested_step not in dict(own_checkpoints):
         steps_text = (
             f"has steps {', '.join(str(own_step) for own_step, _ in own_checkpoints)}"
             if own_checkpoints
             else "has none"
         )
         raise InputError(
-            f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {steps_text}"
+            f"--resume {requested_step}: no complete checkpoint of step {requested_step}; "
+            f"{run.checkpoints} {steps_text}"
         )
     # The newest checkpoint would be chosen again at the next start.
     newer_checkpoints = [
-        path for path in run.checkpoints.glob("step_*") if _step_in_name(path) > step
+        path for path in run.checkpoints.glob("step_*") if _step_in_name(path) > requested_step
     ]
     # The summary marks the training as complete.
     finished_records = [run.summary] if run.summary.exists() else []
     return ChosenCheckpoint(
-        dict(own_checkpoints)[step],
-        step,
+        dict(own_checkpoints)[requested_step],
+        requested_step,
         is_exact=True,
         paths_to_set_aside=(*sorted(newer_checkpoints), *finished_records),
     )
@@ -181,13 +186,13 @@ def _step_in_name(checkpoint_path: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def _checkpoint_of_other_folder(source_path: Path) -> ChosenCheckpoint:
+def _newest_checkpoint_of_other_folder(source_path: Path) -> ChosenCheckpoint:
     """Choose the newest checkpoint of another run's folder, or the one that `source_path` itself is."""
     source_path = Path(os.path.abspath(source_path))
     # With this mark the folder is itself a checkpoint, else it is a run's.
     if (source_path / COMPLETE).exists():
         return ChosenCheckpoint(
-            source_path, _step_in_manifest(source_path), source_path, is_exact=True
+            source_path, _step_in_manifest_or_refuse(source_path), source_path, is_exact=True
         )
     other_run = RunDir(source_path)
     complete_checkpoints = other_run.complete_checkpoints()
@@ -211,7 +216,7 @@ def _checkpoint_of_other_folder(source_path: Path) -> ChosenCheckpoint:
     )
 
 
-def _step_in_manifest(checkpoint_folder: Path) -> int:
+def _step_in_manifest_or_refuse(checkpoint_folder: Path) -> int:
     # The folder may have any name, so the step comes from the manifest.
     try:
         step = read_own_json(checkpoint_folder / MANIFEST)["step"]
@@ -235,8 +240,11 @@ class RunBeginning(NamedTuple):
         return self._replace(text_lines=(*earlier_lines, *self.text_lines))
 
 
-def plan_run_beginning(
-    run: RunDir, resolved_run: ResolvedRun, earlier_recipe: Recipe | None, options: ResumeOptions
+def choose_checkpoint_and_list_changes(
+    run: RunDir,
+    resolved_run: ResolvedRun,
+    earlier_recipe: Recipe | None,
+    resume_options: ResumeOptions,
 ) -> RunBeginning:
     """Return the beginning of the run, with a line for each change since the checkpoint.
 
@@ -247,14 +255,16 @@ def plan_run_beginning(
         InputError: the requested checkpoint does not exist.
         PlanError: a change would make it a different training, and the user has not allowed it.
     """
-    checkpoint = choose_checkpoint(run, options)
+    checkpoint = choose_checkpoint_to_resume(run, resume_options)
     text_lines = [f"  skipped: {line}" for line in checkpoint.skipped]
     text_lines += [f"  set aside: {path}" for path in checkpoint.paths_to_set_aside]
     if checkpoint.folder is None:
         return RunBeginning(
-            checkpoint, options, (*text_lines, *_recipe_change_lines(earlier_recipe, resolved_run))
+            checkpoint,
+            resume_options,
+            (*text_lines, *_recipe_change_lines_without_checkpoint(earlier_recipe, resolved_run)),
         )
-    checkpoint_origin = origin.read_checkpoint_origin(checkpoint.folder)
+    checkpoint_origin = origin.read_checkpoint_origin_or_none(checkpoint.folder)
     # A checkpoint of this folder without a record was written with the folder's own recipe.
     if (
         checkpoint_origin is None
@@ -269,42 +279,48 @@ def plan_run_beginning(
     if checkpoint_origin is None:
         return RunBeginning(
             checkpoint,
-            options,
+            resume_options,
             (*text_lines, "  it has no record of its recipe, so nothing is compared"),
         )
-    origin_differences = origin.origin_changes(checkpoint_origin, present_origin(resolved_run))
+    origin_differences = origin.changes_between_origins(
+        checkpoint_origin, origin_record_of_resolved_run(resolved_run)
+    )
     # Changes of fields that only a training uses do not matter to an evaluation.
     if not is_training:
         origin_differences = origin.changes_affecting_evaluation(
             checkpoint.folder, origin_differences
         )
     refuse_changes_not_allowed(
-        origin_differences, options.allow, f"{checkpoint.folder} belongs to a different training"
+        origin_differences,
+        resume_options.allow,
+        f"{checkpoint.folder} belongs to a different training",
     )
     return RunBeginning(
         checkpoint,
-        options,
-        (*text_lines, *change_lines(origin_differences, options.allow)),
+        resume_options,
+        (*text_lines, *change_lines(origin_differences, resume_options.allow)),
         tuple(origin_differences),
     )
 
 
-def _recipe_change_lines(earlier_recipe: Recipe | None, resolved_run: ResolvedRun) -> Iterator[str]:
+def _recipe_change_lines_without_checkpoint(
+    earlier_recipe: Recipe | None, resolved_run: ResolvedRun
+) -> Iterator[str]:
     """Yield the changes of the recipe for a run that has no checkpoint, and begins again."""
     if earlier_recipe is not None:
         recipe_values = resolved_run.recipe_file.recipe.model_dump(mode="json")
-        for path, old_value, new_value in changed_leaves(
+        for path, old_value, new_value in changed_leaf_paths_and_values(
             earlier_recipe.model_dump(mode="json"), recipe_values
         ):
             yield f"  changed: {path}: {old_value!r} -> {new_value!r}"
 
 
-def present_origin(resolved_run: ResolvedRun) -> dict[str, object]:
+def origin_record_of_resolved_run(resolved_run: ResolvedRun) -> dict[str, object]:
     """Return the record that a checkpoint of this run would have of its origin."""
-    git = provenance.git_state(resolved_run.command.recipe_path.parent)
+    git = provenance.git_commit_and_dirty_or_none(resolved_run.command.recipe_path.parent)
     world = resolved_run.world
-    environment = provenance.environment_record()
-    return origin.checkpoint_origin(
+    environment = provenance.package_and_machine_versions_record()
+    return origin.origin_of_run_to_start(
         resolved_run.recipe_file.recipe,
         resolved_run.workload.batch,
         len(world.hosts),
@@ -344,14 +360,16 @@ def refuse_changes_not_allowed(
         raise PlanError(f"{subject}:{change_text}\nUse the recipe that it was trained with{remedy}")
 
 
-def record_beginning(run: RunDir, command: Command, run_beginning: RunBeginning) -> None:
+def set_files_aside_and_record_beginning(
+    run: RunDir, command: Command, run_beginning: RunBeginning
+) -> None:
     """Record the command and the beginning of this start for the ranks.
 
     Files that must not count as the newest are moved away.
     """
     checkpoint, options, _, changes = run_beginning
     for path in checkpoint.paths_to_set_aside:
-        os.replace(path, _unused_path(path))
+        os.replace(path, _unused_set_aside_path(path))
     ResumeRecord(
         choice=options.choice,
         allow=options.allow,
@@ -362,10 +380,10 @@ def record_beginning(run: RunDir, command: Command, run_beginning: RunBeginning)
         skipped=checkpoint.skipped,
         changes=tuple(change.summary_line(options.allow) for change in changes),
     ).write(run)
-    provenance.record_command(run, command.recipe_path, command.options.typed)
+    provenance.append_start_to_command_log(run, command.recipe_path, command.options.typed)
 
 
-def _unused_path(preferred_path: Path) -> Path:
+def _unused_set_aside_path(preferred_path: Path) -> Path:
     # An earlier start may have set aside a file of the same name.
     candidate_paths = (
         preferred_path.with_name(f"{preferred_path.name}.aside{suffix_number or ''}")

@@ -21,7 +21,7 @@ from ortlaunch.run_folder.folder import write_text_atomically
 _MODULE_NAME = re.compile(r"(\w+)(?:\.py\b|:\w)")
 
 
-def shipped_folder(folder_name: str = "recipes") -> Path:
+def shipped_folder_or_refuse(folder_name: str = "recipes") -> Path:
     """Return the folder of the shipped files of a kind, in a checkout or an installation.
 
     Raises:
@@ -50,12 +50,12 @@ def shipped_folder(folder_name: str = "recipes") -> Path:
 def shipped_recipe_names() -> list[str]:
     """Return `family/recipe` for every shipped recipe."""
     return sorted(
-        str(path.relative_to(shipped_folder()).with_suffix(""))
-        for path in shipped_folder().rglob("*.yaml")
+        str(path.relative_to(shipped_folder_or_refuse()).with_suffix(""))
+        for path in shipped_folder_or_refuse().rglob("*.yaml")
     )
 
 
-def find_shipped_recipe(recipe_name: str) -> Path:
+def shipped_recipe_path_or_refuse(recipe_name: str) -> Path:
     """Return the file of a shipped recipe.
 
     Raises:
@@ -65,7 +65,7 @@ def find_shipped_recipe(recipe_name: str) -> Path:
         "recipe",
         recipe_name.removesuffix(".yaml"),
         {
-            shipped_name: shipped_folder() / f"{shipped_name}.yaml"
+            shipped_name: shipped_folder_or_refuse() / f"{shipped_name}.yaml"
             for shipped_name in shipped_recipe_names()
         },
     )
@@ -79,7 +79,7 @@ def read_shipped_text(folder_name: str, file_name: str) -> str:
     """
     files = {
         path.name.removesuffix(".txt"): path
-        for path in sorted(shipped_folder(folder_name).iterdir())
+        for path in sorted(shipped_folder_or_refuse(folder_name).iterdir())
     }
     return _find_file_by_name(
         folder_name.removesuffix("s"), file_name.removesuffix(".txt"), files
@@ -102,25 +102,31 @@ def _find_file_by_name(file_noun: str, requested_name: str, path_by_name: dict[s
     raise InputError(f"no shipped {file_noun} {requested_name!r}; {advice}")
 
 
-def locate_recipe(recipe_argument: Path) -> Path:
+def recipe_path_or_shipped_recipe(recipe_argument: Path) -> Path:
     """Return the recipe file: that path, else the shipped recipe of that name.
 
     Raises:
         RecipeError: it is a folder, or a likely misspelling.
     """
     if os.path.isdir(recipe_argument):
-        raise RecipeError([f"{recipe_argument}: {_advice_for_folder(recipe_argument)}"])
+        raise RecipeError(
+            [f"{recipe_argument}: {_advice_for_folder_given_as_recipe(recipe_argument)}"]
+        )
     if os.path.lexists(recipe_argument):
         return recipe_argument
     recipe_name = str(recipe_argument).removesuffix(".yaml")
     known_names = shipped_recipe_names()
     if recipe_name in known_names:
-        return find_shipped_recipe(recipe_name)
+        return shipped_recipe_path_or_refuse(recipe_name)
     # Imported on use: `ortlaunch constraints` has to run without dependencies.
-    from ortlaunch.recipe.text.words import closest_name, word_likeness
+    from ortlaunch.recipe.text.words import closest_or_translated_name_or_none, word_likeness
 
     # A bare file name is compared with the files beside it alone, below.
-    closest_known = closest_name(recipe_name, known_names) if recipe_argument.parent.name else None
+    closest_known = (
+        closest_or_translated_name_or_none(recipe_name, known_names)
+        if recipe_argument.parent.name
+        else None
+    )
     if closest_known:
         raise RecipeError(
             [f"{recipe_argument}: no such file or shipped recipe; did you mean {closest_known}?"]
@@ -141,7 +147,7 @@ def locate_recipe(recipe_argument: Path) -> Path:
     return recipe_argument
 
 
-def _advice_for_folder(given_folder: Path) -> str:
+def _advice_for_folder_given_as_recipe(given_folder: Path) -> str:
     """Return the advice for a folder in the place of a recipe."""
     if (given_folder / "plan.json").exists() and (given_folder / "recipe.yaml").exists():
         return (
@@ -158,7 +164,7 @@ def _advice_for_folder(given_folder: Path) -> str:
     return f"is a folder; {advice}, or a name that `ortlaunch recipes list` prints"
 
 
-def copy_shipped_recipe(recipe_name: str, target: Path) -> list[Path]:
+def copy_shipped_recipe_and_dependencies(recipe_name: str, target: Path) -> list[Path]:
     """Copy a recipe, the recipes it extends and the modules that they name to `target`.
 
     Args:
@@ -170,7 +176,7 @@ def copy_shipped_recipe(recipe_name: str, target: Path) -> list[Path]:
     Raises:
         InputError: a file of that name exists already, or cannot be written.
     """
-    shipped_path = find_shipped_recipe(recipe_name)
+    shipped_path = shipped_recipe_path_or_refuse(recipe_name)
     new_recipe_path = (
         target
         if target.suffix in (".yaml", ".yml") and not target.is_dir()
@@ -178,7 +184,7 @@ def copy_shipped_recipe(recipe_name: str, target: Path) -> list[Path]:
     )
     other_paths = [
         *_base_recipes(shipped_path),
-        *_named_modules([shipped_path, *_base_recipes(shipped_path)]),
+        *_existing_modules_named_in_recipes([shipped_path, *_base_recipes(shipped_path)]),
     ]
     copied_pairs = [
         (shipped_path, new_recipe_path),
@@ -194,7 +200,9 @@ def copy_shipped_recipe(recipe_name: str, target: Path) -> list[Path]:
             # An absolute path, so that an editor finds the schema from any folder.
             write_text_atomically(
                 new_path,
-                re.sub(r"(?<=\$schema=)(\.\./)+", f"{shipped_folder().resolve()}/", file_text),
+                re.sub(
+                    r"(?<=\$schema=)(\.\./)+", f"{shipped_folder_or_refuse().resolve()}/", file_text
+                ),
             )
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
@@ -209,7 +217,7 @@ def _base_recipes(recipe_path: Path) -> list[Path]:
     return [base_path, *_base_recipes(base_path)]
 
 
-def _named_modules(recipe_paths: list[Path]) -> list[Path]:
+def _existing_modules_named_in_recipes(recipe_paths: list[Path]) -> list[Path]:
     """Return Python files beside recipes that name them, as `module:function` or `module.py`."""
     named_modules = {
         (path.parent, module_name)

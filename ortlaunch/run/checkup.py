@@ -13,13 +13,17 @@ from ortlaunch.doctor.finding import FAILED, Finding
 from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import PlanError, RunError, first_message_line
 from ortlaunch.launch_plan import Node
-from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select_hosts
-from ortlaunch.planning.slurm_names import slurm_job_hosts
+from ortlaunch.planning.hosts import (
+    filter_hosts_by_include_or_exclude,
+    parse_hostfile,
+    read_hostfile_text,
+)
+from ortlaunch.planning.slurm_names import slurm_job_hosts_or_empty
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
-from ortlaunch.tasks import BatchBytesRequest, run_task_for_answer
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
+from ortlaunch.tasks import BatchBytesRequest, run_task_and_capture_output
 
 
 class CheckupOptions(NamedTuple):
@@ -32,7 +36,7 @@ class CheckupOptions(NamedTuple):
     port_range: tuple[int, int] | None = None
 
 
-def host_requirements(resolved: ResolvedRun, folder: Path) -> HostRequirements:
+def requirements_of_run_on_hosts(resolved: ResolvedRun, run_folder: Path) -> HostRequirements:
     """Return the requirements of a run on its hosts."""
     world = resolved.world
     recipe = resolved.recipe_file.recipe
@@ -42,14 +46,14 @@ def host_requirements(resolved: ResolvedRun, folder: Path) -> HostRequirements:
         resolved.workload.memory.checkpoint * checkpoints_on_disk if resolved.workload.memory else 0
     )
     return HostRequirements(
-        world.nodes, world.device, folder, needed_bytes, interface=recipe.launch.interface
+        world.nodes, world.device, run_folder, needed_bytes, interface=recipe.launch.interface
     )
 
 
 def check_hosts_or_this_machine(
-    recipe: Path | None,
+    recipe_path_or_none: Path | None,
     overrides: tuple[str, ...],
-    options: LaunchOptions,
+    launch_options: LaunchOptions,
     checkup_options: CheckupOptions,
     environ: Mapping[str, str],
 ) -> list[Finding]:
@@ -59,14 +63,22 @@ def check_hosts_or_this_machine(
         InputError: the recipe or the host file is wrong.
     """
     # Nothing is started from here, so resources that only other hosts have may be absent here.
-    _refuse_options_without_effect(options, recipe is not None)
-    options = add_slurm_job_hosts(options, environ)._replace(planned_only=True)
+    _refuse_options_without_effect(launch_options, recipe_path_or_none is not None)
+    launch_options = options_with_slurm_hosts_unless_given(launch_options, environ)._replace(
+        planned_only=True
+    )
     folder = Path(os.path.abspath(checkup_options.folder or "."))
-    resolved = resolve_command(recipe, overrides, options, environ) if recipe else None
+    resolved = (
+        load_and_resolve_recipe(recipe_path_or_none, overrides, launch_options, environ)
+        if recipe_path_or_none
+        else None
+    )
     requirements = (
-        host_requirements(resolved, folder)
+        requirements_of_run_on_hosts(resolved, folder)
         if resolved
-        else HostRequirements(_listed_nodes(options), _automatic_device(environ), folder)
+        else HostRequirements(
+            _nodes_of_hostfile_or_empty(launch_options), _automatic_device(environ), folder
+        )
     )
     requirements = requirements._replace(
         device=checkup_options.device or requirements.device,
@@ -78,18 +90,22 @@ def check_hosts_or_this_machine(
     data_findings = []
     try:
         requirements = requirements._replace(
-            shared_memory_bytes=_shared_memory_bytes_of_data_workers(resolved) if resolved else 0
+            shared_memory_bytes=_measure_data_workers_shared_memory_bytes(resolved)
+            if resolved
+            else 0
         )
     except RunError as error:
         data_findings = [Finding(here.THIS_HOST, "data", FAILED, first_message_line(error))]
     return data_findings + (
-        hosts.check_hosts(requirements)
-        if options.hostfile
-        else here.check_this_host(requirements, chosen_recipe, resolved.world if resolved else None)
+        hosts.probe_and_judge_all_hosts(requirements)
+        if launch_options.hostfile
+        else here.check_this_host_and_recipe_packages(
+            requirements, chosen_recipe, resolved.world if resolved else None
+        )
     )
 
 
-def _shared_memory_bytes_of_data_workers(resolved: ResolvedRun) -> int:
+def _measure_data_workers_shared_memory_bytes(resolved: ResolvedRun) -> int:
     """Return the bytes of the batches that the data workers of one host hold in /dev/shm.
 
     Raises:
@@ -104,23 +120,27 @@ def _shared_memory_bytes_of_data_workers(resolved: ResolvedRun) -> int:
         resolved.workload.batch.micro_samples,
     )
     ranks = max(node.slots for node in resolved.world.nodes)
-    return int(run_task_for_answer(batch)) * recipe.data.workers * BATCHES_EACH_WORKER * ranks
+    return (
+        int(run_task_and_capture_output(batch)) * recipe.data.workers * BATCHES_EACH_WORKER * ranks
+    )
 
 
-def _refuse_options_without_effect(options: LaunchOptions, has_recipe: bool) -> None:
-    if not has_recipe and (options.launcher or options.processes_per_node):
+def _refuse_options_without_effect(launch_options: LaunchOptions, has_recipe: bool) -> None:
+    if not has_recipe and (launch_options.launcher or launch_options.processes_per_node):
         raise PlanError("--launcher and --nproc-per-node need a recipe: they set its ranks")
-    if options.hostfile is None and (options.include or options.exclude):
+    if launch_options.hostfile is None and (launch_options.include or launch_options.exclude):
         raise PlanError("--include and --exclude need a host file: give --hostfile")
 
 
-def add_slurm_job_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
+def options_with_slurm_hosts_unless_given(
+    launch_options: LaunchOptions, environ: Mapping[str, str]
+) -> LaunchOptions:
     """Return the options with the nodes of this Slurm job as the host file, unless one is given."""
-    job_hosts = () if options.hostfile else slurm_job_hosts(environ)
+    job_hosts = () if launch_options.hostfile else slurm_job_hosts_or_empty(environ)
     if not job_hosts:
-        return options
+        return launch_options
     text = "".join(f"{host.name} slots={host.slots}\n" for host in job_hosts)
-    return options._replace(hostfile="SLURM_JOB_NODELIST", hosts_text=text)
+    return launch_options._replace(hostfile="SLURM_JOB_NODELIST", hosts_text=text)
 
 
 def _automatic_device(environ: Mapping[str, str]) -> str:
@@ -128,12 +148,18 @@ def _automatic_device(environ: Mapping[str, str]) -> str:
     return "cuda" if machine.visible_gpu_count(environ) else "cpu"
 
 
-def _listed_nodes(options: LaunchOptions) -> tuple[Node, ...]:
+def _nodes_of_hostfile_or_empty(launch_options: LaunchOptions) -> tuple[Node, ...]:
     """Return the hosts for a checkup without a recipe; none stands for this host."""
-    if options.hostfile is None:
+    if launch_options.hostfile is None:
         return ()
-    text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
-    listed = select_hosts(
-        parse_hostfile(text, options.hostfile, 1).hosts, options.include, options.exclude
+    text = (
+        read_hostfile_text(launch_options.hostfile)
+        if launch_options.hosts_text is None
+        else launch_options.hosts_text
+    )
+    listed = filter_hosts_by_include_or_exclude(
+        parse_hostfile(text, launch_options.hostfile, 1).hosts,
+        launch_options.include,
+        launch_options.exclude,
     )
     return tuple(Node(host.name, host.slots, 0, host.devices) for host in listed)

@@ -10,7 +10,7 @@ from ortlaunch.run import micro_size
 from ortlaunch.run_folder.folder import RunDir
 
 
-def apply_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
+def apply_recorded_engine_and_micro_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with the choices that an earlier start or measurement recorded.
 
     Raises:
@@ -20,19 +20,21 @@ def apply_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     enclosing_rank = resolved.world.enclosing_rank
     recorded_micro_size = None
     if micro_size.is_search_requested(resolved.recipe_file.recipe):
-        recorded_micro_size = micro_size.recorded_micro_size(
+        recorded_micro_size = micro_size.recorded_micro_size_or_none(
             resolved.recipe_file.recipe, resolved.workload.batch, run
         )
         # A rank may use a recorded size, but cannot start trials.
         if recorded_micro_size is None and enclosing_rank is not None:
-            micro_size.refuse_search_in_rank()
-    if must_measure_engine(resolved):
+            micro_size.refuse_micro_size_search_in_rank()
+    if is_engine_still_auto(resolved):
         # Imported on use: only a run with an open engine needs the bench.
         from ortlaunch.bench import auto
 
-        recorded_engine = auto.recorded_choice(resolved, run)
+        recorded_engine = auto.recorded_choice_and_source_or_none(resolved, run)
         resolved = (
-            auto.apply_engine_choice(resolved, *recorded_engine) if recorded_engine else resolved
+            auto.apply_engine_choice_with_note(resolved, *recorded_engine)
+            if recorded_engine
+            else resolved
         )
     return (
         resolved
@@ -41,7 +43,7 @@ def apply_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     )
 
 
-def must_measure_engine(resolved: ResolvedRun) -> bool:
+def is_engine_still_auto(resolved: ResolvedRun) -> bool:
     """Whether the engine must be measured."""
     return resolved.recipe_file.recipe.engine.name == "auto"
 
@@ -50,15 +52,17 @@ def measure_and_apply_engine(resolved: ResolvedRun) -> ResolvedRun:
     """Measure the engines now; return the run with the best, and store the choice in the cache."""
     from ortlaunch.bench import auto
 
-    choice = auto.measure_engine_choice(resolved, lambda text: print(text, flush=True))
-    return auto.apply_engine_choice(resolved, auto.cache_engine_choice(resolved, choice))
+    choice = auto.measure_engines_and_choose(resolved, lambda text: print(text, flush=True))
+    return auto.apply_engine_choice_with_note(
+        resolved, auto.cache_engine_choice_if_measured(resolved, choice)
+    )
 
 
 def search_and_apply_micro_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with its micro batch size; if that is `auto`, search the largest that fits."""
     if not micro_size.is_search_requested(resolved.recipe_file.recipe):
         return resolved
-    found_size = micro_size.search_largest_micro_size(
+    found_size = micro_size.search_and_record_largest_micro_size(
         resolved.recipe_file.recipe, resolved.plan, run
     )
     return resolved.apply_auto_results(micro_size.micro_size_override(found_size))

@@ -10,44 +10,44 @@ import sys
 import time
 from pathlib import Path
 
-from ortlaunch.diagnose.report import add_verdict_to_output
+from ortlaunch.diagnose.report import end_text_with_verdict_and_advice
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import classify_run_end
-from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
+from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
 from ortlaunch.output import ERASE, print_lines, terminal_width
-from ortlaunch.resolve.prepare import write_and_announce_run
+from ortlaunch.resolve.prepare import write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.run import choices, inside
-from ortlaunch.run.elastic import run_on_usable_hosts
-from ortlaunch.run.finished import append_continuing_command
+from ortlaunch.run.elastic import check_hosts_and_shrink_elastic_run
+from ortlaunch.run.finished import append_command_to_continue_training
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
-    check_run_can_start,
-    claim_run_folder,
-    finished_message,
-    folder_for_checks,
-    new_or_requested_run_folder,
-    ready_mark_path,
-    record_success,
+    create_run_folder_or_numbered_one,
+    nothing_to_train_text_with_command,
+    ready_marker_path,
+    record_success_unless_recorded,
+    requested_or_absent_folder_for_checks,
+    requested_or_proposed_run_folder,
+    require_startable_and_plan_beginning,
 )
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.units import clock_duration
 
 
-def run_training_command(
+def lock_folder_and_run_training(
     resolved: ResolvedRun,
     requested_folder: Path | None,
     resume_options: ResumeOptions = AUTOMATIC_RESUME,
 ) -> int:
     """Prepare the folder, start the ranks, wait, print the verdict and return the exit status."""
-    resume_options = resume_options.check_allow_names()
+    resume_options = resume_options.require_known_allow_names()
     with RunLock() as lock:
-        return _train_under_lock(resolved, requested_folder, lock, resume_options)
+        return _prepare_start_and_report_training(resolved, requested_folder, lock, resume_options)
 
 
-def _train_under_lock(
+def _prepare_start_and_report_training(
     resolved: ResolvedRun,
     requested_folder: Path | None,
     lock: RunLock,
@@ -56,9 +56,9 @@ def _train_under_lock(
     started = time.monotonic()
     rank = resolved.world.enclosing_rank
     must_claim_folder = requested_folder is None and (rank is None or rank.world_size == 1)
-    proposed_folder = new_or_requested_run_folder(requested_folder, resolved, os.environ)
+    proposed_folder = requested_or_proposed_run_folder(requested_folder, resolved, os.environ)
     run = (
-        folder_for_checks(proposed_folder, requested_folder)
+        requested_or_absent_folder_for_checks(proposed_folder, requested_folder)
         if must_claim_folder
         else proposed_folder
     )
@@ -66,16 +66,18 @@ def _train_under_lock(
     if (run.lock.exists() or run.output.exists()) and (rank is None or rank.rank == 0):
         # Before anything is measured: a living run in the folder must end this command at once. A
         # requeued turn waits for the earlier one, which may save a checkpoint meanwhile.
-        lock.acquire(
-            run, survives_exec=rank is not None, patience_seconds=inside.earlier_turn_wait_seconds()
+        lock.acquire_or_refuse(
+            run,
+            survives_exec=rank is not None,
+            living_holder_wait_seconds=inside.max_wait_seconds_for_requeued_job(),
         )
-    ready_mark = ready_mark_path(run, rank) if rank is not None else None
+    ready_mark = ready_marker_path(run, rank) if rank is not None else None
     if rank is not None and ready_mark is not None:
         # Other ranks start with the choices and the plan of rank 0.
         if rank.rank > 0:
             return (
                 0
-                if finished_message(resolved, run, resume_options)
+                if nothing_to_train_text_with_command(resolved, run, resume_options)
                 else inside.wait_for_rank0_and_become_worker(ready_mark, run)
             )
         # With the mark of an earlier launch, other ranks would start from that launch's files.
@@ -83,23 +85,29 @@ def _train_under_lock(
 
     # First the known choices and the checks: a run that cannot start should fail before minutes of
     # measuring.
-    resolved, beginning, finished_text = check_run_can_start(resolved, run, resume_options)
+    resolved, beginning, finished_text = require_startable_and_plan_beginning(
+        resolved, run, resume_options
+    )
     if finished_text:
-        record_success(run)
+        record_success_unless_recorded(run)
         print_lines([*beginning.text_lines, finished_text])
         return 0
     if rank is not None and ready_mark is not None:
         if must_claim_folder:
-            run = claim_run_folder(proposed_folder)
-            ready_mark = ready_mark_path(run, rank)
-        return inside.become_rank0_worker(resolved, ready_mark, run, lock, beginning)
-    if choices.must_measure_engine(resolved):
+            run = create_run_folder_or_numbered_one(proposed_folder)
+            ready_mark = ready_marker_path(run, rank)
+        return inside.prepare_folder_and_become_rank0_worker(
+            resolved, ready_mark, run, lock, beginning
+        )
+    if choices.is_engine_still_auto(resolved):
         measured_run = choices.measure_and_apply_engine(resolved)
         # The engine may have requirements of its own.
-        resolved, beginning, _ = check_run_can_start(measured_run, run, resume_options)
+        resolved, beginning, _ = require_startable_and_plan_beginning(
+            measured_run, run, resume_options
+        )
 
-    run = claim_run_folder(proposed_folder) if must_claim_folder else run
-    lock.acquire(run)
+    run = create_run_folder_or_numbered_one(proposed_folder) if must_claim_folder else run
+    lock.acquire_or_refuse(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         print_lines(beginning.text_lines)
         run_on_all_hosts = choices.search_and_apply_micro_size(resolved, run)
@@ -108,18 +116,20 @@ def _train_under_lock(
         launcher = load_backend(run_on_all_hosts.world.launcher)
 
         def start_ranks(attempt_number: int) -> EndedAttempt:
-            usable_run, lines = run_on_usable_hosts(run_on_all_hosts, run, attempt_number > 1)
-            request = write_and_announce_run(
+            usable_run, lines = check_hosts_and_shrink_elastic_run(
+                run_on_all_hosts, run, attempt_number > 1
+            )
+            request = write_run_files_and_print_plan(
                 usable_run, run, lines, beginning if attempt_number == 1 else None
             )
             file.record_start_of_ranks()
-            early_signals = file.keep_signals_for_ranks()
-            job = launcher.submit(request)
+            early_signals = file.start_collecting_signals_for_ranks()
+            job = launcher.write_files_and_start_job(request)
             job.early_signals = early_signals
             run.restart_request.unlink(missing_ok=True)
             end = classify_run_end(
                 run,
-                launcher.wait(job),
+                launcher.forward_signals_until_job_ends(job),
                 job.user_signal,
                 job.foreign_signal,
                 job.oom_kills,
@@ -129,23 +139,27 @@ def _train_under_lock(
             print(end=ERASE if width else "", flush=True)
             return EndedAttempt(end, job.user_signal is not None)
 
-        end, stopped = start_ranks_until_end(
+        end, stopped = start_ranks_and_restart_after_failures(
             run,
             run_on_all_hosts.recipe_file.recipe.launch.max_restarts,
-            file.record_failed_attempts,
+            file.record_attempts_and_act_on_signal,
             start_ranks,
         )
         duration_text = f", in {clock_duration(time.monotonic() - started)}"
         failed = bool(end.status)
-        last_output = add_verdict_to_output(run, end) if failed else end.text + duration_text
+        last_output = (
+            end_text_with_verdict_and_advice(run, end) if failed else end.text + duration_text
+        )
         if end.stopped_on_request or not failed:
-            last_output = append_continuing_command(
+            last_output = append_command_to_continue_training(
                 last_output,
                 run_on_all_hosts.typed_arguments,
                 run_on_all_hosts.recipe_file.recipe,
                 run,
                 end.stopped_on_request,
             )
-        file.record_end(end.status, last_output, end.failure, stopped or end.stopped_on_request)
+        file.record_end_or_print_disk_error(
+            end.status, last_output, end.failure, stopped or end.stopped_on_request
+        )
     print(last_output, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ortlaunch.doctor.finding import FAILED, Finding, failed_checks_error
-from ortlaunch.doctor.hosts import HostRequirements, check_hosts
+from ortlaunch.doctor.hosts import HostRequirements, probe_and_judge_all_hosts
 from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run.checkup import host_requirements
+from ortlaunch.run.checkup import requirements_of_run_on_hosts
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import count_with_noun
 
@@ -26,7 +26,7 @@ _HOSTS_SECONDS = 600.0
 _LOOK_SECONDS = 10.0
 
 
-def run_on_usable_hosts(
+def check_hosts_and_shrink_elastic_run(
     run_on_all_hosts: ResolvedRun, run: RunDir, is_restart: bool
 ) -> tuple[ResolvedRun, list[str]]:
     """Return the run on its usable hosts, and lines about them.
@@ -55,8 +55,10 @@ def run_on_usable_hosts(
             "use ortlaunch doctor"
         )
         return run_on_all_hosts, [note]
-    requirements = host_requirements(run_on_all_hosts, Path(os.path.abspath(run.path)))
-    finding_by_excluded_host = _excluded_hosts(requirements, elastic is not None, is_restart)
+    requirements = requirements_of_run_on_hosts(run_on_all_hosts, Path(os.path.abspath(run.path)))
+    finding_by_excluded_host = _check_hosts_and_find_excluded(
+        requirements, elastic is not None, is_restart
+    )
     if elastic is None:
         return run_on_all_hosts, []
     deadline = time.monotonic() + (_HOSTS_SECONDS if is_restart else 0.0)
@@ -74,13 +76,15 @@ def run_on_usable_hosts(
             print(f"ortlaunch: {message}\nwaiting {minutes} for them", file=sys.stderr, flush=True)
         is_reported = True
         time.sleep(_LOOK_SECONDS)
-        finding_by_excluded_host = _excluded_hosts(requirements, elastic is not None, is_restart)
+        finding_by_excluded_host = _check_hosts_and_find_excluded(
+            requirements, elastic is not None, is_restart
+        )
     names = [
         host.name
         for host in run_on_all_hosts.world.hosts
         if host.name not in finding_by_excluded_host
     ]
-    smaller_run = run_on_all_hosts.restrict_to_hosts(names)
+    smaller_run = run_on_all_hosts.copy_restricted_to_hosts(names)
     size_text = (
         f"{count_with_noun(len(names), 'host')} of {len(run_on_all_hosts.world.hosts)}, "
         f"accumulation {smaller_run.workload.batch.accumulation_steps}"
@@ -91,7 +95,7 @@ def run_on_usable_hosts(
     ]
 
 
-def _excluded_hosts(
+def _check_hosts_and_find_excluded(
     requirements: HostRequirements, is_elastic: bool, is_restart: bool
 ) -> dict[str, Finding]:
     """Return the first finding of each host that an elastic run leaves out.
@@ -99,7 +103,7 @@ def _excluded_hosts(
     Raises:
         LaunchError: a host has another fault, which ends the command.
     """
-    findings = check_hosts(requirements._replace(checks_failures_only=True))
+    findings = probe_and_judge_all_hosts(requirements._replace(checks_failures_only=True))
     failures = [finding for finding in findings if finding.verdict == FAILED]
     excluding_findings = [
         finding for finding in failures if is_elastic and (is_restart or finding.check == "reached")

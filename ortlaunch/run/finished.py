@@ -11,19 +11,19 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.cause_text import CONTINUE_PREFIX
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 
-# Options that `append_continuing_command` leaves out or sets itself.
+# Options that `append_command_to_continue_training` leaves out or sets itself.
 _FOLDER_AND_RESUME_OPTIONS = ("--run-dir", "--resume")
 
 
-def finished_message_if_readable(recipe: Recipe, run: RunDir) -> str | None:
+def nothing_to_train_text_if_readable(recipe: Recipe, run: RunDir) -> str | None:
     """Return a line if all steps are complete and exported; None if not, or if that is unknown."""
     try:
-        return _finished_message(recipe, run)
+        return _nothing_to_train_text_or_none(recipe, run)
     except (DamagedFile, KeyError, TypeError):
         return None
 
 
-def _finished_message(recipe: Recipe, run: RunDir) -> str | None:
+def _nothing_to_train_text_or_none(recipe: Recipe, run: RunDir) -> str | None:
     max_steps = recipe.train.max_steps
     if max_steps is None and run.steps.exists():
         recorded_steps = read_own_json(run.steps)
@@ -66,44 +66,60 @@ def _finished_message(recipe: Recipe, run: RunDir) -> str | None:
     )
 
 
-def append_continuing_command(
+def append_command_to_continue_training(
     end_text: str,
     typed_arguments: Sequence[str],
     recipe: Recipe,
     run: RunDir,
-    stopped_early: bool = False,
+    was_stopped_before_last_step: bool = False,
 ) -> str:
     """Return the text; if the user typed `train`, with the command that continues the run.
 
     Args:
         end_text: the text on the end of the run.
         typed_arguments: the arguments after `ortlaunch`.
-        stopped_early: whether it stopped before its last step. The command then continues to the same
+        was_stopped_before_last_step: whether it stopped before its last step. The command then continues to the same
             length, else to twice the length.
     """
-    if tuple(typed_arguments[:1]) != ("train",) or not (stopped_early or run.summary.exists()):
+    if tuple(typed_arguments[:1]) != ("train",) or not (
+        was_stopped_before_last_step or run.summary.exists()
+    ):
         return end_text
     key, value = (
-        ("", "") if stopped_early else _longer_training_override(recipe, read_own_json(run.summary))
+        ("", "")
+        if was_stopped_before_last_step
+        else _override_key_and_value_to_train_longer(recipe, read_own_json(run.summary))
     )
     change = [f"{key}={value}"] if key else []
     command = shlex.join(
-        ["ortlaunch", *_repeatable_arguments(typed_arguments, key), f"--run-dir={run}", *change]
+        [
+            "ortlaunch",
+            *_arguments_without_folder_and_key(typed_arguments, key),
+            f"--run-dir={run}",
+            *change,
+        ]
     )
     return f"{end_text}\n{CONTINUE_PREFIX}{command}"
 
 
-def _longer_training_override(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
+def _override_key_and_value_to_train_longer(
+    recipe: Recipe, run_summary: Mapping[str, Any]
+) -> tuple[str, str]:
     """Return the override, as key and value, that gives a finished run more to train."""
     # An early stop left steps to do, so that removing its condition is enough.
-    if summary.get("stopped_early"):
+    if run_summary.get("stopped_early"):
         return "train.stop_after", "null"
     if recipe.train.epochs:
-        return "train.epochs", f"{2 * max(recipe.train.epochs, int(summary.get('epochs', 0))):g}"
-    return "train.max_steps", str(2 * summary["steps"])
+        return (
+            "train.epochs",
+            f"{2 * max(recipe.train.epochs, int(run_summary.get('epochs', 0))):g}",
+        )
+    return "train.max_steps", str(2 * run_summary["steps"])
 
 
-def _repeatable_arguments(typed_arguments: Sequence[str], changed_key: str) -> Iterator[str]:
+def _arguments_without_folder_and_key(
+    typed_arguments: Sequence[str], changed_key: str
+) -> Iterator[str]:
     """Yield the typed arguments without the run's folder, the key that changes and `--dry-run`.
 
     Also without `--resume`: `--resume never` would train from the beginning again.

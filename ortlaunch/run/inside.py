@@ -17,9 +17,9 @@ from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs import registry
-from ortlaunch.process import wait_until
+from ortlaunch.process import wait_until_true_or_timeout
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.resolve.prepare import launch_request, write_and_announce_run
+from ortlaunch.resolve.prepare import launch_request, write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import RunBeginning
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -34,35 +34,39 @@ _POD_SECONDS = 1800
 _PATIENCE_SECONDS = 600.0
 
 
-def become_rank0_worker(
-    resolved: ResolvedRun, ready_mark: Path, run: RunDir, lock: RunLock, beginning: RunBeginning
+def prepare_folder_and_become_rank0_worker(
+    resolved: ResolvedRun,
+    ready_marker_file: Path,
+    run: RunDir,
+    lock: RunLock,
+    beginning: RunBeginning,
 ) -> NoReturn:
     """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
     # The lock must outlast this program, which the worker replaces in the same process.
-    lock.acquire(run, survives_exec=True)
-    JobRecord.at_start(run, "inside", JobState.RUNNING).write(run)
-    registry.register_run(run)
-    request = write_and_announce_run(resolved, run, beginning.text_lines, beginning)
+    lock.acquire_or_refuse(run, survives_exec=True)
+    JobRecord.for_starting_or_queued_command(run, "inside", JobState.RUNNING).write(run)
+    registry.register_run_or_print_error(run)
+    request = write_run_files_and_print_plan(resolved, run, beginning.text_lines, beginning)
     # Last of all files: other ranks start as soon as it exists.
-    write_text_atomically(ready_mark, "")
+    write_text_atomically(ready_marker_file, "")
     _replace_process_by_worker(request)
 
 
-def earlier_turn_wait_seconds() -> float:
+def max_wait_seconds_for_requeued_job() -> float:
     """Return how long a turn of a job waits for an earlier turn, whose node may train on."""
     return _PATIENCE_SECONDS if os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else 0.0
 
 
-def wait_for_rank0_and_become_worker(ready_mark: Path, run: RunDir) -> NoReturn:
+def wait_for_rank0_and_become_worker(ready_marker_file: Path, run: RunDir) -> NoReturn:
     """As another rank, wait until rank 0 has prepared the folder, and become a worker of its plan.
 
     Raises:
         LaunchError: rank 0 did not prepare it in time.
     """
-    limit_seconds = _JOIN_SECONDS + earlier_turn_wait_seconds()
+    limit_seconds = _JOIN_SECONDS + max_wait_seconds_for_requeued_job()
     if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
         limit_seconds = _POD_SECONDS
-    if not wait_until(ready_mark.exists, limit_seconds):
+    if not wait_until_true_or_timeout(ready_marker_file.exists, limit_seconds):
         raise LaunchError(
             f"rank 0 did not prepare {run} within {limit_seconds:g} s; "
             "is it on a disk that all hosts share?"

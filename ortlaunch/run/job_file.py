@@ -42,13 +42,13 @@ class JobFile:
         self.saves_checkpoints = saves_checkpoints
         self.early_signals: list[int] | None = None
         """Signals during a start of the ranks or after it; None: a signal ends this process."""
-        self.record = JobRecord.at_start(run, backend, JobState.PENDING)
+        self.record = JobRecord.for_starting_or_queued_command(run, backend, JobState.PENDING)
 
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
-        registry.register_run(self.run)
+        registry.register_run_or_print_error(self.run)
         self._handlers = {
-            signal_number: signal.signal(signal_number, self._keep_signal_or_end)
+            signal_number: signal.signal(signal_number, self._collect_signal_or_raise_stop)
             for signal_number in signals_to_handle((*_ENDING_SIGNALS, signal.SIGINT))
         }
         # A request for a checkpoint: no rank runs that could save.
@@ -65,13 +65,13 @@ class JobFile:
             signal.signal(signal_number, handler)
         if error is not None and not self.record.state.is_end:
             status = _exit_status_of_error(error)
-            verdict = _verdict_of_error(error) + (
+            verdict = _verdict_text_of_exception(error) + (
                 " again" if self.record.attempts and status in _STATUSES_WITHOUT_RANKS else ""
             )
-            self.record_end(
+            self.record_end_or_print_disk_error(
                 status,
                 f"{COMMAND_PREFIX}{verdict}",
-                Failure(_cause_of_error(error, verdict), verdict),
+                Failure(_failure_cause_of_exception(error, verdict), verdict),
                 status in _STOPPED_STATUSES,
             )
 
@@ -79,7 +79,7 @@ class JobFile:
         """Record that the ranks start now."""
         self._write_record(replace(self.record, state=JobState.RUNNING))
 
-    def keep_signals_for_ranks(self) -> list[int]:
+    def start_collecting_signals_for_ranks(self) -> list[int]:
         """Collect signals for the ranks from now on until the ranks have failed.
 
         Returns:
@@ -89,7 +89,7 @@ class JobFile:
         self.early_signals = self.early_signals or []
         return self.early_signals
 
-    def record_failed_attempts(self, attempts: Sequence[Attempt]) -> None:
+    def record_attempts_and_act_on_signal(self, attempts: Sequence[Attempt]) -> None:
         """Record the failed attempts; from now on a signal ends this process."""
         # The disk may be full.
         with contextlib.suppress(OSError):
@@ -97,12 +97,12 @@ class JobFile:
         early_signals = self.early_signals
         self.early_signals = None
         if early_signals:
-            self._keep_signal_or_end(early_signals[0], None)
+            self._collect_signal_or_raise_stop(early_signals[0], None)
 
-    def record_end(
+    def record_end_or_print_disk_error(
         self,
         exit_status: int,
-        verdict: str,
+        verdict_text: str,
         failure: Failure | None = None,
         stopped_on_request: bool = False,
     ) -> None:
@@ -117,7 +117,9 @@ class JobFile:
             else JobState.state_of_exit_status(exit_status)
         )
         try:
-            self._write_record(self.record.ended_record(state, exit_status, verdict, failure))
+            self._write_record(
+                self.record.copy_ended_now(state, exit_status, verdict_text, failure)
+            )
         # On a full disk the verdict is printed in any case.
         except OSError as error:
             print(
@@ -126,7 +128,7 @@ class JobFile:
                 flush=True,
             )
 
-    def _keep_signal_or_end(self, signal_number: int, _frame: object) -> None:
+    def _collect_signal_or_raise_stop(self, signal_number: int, _frame: object) -> None:
         """Handle a signal: keep it for the ranks, or end the preparation."""
         if self.early_signals is not None:
             self.early_signals.append(signal_number)
@@ -155,7 +157,7 @@ def _exit_status_of_error(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _verdict_of_error(error: BaseException) -> str:
+def _verdict_text_of_exception(error: BaseException) -> str:
     if isinstance(error, OrtlaunchError):
         return str(error)
     status = _exit_status_of_error(error)
@@ -165,10 +167,10 @@ def _verdict_of_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _cause_of_error(error: BaseException, verdict: str) -> Cause:
+def _failure_cause_of_exception(error: BaseException, verdict_text: str) -> Cause:
     if isinstance(error, PreparationStopped) or _exit_status_of_error(error) in _STOPPED_STATUSES:
         return Cause.STOPPED
-    cause_match = match_cause_in_text(verdict)
+    cause_match = match_cause_in_text(verdict_text)
     return (
         cause_match[0]
         if cause_match and cause_match[0] in (Cause.DISK_FULL, Cause.NO_LOCKS)

@@ -17,10 +17,10 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch_plan import BatchPlan, Plan
-from ortlaunch.planning.make_plan import plan_with_other_batch
+from ortlaunch.planning.make_plan import plan_with_batch_of_recipe
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
-from ortlaunch.resolve.prepare import write_run_files
+from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.units import human_bytes
 
@@ -41,7 +41,7 @@ class SizeTrial(NamedTuple):
     why: str
 
 
-class SearchStopped(LaunchError):
+class MicroSizeSearchStopped(LaunchError):
     """Raised when a signal of the user ended the search; nothing has begun, so nothing is lost."""
 
     def __init__(self, end: RunEnd, run: RunDir, saves_checkpoints: bool) -> None:
@@ -69,7 +69,7 @@ def candidate_micro_sizes(batch: BatchPlan) -> list[int]:
     return sorted({*small_divisors, *(largest // size for size in small_divisors)})
 
 
-def refuse_search_in_rank() -> None:
+def refuse_micro_size_search_in_rank() -> None:
     """Refuse the search in a rank of another launcher, which cannot start jobs of its own.
 
     Raises:
@@ -82,7 +82,7 @@ def refuse_search_in_rank() -> None:
     )
 
 
-def unknown_size_lines(plan: Plan) -> list[str]:
+def undetermined_micro_size_lines(plan: Plan) -> list[str]:
     """Return the lines of `ortlaunch plan` on a size that is not known yet."""
     candidates = candidate_micro_sizes(plan.batch)
     shown_sizes = ", ".join(
@@ -97,7 +97,7 @@ def unknown_size_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def recorded_micro_size(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
+def recorded_micro_size_or_none(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
     """Return the size that an earlier start in this folder found for the same batch and ranks."""
     if not run.micro_size.exists():
         return None
@@ -114,7 +114,7 @@ def recorded_micro_size(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | 
     )
 
 
-def search_largest_micro_size(recipe: Recipe, plan: Plan, run: RunDir) -> int:
+def search_and_record_largest_micro_size(recipe: Recipe, plan: Plan, run: RunDir) -> int:
     """Try sizes upward, then between the largest that fits and the smallest that does not.
 
     Raises:
@@ -128,7 +128,7 @@ def search_largest_micro_size(recipe: Recipe, plan: Plan, run: RunDir) -> int:
     smallest_failing_index = len(candidates)
     candidate_index = 0
     while smallest_failing_index - largest_fitting_index > 1:
-        trial = _run_trial(recipe, plan, run, candidates[candidate_index])
+        trial = _run_micro_size_trial(recipe, plan, run, candidates[candidate_index])
         trials.append(trial)
         print(
             f"  {trial.size:>6}  {'fits' if trial.fits_memory else 'does not fit':13}{trial.why}",
@@ -147,7 +147,7 @@ def search_largest_micro_size(recipe: Recipe, plan: Plan, run: RunDir) -> int:
         )
     found_size = candidates[largest_fitting_index]
     print(f"micro_size: {found_size}, determined by trial runs", flush=True)
-    _write_search_record(recipe, plan, run, found_size, trials)
+    _write_micro_size_search_record(recipe, plan, run, found_size, trials)
     return found_size
 
 
@@ -155,13 +155,16 @@ def _next_candidate_index(
     candidates: list[int],
     largest_fitting_index: int,
     smallest_failing_index: int,
-    used_memory_share: float | None,
+    last_trial_memory_fraction: float | None,
 ) -> int:
     """Return the index of the next size: double until one fails, then bisect."""
     if largest_fitting_index >= 0 and smallest_failing_index == len(candidates):
         # Memory grows no faster than the batch, so that 8 times the size still fits here.
         growth = (
-            8 if used_memory_share is not None and used_memory_share < MEMORY_MARGIN / 16 else 2
+            8
+            if last_trial_memory_fraction is not None
+            and last_trial_memory_fraction < MEMORY_MARGIN / 16
+            else 2
         )
         return max(
             largest_fitting_index + 1,
@@ -174,11 +177,11 @@ def _next_candidate_index(
     return (largest_fitting_index + smallest_failing_index) // 2
 
 
-def _write_search_record(
-    recipe: Recipe, plan: Plan, run: RunDir, found_size: int, trials: list[SizeTrial]
+def _write_micro_size_search_record(
+    recipe: Recipe, plan: Plan, run: RunDir, largest_fitting_size: int, trials: list[SizeTrial]
 ) -> None:
     value = {
-        "found": found_size,
+        "found": largest_fitting_size,
         "global_size": recipe.batch.global_size,
         "ranks": plan.batch.data_parallel_ranks,
         "margin": MEMORY_MARGIN,
@@ -186,54 +189,71 @@ def _write_search_record(
     write_json_atomically(run.micro_size, {**value, "tries": [trial._asdict() for trial in trials]})
 
 
-def _run_trial(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> SizeTrial:
-    trial_folder = run.micro_size_trial_folder(size)
-    log = run.micro_size_trial_folder(size).path / "output.txt"
+def _run_micro_size_trial(
+    recipe: Recipe, plan: Plan, run: RunDir, tried_micro_size: int
+) -> SizeTrial:
+    trial_folder = run.micro_size_trial_folder(tried_micro_size)
+    log = run.micro_size_trial_folder(tried_micro_size).path / "output.txt"
     launcher = load_backend(plan.launcher)
-    request = launcher.request(_write_trial_folder(recipe, plan, trial_folder, size), trial_folder)
+    request = launcher.launch_request_of_plan(
+        _write_trial_files_and_return_plan(recipe, plan, trial_folder, tried_micro_size),
+        trial_folder,
+    )
     # The output goes to a file: a trial has to fail at some size, and should not look like a
     # failed run.
-    job = launcher.submit(request._replace(notice_ends=True), log)
+    job = launcher.write_files_and_start_job(request._replace(notice_ends=True), log)
     end = classify_run_end(
-        trial_folder, launcher.wait(job), job.user_signal, job.foreign_signal, job.oom_kills
+        trial_folder,
+        launcher.forward_signals_until_job_ends(job),
+        job.user_signal,
+        job.foreign_signal,
+        job.oom_kills,
     )
     # A signal of the user, not the memory, ended the trial.
     if job.user_signal is not None:
-        raise SearchStopped(end, run, plan.traits.saves)
+        raise MicroSizeSearchStopped(end, run, plan.traits.saves)
     if end.status == 0:
-        return _judge_trial_memory(size, read_own_json(trial_folder.trial))
-    if end.failure is None or not end.failure.may_be_memory:
+        return _trial_result_by_memory_fraction(tried_micro_size, read_own_json(trial_folder.trial))
+    if end.failure is None or not end.failure.is_or_may_be_out_of_memory:
         raise LaunchError(
-            f"batch.micro_size: auto: the trial run of {size} failed, not because of memory:\n"
+            f"batch.micro_size: auto: the trial run of {tried_micro_size} failed, not because of memory:\n"
             f"{end.text}\nlog: {log}"
         )
     return SizeTrial(
-        size, False, None, " ".join((end.failure.detail or end.last_output).split())[:200]
+        tried_micro_size,
+        False,
+        None,
+        " ".join((end.failure.detail or end.last_output).split())[:200],
     )
 
 
-def _write_trial_folder(recipe: Recipe, plan: Plan, trial_folder: RunDir, size: int) -> Plan:
+def _write_trial_files_and_return_plan(
+    recipe: Recipe, plan: Plan, trial_folder: RunDir, tried_micro_size: int
+) -> Plan:
     """Write a trial's folder: the run's recipe with this size, and return its plan."""
     # Two passes a step where the batch has as many: the second accumulates onto gradients.
-    passes = min(2, plan.batch.global_samples // (size * plan.world_size))
+    passes = min(2, plan.batch.global_samples // (tried_micro_size * plan.world_size))
     batch = recipe.batch.model_copy(
-        update={"micro_size": size, "global_size": size * passes * plan.world_size}
+        update={
+            "micro_size": tried_micro_size,
+            "global_size": tried_micro_size * passes * plan.world_size,
+        }
     )
     data = recipe.data.model_copy(update={"evaluation": None})
     trial_recipe = recipe.model_copy(update={"batch": batch, "data": data})
-    trial_plan = replace(plan_with_other_batch(trial_recipe, plan), task="try")
-    write_run_files(trial_folder, trial_recipe, trial_plan)
+    trial_plan = replace(plan_with_batch_of_recipe(trial_recipe, plan), task="try")
+    write_run_files_and_remove_leftovers(trial_folder, trial_recipe, trial_plan)
     return trial_plan
 
 
-def _judge_trial_memory(size: int, trial_record: Json) -> SizeTrial:
+def _trial_result_by_memory_fraction(tried_micro_size: int, trial_record: Json) -> SizeTrial:
     limit = f"{trial_record['limit']} ({human_bytes(trial_record['limit_bytes'])})"
     usage_text = (
         f"takes {human_bytes(trial_record['taken'])} of {human_bytes(trial_record['free'])} "
         f"that {limit} left to rank {trial_record['rank']}"
     )
     return SizeTrial(
-        size,
+        tried_micro_size,
         trial_record["share"] <= MEMORY_MARGIN,
         trial_record["share"],
         f"{usage_text}: {trial_record['share']:.0%}",

@@ -14,18 +14,25 @@ from ortlaunch.errors import LaunchError, PlanError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.process import read_stat
+from ortlaunch.process import read_process_stat_or_none
 from ortlaunch.rank import Rank
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import check_folder_contents, check_launcher, read_earlier_recipe
+from ortlaunch.resolve.prepare import (
+    read_earlier_recipe_or_none,
+    refuse_foreign_run_folder_contents,
+    require_launcher_can_start_hosts,
+)
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions, RunBeginning
 from ortlaunch.run import choices
-from ortlaunch.run.finished import append_continuing_command, finished_message_if_readable
+from ortlaunch.run.finished import (
+    append_command_to_continue_training,
+    nothing_to_train_text_if_readable,
+)
 from ortlaunch.run_folder.folder import RunDir
 
 
-def new_or_requested_run_folder(
+def requested_or_proposed_run_folder(
     requested_folder: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]
 ) -> RunDir:
     """Return the folder of a new run: `--run-dir`, else runs/<name>-<timestamp>.
@@ -47,7 +54,7 @@ def new_or_requested_run_folder(
     if rank is None or rank.world_size == 1:
         # Each rank runs this function at another second, so a time is no common name.
         return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    launch = launch_id(rank, environ)
+    launch = launch_id_shared_by_ranks_or_none(rank, environ)
     if launch is None:
         raise PlanError(
             "the launcher gives the ranks no common name for the run folder; add --run-dir, "
@@ -56,12 +63,12 @@ def new_or_requested_run_folder(
     return RunDir(Path("runs") / f"{name}-{launch}")
 
 
-def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
+def launch_id_shared_by_ranks_or_none(rank: Rank, environ: Mapping[str, str]) -> str | None:
     """Return an id that all ranks of this launch share and no other launch has; None if unknown."""
     # On one host the launcher is the parent; its start time excludes a later one of the same id.
     if rank.local_world_size == rank.world_size:
         parent = os.getppid()
-        stat = read_stat(parent)
+        stat = read_process_stat_or_none(parent)
         return f"{parent}-{stat.started if stat else 0}"
     if environ.get("SLURM_STEP_ID"):
         # A requeued job keeps its id, so the number of its restarts is added.
@@ -76,18 +83,18 @@ def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def ready_mark_path(run: RunDir, rank: Rank) -> Path:
+def ready_marker_path(run: RunDir, rank: Rank) -> Path:
     """Return the file with which rank 0 marks the folder as prepared for this launch."""
-    return run.ready / (launch_id(rank, os.environ) or "launch")
+    return run.ready / (launch_id_shared_by_ranks_or_none(rank, os.environ) or "launch")
 
 
-def folder_for_checks(run: RunDir, requested_folder: Path | None) -> RunDir:
+def requested_or_absent_folder_for_checks(run: RunDir, requested_folder: Path | None) -> RunDir:
     """Return the folder of the checks before `claimed`: of a new run, one that does not exist."""
     # Another start in this second may have the folder by now.
     return run if requested_folder is not None else RunDir(Path(f"{run}-{os.getpid()}"))
 
 
-def claim_run_folder(run: RunDir) -> RunDir:
+def create_run_folder_or_numbered_one(run: RunDir) -> RunDir:
     """Create the folder for this run alone."""
     # Runs that start in the same second must not share one: mkdir succeeds for one of them.
     for path in (run.path, *(Path(f"{run}-{suffix}") for suffix in range(2, 1000))):
@@ -97,7 +104,7 @@ def claim_run_folder(run: RunDir) -> RunDir:
     raise LaunchError(f"a thousand folders exist named {run}-*")
 
 
-def check_run_can_start(
+def require_startable_and_plan_beginning(
     resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
 ) -> tuple[ResolvedRun, RunBeginning, str | None]:
     """Check that the run can start; write nothing and make no plan.
@@ -109,36 +116,38 @@ def check_run_can_start(
     Raises:
         InputError, PlanError, MissingDependency: the run cannot start; the message has the remedy.
     """
-    finished_text = finished_message(resolved, run, resume_options)
-    resolved = choices.apply_recorded_choices(resolved, run)
-    doctor.require_everything_installed(resolved.recipe_file.recipe, resolved.world)
-    check_launcher(resolved.world, run)
-    earlier_run = read_earlier_recipe(run, resolved)
-    lines = check_folder_contents(run, earlier_run, resolved)
+    finished_text = nothing_to_train_text_with_command(resolved, run, resume_options)
+    resolved = choices.apply_recorded_engine_and_micro_size(resolved, run)
+    doctor.require_packages_and_extensions_installed(resolved.recipe_file.recipe, resolved.world)
+    require_launcher_can_start_hosts(resolved.world, run)
+    earlier_run = read_earlier_recipe_or_none(run, resolved)
+    lines = refuse_foreign_run_folder_contents(run, earlier_run, resolved)
     return (
         resolved,
-        resume.plan_run_beginning(run, resolved, earlier_run, resume_options).prepend_lines(lines),
+        resume.choose_checkpoint_and_list_changes(
+            run, resolved, earlier_run, resume_options
+        ).prepend_lines(lines),
         finished_text,
     )
 
 
-def finished_message(
+def nothing_to_train_text_with_command(
     resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
 ) -> str | None:
     """Return the lines to print if no step is left to train; None if the ranks have to run."""
     finished_text = (
         None
         if resume_options.begins_earlier
-        else finished_message_if_readable(resolved.recipe_file.recipe, run)
+        else nothing_to_train_text_if_readable(resolved.recipe_file.recipe, run)
     )
-    return finished_text and append_continuing_command(
+    return finished_text and append_command_to_continue_training(
         finished_text, resolved.typed_arguments, resolved.recipe_file.recipe, run
     )
 
 
-def record_success(run: RunDir) -> None:
+def record_success_unless_recorded(run: RunDir) -> None:
     """Record that the run is complete."""
-    job = JobRecord.read(run)
+    job = JobRecord.read_or_none(run)
     # The earlier command was killed after the last step: job.json has it running, or failed.
     if job is not None and job.backend in LAUNCHERS and job.state is not JobState.SUCCEEDED:
-        job.ended_record(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
+        job.copy_ended_now(JobState.SUCCEEDED, 0, f"done: {run}").write(run)

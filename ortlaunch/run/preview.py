@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 
 from ortlaunch.errors import PlanError
-from ortlaunch.planning.describe import describe_plan
+from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
-from ortlaunch.run.preparation import check_run_can_start
+from ortlaunch.run.preparation import require_startable_and_plan_beginning
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 
 
-def preview_start(
+def preview_lines_and_launch_command(
     resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
 ) -> tuple[list[str], str]:
     """Return the lines that `train` prints before its start, and the command that would run.
@@ -27,9 +27,11 @@ def preview_start(
     Raises:
         InputError, PlanError, MissingDependency: `train` would refuse the run.
     """
-    resume_options = resume_options.check_allow_names()
-    resolved, beginning, finished_text = check_run_can_start(resolved, run, resume_options)
-    resolved = choose_engine_without_measuring(resolved)
+    resume_options = resume_options.require_known_allow_names()
+    resolved, beginning, finished_text = require_startable_and_plan_beginning(
+        resolved, run, resume_options
+    )
+    resolved = apply_engine_choice_without_measuring(resolved)
     command = str(launch_request(resolved.plan, run))
     # The nearest folder that exists; the folders below it would be created in it.
     existing_parent = next(
@@ -44,13 +46,13 @@ def preview_start(
         *beginning.text_lines,
         *([finished_text] if finished_text else []),
         *resolved.notes,
-        describe_plan(resolved.plan, resolved.recipe_file.recipe),
-        *_recorded_step_counts(run),
+        plan_description_text(resolved.plan, resolved.recipe_file.recipe),
+        *_recorded_training_length_lines(run),
     ]
     return lines, command
 
 
-def _recorded_step_counts(run: RunDir) -> list[str]:
+def _recorded_training_length_lines(run: RunDir) -> list[str]:
     """Return the steps that lengths in epochs came to, where the run began before."""
     if not run.steps.exists():
         return []
@@ -60,19 +62,19 @@ def _recorded_step_counts(run: RunDir) -> list[str]:
     return [f"as this run began ({run.steps.name}): {', '.join(length_texts)}"]
 
 
-def choose_engine_without_measuring(resolved: ResolvedRun) -> ResolvedRun:
+def apply_engine_choice_without_measuring(resolved: ResolvedRun) -> ResolvedRun:
     """Return the run with the engine that `auto` would choose now, without measuring."""
     if resolved.recipe_file.recipe.engine.name != "auto":
         return resolved
     from ortlaunch.bench import auto
 
-    return auto.apply_known_engine(resolved)
+    return auto.apply_known_engine_or_add_note(resolved)
 
 
-def unknown_micro_size_notes(resolved: ResolvedRun) -> list[str]:
+def notes_on_undetermined_micro_size(resolved: ResolvedRun) -> list[str]:
     """Return notes on a micro size that is not known yet."""
     if resolved.recipe_file.recipe.batch.micro_size != "auto":
         return []
     from ortlaunch.run import micro_size
 
-    return micro_size.unknown_size_lines(resolved.plan)
+    return micro_size.undetermined_micro_size_lines(resolved.plan)

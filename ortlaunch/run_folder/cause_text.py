@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.units import shorten_line
+from ortlaunch.units import shorten_to_one_line
 
 # Prefixes of the lines that a command prints at its end.
 COMMAND_PREFIX = "ortlaunch: "
@@ -170,14 +170,14 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
 
 def command_end_sentence(failure: Failure) -> str:
     """Return the line that a command prints at an end for which no rank recorded a failure."""
-    return _fill_template(_SENTENCES.get(failure.cause, "{detail}"), failure)
+    return _fill_sentence_template(_SENTENCES.get(failure.cause, "{detail}"), failure)
 
 
 def diagnosis_verdict(failure: Failure) -> str:
     """Return the verdict of a diagnosis, one line."""
     # `kind` is OUT_OF_MEMORY also for a process that the kernel ended for memory.
-    if failure.memory_aware_cause is Cause.OUT_OF_MEMORY:
-        return _out_of_memory_verdict(failure)
+    if failure.cause_or_out_of_memory_if_killed is Cause.OUT_OF_MEMORY:
+        return _out_of_memory_verdict_line(failure)
     if failure.cause in (Cause.CRASH, Cause.GRAPH_CRASH) and failure.signal is not None:
         line = f": {failure.detail}" if failure.detail else ""
         meaning = _CRASH_MEANINGS.get(signal.Signals(failure.signal), "")
@@ -186,15 +186,15 @@ def diagnosis_verdict(failure: Failure) -> str:
     # Without a rank the command's own sentence is the verdict.
     if failure.rank is None and failure.cause in (*_SENTENCES, Cause.STOPPED):
         return command_end_sentence(failure)
-    return _fill_template(_VERDICTS.get(failure.cause, "{detail}"), failure)
+    return _fill_sentence_template(_VERDICTS.get(failure.cause, "{detail}"), failure)
 
 
 def advice_for_failure(failure: Failure) -> tuple[str, ...]:
     """Return suggestions for a failure, possibly none."""
-    return _ADVICE.get(failure.memory_aware_cause, ())
+    return _ADVICE.get(failure.cause_or_out_of_memory_if_killed, ())
 
 
-def _out_of_memory_verdict(failure: Failure) -> str:
+def _out_of_memory_verdict_line(failure: Failure) -> str:
     # The kernel's out-of-memory killer always uses SIGKILL.
     if failure.signal == signal.SIGKILL and failure.rank is not None:
         return f"out of memory: the kernel ended {failure.rank_and_host} (SIGKILL)"
@@ -207,7 +207,7 @@ def _out_of_memory_verdict(failure: Failure) -> str:
     return f"out of memory: {failure.rank_and_host} could not allocate: {failure.detail}"
 
 
-def kernel_kills_clause(failure: Failure) -> str:
+def kernel_memory_kills_clause_or_empty(failure: Failure) -> str:
     """Return the kernel's count of out-of-memory kills as a clause of a sentence, else ""."""
     # None: the control group could not be read, so a kill is only a guess.
     if failure.memory_kills is None and failure.cause is Cause.RANK_VANISHED:
@@ -220,7 +220,7 @@ def kernel_kills_clause(failure: Failure) -> str:
     )
 
 
-def _fill_template(template: str, failure: Failure) -> str:
+def _fill_sentence_template(sentence_template: str, failure: Failure) -> str:
     absent = "no rank recorded a cause"
     if failure.who:
         absent = (
@@ -228,15 +228,15 @@ def _fill_template(template: str, failure: Failure) -> str:
             if failure.began
             else f"no rank started ({failure.who})"
         )
-    return template.format(
+    return sentence_template.format(
         place=failure.rank_and_host,
         # A verdict is one line, whatever a library printed.
-        detail=shorten_line(failure.detail, 400),
+        detail=shorten_to_one_line(failure.detail, 400),
         at=f", at {failure.raised_at}" if failure.raised_at else "",
         who=failure.who,
         name=_signal_name(failure),
         status=failure.status,
-        memory=kernel_kills_clause(failure),
+        memory=kernel_memory_kills_clause_or_empty(failure),
         launcher=f" or to {failure.detail}" if failure.detail else "",
         absent=absent,
     )

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ortlaunch.run_folder.records import as_json
-from ortlaunch.units import shorten_line
+from ortlaunch.run_folder.records import json_values_of_record
+from ortlaunch.units import shorten_to_one_line
 
 # Fields written as {} instead of null, so that readers can look keys up without a check.
 EMPTY = ("onnxruntime",)
@@ -33,17 +33,21 @@ class MeasuredEngine:
     first_step_seconds: float | None = None
     """Seconds from the launch to the end of the first step, compilation or export included."""
 
-    def run_seconds(self, steps: int | None, quantile: str) -> float:
+    def run_seconds(self, optimizer_steps_or_none: int | None, quantile_name: str) -> float:
         """Return the seconds of a run; of one step if its length is unknown.
 
         Args:
-            steps: optimizer steps of the run; None: unknown.
-            quantile: `median`, `quartile_1` or `quartile_3` of the duration of a step.
+            optimizer_steps_or_none: optimizer steps of the run; None: unknown.
+            quantile_name: `median`, `quartile_1` or `quartile_3` of the duration of a step.
         """
         assert self.seconds_per_step is not None
         assert self.first_step_seconds is not None
-        a_step = self.seconds_per_step[quantile]
-        return a_step if steps is None else self.first_step_seconds + (steps - 1) * a_step
+        a_step = self.seconds_per_step[quantile_name]
+        return (
+            a_step
+            if optimizer_steps_or_none is None
+            else self.first_step_seconds + (optimizer_steps_or_none - 1) * a_step
+        )
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Choice:
     """Digest of everything that affects speed; the decision is cached under it."""
 
     @classmethod
-    def from_record(cls, choice_record: Mapping[str, Any]) -> Choice:
+    def from_choice_json(cls, choice_record: Mapping[str, Any]) -> Choice:
         """Return the decision from the contents of choice.json."""
         # The last two fields are absent if their values were None.
         measured = {
@@ -102,7 +106,7 @@ class EngineChoice:
     def fallback(self) -> str | None:
         """A line on the engine that replaced the requested one, with its reason; None without one."""
         line = f"asked for {self.asked}, fell back to {self.used}: {self.fallback_reason}"
-        return shorten_line(line, 400) if self.fallback_reason else None
+        return shorten_to_one_line(line, 400) if self.fallback_reason else None
 
 
 @dataclass
@@ -417,5 +421,5 @@ class EngineReport:
         """Return the contents of engine.json."""
         return {
             name: {} if value is None and name in EMPTY else value
-            for name, value in as_json(self).items()
+            for name, value in json_values_of_record(self).items()
         }

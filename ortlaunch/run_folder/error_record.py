@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json, fits_annotation
+from ortlaunch.json_types import Json, value_fits_annotation
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.records import json_values_of_record
 
 # Types of ends that only the supervisor saw. Their traceback is the end of the rank's own output.
 _SEEN_BY_SUPERVISOR = ("Signal", "Exit")
@@ -105,7 +105,7 @@ class ErrorRecord:
 
     def to_json(self) -> Json:
         """Return the contents of the file."""
-        contents: Json = as_json(self)
+        contents: Json = json_values_of_record(self)
         return contents
 
     def write(self, record_path: Path) -> None:
@@ -139,7 +139,7 @@ def read_error_record(record_path: Path) -> ErrorRecord:
     valid = {
         name: values[name]
         for name, annotation in get_type_hints(ErrorRecord).items()
-        if name in values and name != "cause" and fits_annotation(annotation, values[name])
+        if name in values and name != "cause" and value_fits_annotation(annotation, values[name])
     }
     cause_text = values.get("cause")
     fields = {

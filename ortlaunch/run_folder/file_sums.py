@@ -25,10 +25,10 @@ def list_files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def flush_and_checksum_files(folder: Path, names: Sequence[str]) -> dict[str, SizeAndChecksum]:
+def flush_and_checksum_files(folder: Path, file_names: Sequence[str]) -> dict[str, SizeAndChecksum]:
     """Flush some of the files to the disk; return their sizes and checksums."""
     sums_by_name = {}
-    for name in names:
+    for name in file_names:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
             sums_by_name[name] = {
@@ -57,18 +57,20 @@ def checksum_of_file(path: Path) -> int:
         return checksum_of_open_file(file)
 
 
-def difference_from_record(path: Path, size_and_checksum: SizeAndChecksum) -> str:
+def file_difference_text_or_empty(
+    file_path: Path, recorded_size_and_checksum: SizeAndChecksum
+) -> str:
     """Return how a file differs from what was written; "" if it does not."""
     try:
-        with open(path, "rb") as opened:
+        with open(file_path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             # The size first: a cut file is found without reading it.
-            if size != size_and_checksum["bytes"]:
-                return f"{path.name} has {size:,} bytes of {size_and_checksum['bytes']:,}"
+            if size != recorded_size_and_checksum["bytes"]:
+                return f"{file_path.name} has {size:,} bytes of {recorded_size_and_checksum['bytes']:,}"
             return (
                 ""
-                if checksum_of_open_file(opened) == size_and_checksum["crc32"]
-                else f"{path.name} differs from the file that was saved"
+                if checksum_of_open_file(opened) == recorded_size_and_checksum["crc32"]
+                else f"{file_path.name} differs from the file that was saved"
             )
     except ABSENT as error:
-        return f"{path.name}: {error.strerror}"
+        return f"{file_path.name}: {error.strerror}"

@@ -234,7 +234,7 @@ class RunDir:
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
 
-    def count_error_record(self, rank: int = -1) -> int:
+    def append_rank_to_error_count(self, rank: int = -1) -> int:
         """Count an error record that is about to be written.
 
         Args:
@@ -245,14 +245,14 @@ class RunDir:
         """
         with contextlib.suppress(OSError):
             self.errors.mkdir(parents=True, exist_ok=True)
-            return _append_rank_line(self.accounts, rank) - 1
+            return _append_rank_and_count_lines(self.accounts, rank) - 1
         return 0
 
     def count_ended_rank(self, rank: int) -> None:
         """Count a rank that has ended."""
         # On a full disk nothing limits the launcher.
         with contextlib.suppress(OSError):
-            _append_rank_line(self.ended_ranks, rank)
+            _append_rank_and_count_lines(self.ended_ranks, rank)
 
     def first_failed_ranks(self) -> list[int]:
         """Return the ranks of the first 8 error records; empty if a full disk prevented counting."""
@@ -287,12 +287,15 @@ class RunDir:
         """Return the folder of that checkpoint while it is written."""
         return self.checkpoints / f"step_{step:08d}.partial"
 
-    def export_folder(self, step: int, export_format: str) -> Path:
+    def export_folder(self, optimizer_step: int, export_format: str) -> Path:
         """Return the folder to which `ortlaunch export` writes a checkpoint as a model."""
         return (
             self.path
             / "exports"
-            / (f"step_{step:08d}" + ("" if export_format == "huggingface" else f"_{export_format}"))
+            / (
+                f"step_{optimizer_step:08d}"
+                + ("" if export_format == "huggingface" else f"_{export_format}")
+            )
         )
 
     def evaluation_folder(self, step: int) -> RunDir:
@@ -303,7 +306,7 @@ class RunDir:
         """Return the folder of one trial of `micro_size: auto`, a run that writes trial.json."""
         return RunDir(self.trials / str(micro_size))
 
-    def was_stopped_by_user(self) -> bool:
+    def was_stop_requested_by_user_or_hook(self) -> bool:
         """Return whether `ortlaunch stop` or a hook requested the end."""
         # On a signal the command of a single rank writes the same file, with the signal's name.
         if not self.stop_request.exists():
@@ -313,7 +316,7 @@ class RunDir:
         except DamagedFile:
             return True
 
-    def has_only_own_files(self) -> bool:
+    def has_only_run_files_and_no_checkpoints(self) -> bool:
         """Return whether everything in the folder has a name of the table, without checkpoints."""
         # A person may create `checkpoints`, also as a link to another disk.
         if self.checkpoints.exists() and any(self.checkpoints.iterdir()):
@@ -328,14 +331,20 @@ class RunDir:
             OSError: the folder cannot be read.
         """
         # An error must not look like an empty folder: the run would restart at step 0.
-        names = os.listdir(self.checkpoints) if _exists_or_raise(self.checkpoints) else []
+        names = (
+            os.listdir(self.checkpoints)
+            if _path_exists_raising_other_errors(self.checkpoints)
+            else []
+        )
         step_folders = [
             (int(match[1]), self.checkpoints / match[0])
             for match in map(_STEP.fullmatch, names)
             if match
         ]
         return sorted(
-            (step, path) for step, path in step_folders if _exists_or_raise(path / COMPLETE)
+            (step, path)
+            for step, path in step_folders
+            if _path_exists_raising_other_errors(path / COMPLETE)
         )
 
 
@@ -343,17 +352,17 @@ FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _FileRow))
 """Every row of the table of files."""
 
 
-def _append_rank_line(path: Path, rank: int) -> int:
+def _append_rank_and_count_lines(lines_file: Path, rank: int) -> int:
     """Append a line with a rank to a file, and return the number of its lines."""
     # Appended without a lock: a local disk appends one short line atomically.
-    with open(path, "ab") as file:
+    with open(lines_file, "ab") as file:
         file.write(b"%07d\n" % rank)
         # Only after a flush does `tell` include the lines of other processes.
         file.flush()
         return file.tell() // RANK_LINE_BYTES
 
 
-def _exists_or_raise(path: Path) -> bool:
+def _path_exists_raising_other_errors(path: Path) -> bool:
     """Return whether a path exists; other errors of reading are raised."""
     # Path.exists returns False for such errors on Python 3.14.
     try:
@@ -369,35 +378,39 @@ def terminal_columns_of_command() -> int | None:
     return int(text) if text.isdigit() and int(text) else None
 
 
-def is_disk_full(path: Path) -> bool:
+def is_disk_nearly_full(existing_folder: Path) -> bool:
     """Return whether the disk of an existing folder has less than 1 MiB left for this user."""
     with contextlib.suppress(OSError):
         # Only root may use the blocks that a file system reserves.
-        disk = os.statvfs(path)
+        disk = os.statvfs(existing_folder)
         return (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize < _FULL_BYTES
     return False
 
 
-def write_text_atomically(path: Path, text: str | bytes) -> None:
+def write_text_atomically(file_path: Path, text_or_bytes: str | bytes) -> None:
     """Replace a file atomically: readers see the old text or the new one, never a part."""
     # No encoding has half of a surrogate pair, which is a byte of a file's name.
-    data = text if isinstance(text, bytes) else text.encode(errors="backslashreplace")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    data = (
+        text_or_bytes
+        if isinstance(text_or_bytes, bytes)
+        else text_or_bytes.encode(errors="backslashreplace")
+    )
+    file_path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files only their owner can read, whatever the umask is. Mode "x" fails
     # for an existing file.
-    temporary_path = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}"
+    temporary_path = file_path.parent / f".{file_path.name}.{os.getpid()}-{os.urandom(4).hex()}"
     try:
         with open(temporary_path, "xb") as file:
             file.write(data)
             file.flush()
             # Otherwise a crash of the host could leave an empty file under the final name.
             os.fsync(file.fileno())
-        os.replace(temporary_path, path)
+        os.replace(temporary_path, file_path)
     except BaseException as error:
         temporary_path.unlink(missing_ok=True)
         # The error has the name of the temporary file or, if the disk is full, no name.
         if isinstance(error, OSError):
-            error.filename = str(path)
+            error.filename = str(file_path)
         raise
 
 
@@ -414,37 +427,37 @@ def write_json_atomically(path: Path, value: object) -> None:
 def json_text(value: object, indent: int | None = None) -> str:
     """Return a value as JSON text; inf and nan become strings that float() reads."""
     # JSON has no inf and nan; `allow_nan=False` raises if `_finite` missed one.
-    return json.dumps(_replace_non_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(_non_finite_floats_as_strings(value), indent=indent, allow_nan=False)
 
 
-def _replace_non_finite(value: object) -> object:
+def _non_finite_floats_as_strings(value: object) -> object:
     """Return a value in which strings replace inf and nan, at any depth."""
     if isinstance(value, dict):
-        return {key: _replace_non_finite(item) for key, item in value.items()}
+        return {key: _non_finite_floats_as_strings(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replace_non_finite(item) for item in value]
+        return [_non_finite_floats_as_strings(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_own_text(path: Path) -> str:
+def read_own_text(file_path: Path) -> str:
     """Return the text of a file that ortlaunch wrote.
 
     Raises:
         DamagedFile: the file is not UTF-8, or no regular file.
     """
     try:
-        return read_regular(path).decode()
+        return read_regular(file_path).decode()
     except UnicodeDecodeError as error:
         raise DamagedFile(
-            f"{path}: is damaged: not text ({error.reason} at byte {error.start})"
+            f"{file_path}: is damaged: not text ({error.reason} at byte {error.start})"
         ) from None
 
 
-def read_own_json(path: Path, value_type: type[Any] = dict) -> Any:
+def read_own_json(file_path: Path, value_type: type[Any] = dict) -> Any:
     """Read JSON that `write_json_atomically` wrote.
 
     Args:
-        path: the file.
+        file_path: the file.
         value_type: the Python type of the whole value.
 
     Returns:
@@ -454,14 +467,16 @@ def read_own_json(path: Path, value_type: type[Any] = dict) -> Any:
         DamagedFile: the file is not JSON, or its value has another type.
     """
     try:
-        value = parse_json(read_own_text(path))
+        value = parse_json(read_own_text(file_path))
     except json.JSONDecodeError as error:
-        raise DamagedFile(f"{path}: is damaged: {_json_error_message(path, error)}") from None
+        raise DamagedFile(
+            f"{file_path}: is damaged: {_json_error_message(file_path, error)}"
+        ) from None
     if not isinstance(value, value_type):
         raise DamagedFile(
-            f"{path}: is damaged: it is not a {'mapping' if value_type is dict else value_type.__name__}"
+            f"{file_path}: is damaged: it is not a {'mapping' if value_type is dict else value_type.__name__}"
         )
-    return _FileMapping(path, value) if value_type is dict else value
+    return _FileMapping(file_path, value) if value_type is dict else value
 
 
 class _FileMapping(dict[str, object]):

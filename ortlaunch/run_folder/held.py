@@ -15,7 +15,7 @@ from ortlaunch.run_folder.folder import COMPLETE, RunDir
 
 
 @contextlib.contextmanager
-def hold_checkpoint(run: RunDir, choose_step: Callable[[], int]) -> Iterator[int]:
+def lock_checkpoint_against_removal(run: RunDir, choose_step: Callable[[], int]) -> Iterator[int]:
     """Hold the checkpoint of the step that `choose_step` returns, and yield that step.
 
     If the checkpoint is pruned before it is locked, `choose_step` is called again.
@@ -35,7 +35,7 @@ def hold_checkpoint(run: RunDir, choose_step: Callable[[], int]) -> Iterator[int
         yield step
 
 
-def is_checkpoint_held(checkpoint_folder: Path) -> bool:
+def is_checkpoint_locked_by_reader(checkpoint_folder: Path) -> bool:
     """Return whether a command reads this checkpoint."""
     try:
         # Opened for writing, because NFS grants an exclusive lock only on a writable file.

@@ -55,15 +55,15 @@ def match_cause_in_text(text: str) -> tuple[Cause, str] | None:
     return next(((cause, line) for cause, line in cause_and_line if line), None)
 
 
-def native_crash_cause(error_log_end: str) -> tuple[Cause, str]:
+def native_crash_cause_and_detail(error_log_tail: str) -> tuple[Cause, str]:
     """Return the cause of a crash in native code, with what that printed and where Python was.
 
     Args:
-        error_log_end: the end of the rank's error log.
+        error_log_tail: the end of the rank's error log.
     """
     cause = Cause.CRASH
     python_location = ""
-    for file, line, function in (match.groups() for match in _STACK.finditer(error_log_end)):
+    for file, line, function in (match.groups() for match in _STACK.finditer(error_log_tail)):
         is_graph = file.endswith("_execution_agent.py")
         cause = Cause.GRAPH_CRASH if is_graph else Cause.CRASH
         python_location = (
@@ -72,7 +72,7 @@ def native_crash_cause(error_log_end: str) -> tuple[Cause, str]:
             else f"called by {function} at {file}:{line}"
         )
     return cause, "; ".join(
-        filter(None, (last_matching_line(_NATIVE_CRASH_LINE, error_log_end), python_location))
+        filter(None, (last_matching_line(_NATIVE_CRASH_LINE, error_log_tail), python_location))
     )
 
 

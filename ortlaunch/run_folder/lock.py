@@ -17,7 +17,7 @@ import time
 
 from ortlaunch.errors import PlanError
 from ortlaunch.json_types import Json, parse_json
-from ortlaunch.process import Process, flock_holders
+from ortlaunch.process import Process, ids_of_processes_holding_flock
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
@@ -39,15 +39,15 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
 
-    def acquire(
-        self, run: RunDir, survives_exec: bool = False, patience_seconds: float = 0.0
+    def acquire_or_refuse(
+        self, run: RunDir, survives_exec: bool = False, living_holder_wait_seconds: float = 0.0
     ) -> None:
         """Take the lock of a run folder; do nothing if this object already has it.
 
         Args:
             run: the run folder, created if it is absent.
             survives_exec: whether the lock survives an `exec` of this process.
-            earlier_turn_wait_seconds: time in which a run of another host may end; it is requested to stop.
+            max_wait_seconds_for_requeued_job: time in which a run of another host may end; it is requested to stop.
 
         Raises:
             PlanError: another run uses the folder; the message names its process.
@@ -58,7 +58,7 @@ class RunLock:
         self._file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise PlanError(f"--run-dir {run}: {run.lock} is no regular file; remove it")
-        if _lock_exclusively(self._file, run, patience_seconds):
+        if _take_exclusive_lock_if_supported(self._file, run, living_holder_wait_seconds):
             this_process = {
                 **Process.identity_of_this_process()._asdict(),
                 "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -78,20 +78,22 @@ class RunLock:
         os.set_inheritable(self._file, survives_exec)
 
 
-def hold_rank_share(run: RunDir) -> None:
+def hold_shared_run_lock_until_exit(run: RunDir) -> None:
     """Hold a rank's share of the lock until this process and its forks have ended."""
     # The descriptor stays open on purpose: its closing would free the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _lock_exclusively(lock_descriptor: int, run: RunDir, patience_seconds: float) -> bool:
+def _take_exclusive_lock_if_supported(
+    lock_descriptor: int, run: RunDir, living_holder_wait_seconds: float
+) -> bool:
     """Take the lock exclusively, after ranks of a killed command have ended.
 
     Args:
         lock_descriptor: the open lock file.
         run: the run folder.
-        earlier_turn_wait_seconds: time in which a living holder may end.
+        max_wait_seconds_for_requeued_job: time in which a living holder may end.
 
     Returns:
         False if the disk has no file locks.
@@ -113,9 +115,9 @@ def _lock_exclusively(lock_descriptor: int, run: RunDir, patience_seconds: float
                     flush=True,
                 )
                 return False
-        holder = _lock_holder(lock_descriptor)
+        holder = _read_lock_holder_or_empty(lock_descriptor)
         # The holder may be on another host, where this one cannot check whether it is alive.
-        if not _has_holder_ended(holder) and time.monotonic() < began + patience_seconds:
+        if not _has_holder_ended(holder) and time.monotonic() < began + living_holder_wait_seconds:
             if not is_reported:
                 write_json_atomically(run.stop_request, {"by": "a later turn of its job"})
                 print(f"{run}: {_holder_text(holder)} trains there: requested to stop", flush=True)
@@ -141,7 +143,7 @@ def _lock_exclusively(lock_descriptor: int, run: RunDir, patience_seconds: float
         time.sleep(0.1)
 
 
-def _lock_holder(lock_descriptor: int) -> dict[str, object]:
+def _read_lock_holder_or_empty(lock_descriptor: int) -> dict[str, object]:
     """Return the process that began the run, as written in the lock file.
 
     Empty while the command is writing it, or if the file has other contents.
@@ -170,12 +172,12 @@ def _holder_process(holder: Json) -> Process | None:
     return Process(**{name: holder[name] for name in Process._fields}) if holder else None
 
 
-def last_command_of_run(run: RunDir) -> Process | None:
+def process_that_last_locked_run(run: RunDir) -> Process | None:
     """Return the command that last locked the folder, alive or not; None if there was none."""
     with contextlib.suppress(FileNotFoundError):
         file = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            return _holder_process(_lock_holder(file))
+            return _holder_process(_read_lock_holder_or_empty(file))
         finally:
             os.close(file)
     return None
@@ -183,4 +185,4 @@ def last_command_of_run(run: RunDir) -> Process | None:
 
 def living_process_ids(run: RunDir) -> list[int]:
     """Return the ids of living processes of the run on this host: all that hold its lock."""
-    return sorted(flock_holders(run.lock) - {os.getpid()})
+    return sorted(ids_of_processes_holding_flock(run.lock) - {os.getpid()})

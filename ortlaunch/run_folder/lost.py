@@ -32,7 +32,7 @@ class LostHost(NamedTuple):
         who = f"rank {self.rank} on host {self.host} is lost, and all others of that host"
         return f"{who}: {self.reason}; exit status {EXIT_STATUS}"
 
-    def write_unless_recorded(self, run: RunDir) -> None:
+    def write_as_cause_unless_recorded(self, run: RunDir) -> None:
         """Record this host as the cause of the run's end, unless another host is recorded."""
         record = ErrorRecord(
             LOST_HOST_TYPE,
@@ -44,7 +44,7 @@ class LostHost(NamedTuple):
             message=self.reason,
             summary=self.summary,
             time=time.time(),
-            after=run.count_error_record(),
+            after=run.append_rank_to_error_count(),
         )
         # The disk may have been on the lost host.
         with contextlib.suppress(OSError):

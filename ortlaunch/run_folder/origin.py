@@ -12,11 +12,16 @@ from typing import Any
 
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import BatchPlan, Plan
-from ortlaunch.recipe import Recipe, read_resolved
+from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.rules import resume_rules
-from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, find_changes
+from ortlaunch.recipe.rules.resume_rules import (
+    OTHER_RULES,
+    RULES,
+    Change,
+    changed_leaves_with_rules,
+)
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 
 ORIGIN = "training.json"
 # Packages whose versions affect results. Of all others only the number of changes is reported.
@@ -26,7 +31,7 @@ _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "trans
 _FORMAT = 1
 
 
-def checkpoint_origin(
+def origin_of_run_to_start(
     recipe: Recipe,
     batch: BatchPlan,
     host_count: int,
@@ -42,7 +47,7 @@ def checkpoint_origin(
         host_count: number of hosts.
         device: cpu or cuda.
         environment: contents of environment.json.
-        git_state: state of the recipe's folder, as in commands.jsonl; None outside a repository.
+        git_commit_and_dirty_or_none: state of the recipe's folder, as in commands.jsonl; None outside a repository.
     """
     world = {"ranks": batch.data_parallel_ranks, "hosts": host_count, "device": device}
     samples = {
@@ -60,10 +65,10 @@ def checkpoint_origin(
     }
 
 
-def origin_of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
+def read_origin_of_started_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     """Return the origin of the run in a folder, from the files written before its ranks started."""
     environment = read_own_json(run.environment) if run.environment.exists() else {}
-    git_states = [line["git"] for line in read_json_lines(run.commands, "git").values]
+    git_states = [line["git"] for line in read_json_lines_with_keys(run.commands, "git").values]
     # The newest start is the one whose ranks write the checkpoint.
     git_state = git_states[-1] if git_states and isinstance(git_states[-1], dict) else None
     # `max_steps` was derived from the epochs, so it is no setting of the user's.
@@ -72,15 +77,15 @@ def origin_of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
             update={"train": recipe.train.model_copy(update={"max_steps": None})}
         )
     plan = Plan.read(run.plan)
-    return checkpoint_origin(
+    return origin_of_run_to_start(
         recipe, plan.batch, len(plan.nodes), plan.device, environment, git_state
     )
 
 
-def read_checkpoint_origin(checkpoint: Path) -> Json | None:
+def read_checkpoint_origin_or_none(checkpoint_folder: Path) -> Json | None:
     """Return the origin of a checkpoint; None if it cannot be read or an old version wrote none."""
     try:
-        origin_record = read_own_json(checkpoint / ORIGIN)
+        origin_record = read_own_json(checkpoint_folder / ORIGIN)
     except (OSError, ValueError):
         return None
     return (
@@ -90,11 +95,11 @@ def read_checkpoint_origin(checkpoint: Path) -> Json | None:
     )
 
 
-def origin_changes(
+def changes_between_origins(
     earlier_origin: Mapping[str, Any], present_origin: Mapping[str, Any]
 ) -> list[Change]:
     """Return every change between two origins; a part that one of them lacks is not compared."""
-    packages = _package_changes(
+    packages = _changes_of_main_packages_and_other_count(
         earlier_origin.get("packages", {}), present_origin.get("packages", {})
     )
     parts = [
@@ -105,15 +110,24 @@ def origin_changes(
     earlier_parts = {part: earlier_origin[part] for part in parts}
     present_parts = {part: present_origin[part] for part in parts}
     return [
-        *find_changes(_fill_defaults(earlier_origin["recipe"]), present_origin["recipe"], RULES),
-        *(change for change in
-          find_changes(earlier_parts, present_parts, OTHER_RULES)
-          if change.field != "data.fingerprint" or not may_be_same_data(change.old_value, change.new_value)),
+        *changed_leaves_with_rules(
+            _recipe_with_defaults_or_unchanged(earlier_origin["recipe"]),
+            present_origin["recipe"],
+            RULES,
+        ),
+        *(
+            change
+            for change in changed_leaves_with_rules(earlier_parts, present_parts, OTHER_RULES)
+            if change.field != "data.fingerprint"
+            or not may_fingerprints_be_of_same_data(change.old_value, change.new_value)
+        ),
         *packages,
-    ]  # fmt: skip
+    ]
 
 
-def may_be_same_data(fingerprint: str | None, other_fingerprint: str | None) -> bool:
+def may_fingerprints_be_of_same_data(
+    fingerprint: str | None, other_fingerprint: str | None
+) -> bool:
     """Return whether two fingerprints may be of the same data, as those of random samples may.
 
     A fingerprint of samples has a word for each. Most of them must be equal, as a sample may be
@@ -128,12 +142,12 @@ def may_be_same_data(fingerprint: str | None, other_fingerprint: str | None) -> 
 
 def changes_affecting_evaluation(checkpoint: Path, origin_changes: list[Change]) -> list[Change]:
     """Return those changes that affect an evaluation of the checkpoint."""
-    return resume_rules.changes_for_evaluation(
+    return resume_rules.changes_that_concern_evaluation(
         origin_changes, RunDir(checkpoint.parents[1]).vocabulary.exists()
     )
 
 
-def _fill_defaults(recipe: Mapping[str, object]) -> Mapping[str, Any]:
+def _recipe_with_defaults_or_unchanged(recipe: Mapping[str, object]) -> Mapping[str, Any]:
     """Return the recipe with defaults for fields that newer versions added."""
     try:
         filled: Mapping[str, object] = Recipe.model_validate(recipe).model_dump(mode="json")
@@ -142,11 +156,13 @@ def _fill_defaults(recipe: Mapping[str, object]) -> Mapping[str, Any]:
     return filled
 
 
-def _package_changes(
+def _changes_of_main_packages_and_other_count(
     earlier_versions: Mapping[str, str], present_versions: Mapping[str, str]
 ) -> list[Change]:
     package_changes = (
-        find_changes({"packages": earlier_versions}, {"packages": present_versions}, OTHER_RULES)
+        changed_leaves_with_rules(
+            {"packages": earlier_versions}, {"packages": present_versions}, OTHER_RULES
+        )
         if earlier_versions and present_versions
         else []
     )
@@ -167,7 +183,7 @@ def planned_steps(run: RunDir) -> int | None:
     """Return the number of steps that the run has at its end; None if unknown."""
     if not run.recipe.exists():
         return None
-    max_steps = read_resolved(run.recipe).train.max_steps
+    max_steps = read_resolved_recipe_of_run(run.recipe).train.max_steps
     # For a length in epochs, the ranks compute the steps and write them to a file.
     return (
         max_steps

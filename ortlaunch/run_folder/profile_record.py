@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ortlaunch.units import align_columns
+from ortlaunch.units import aligned_table_lines
 
 KINDS = ("operators", "reading", "copying", "communication", "waiting", "Python")
 COMPUTING, READING, COPYING, COMMUNICATION, WAITING, PYTHON = KINDS
@@ -56,7 +56,7 @@ class Profile:
     and results (null: unknown; above 1 the data came from a cache)."""
 
 
-def profile_lines(profile: dict[str, Any]) -> list[str]:
+def profile_text_lines(profile: dict[str, Any]) -> list[str]:
     """Return the profile as text: kinds of time, the profiler's own cost, and the table."""
     seconds, seconds_without = profile["seconds"], profile["seconds_without"]
     cells = [[title for title, _ in _COLUMNS.values()]] + [
@@ -73,5 +73,5 @@ def profile_lines(profile: dict[str, Any]) -> list[str]:
         else f"{seconds:.4g} s a step with the profiler; no step was measured without it",
         f"measured here: matmul {profile['matrix_rate'] / 1e9:,.0f} GFLOP/s, "
         f"memory {profile['bandwidth'] / 1e9:,.1f} GB/s",
-        *align_columns(cells),
+        *aligned_table_lines(cells),
     ]

@@ -11,47 +11,51 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from ortlaunch.json_types import fits_annotation
+from ortlaunch.json_types import value_fits_annotation
 
 _T = TypeVar("_T")
 _TEXTS = "tuple[str, ...]"
 
 
-def as_json(record: Any) -> Any:
+def json_values_of_record(record: Any) -> Any:
     """Return a record as mappings and lists for JSON."""
     if is_dataclass(record):
         pairs = (
             (record_field, getattr(record, record_field.name)) for record_field in fields(record)
         )
         return {
-            record_field.name: as_json(value)
+            record_field.name: json_values_of_record(value)
             for record_field, value in pairs
             if value is not None or record_field.default is MISSING
         }
     if isinstance(record, dict):
-        return {name: as_json(value) for name, value in record.items()}
-    return [as_json(value) for value in record] if isinstance(record, (list, tuple)) else record
+        return {name: json_values_of_record(value) for name, value in record.items()}
+    return (
+        [json_values_of_record(value) for value in record]
+        if isinstance(record, (list, tuple))
+        else record
+    )
 
 
-def from_json(record_type: type[_T], values: Mapping[str, Any]) -> _T:
+def record_from_json_values(record_type: type[_T], value_by_field_name: Mapping[str, Any]) -> _T:
     """Return a record from values of JSON; unknown names, such as a later version's, are ignored.
 
     Args:
         record_type: the dataclass of the record.
-        values: field names and values.
+        value_by_field_name: field names and values.
 
     Raises:
         TypeError: a value is missing, or its type is not the field's.
     """
     record_fields: list[Any] = [*fields(record_type)]  # type: ignore[arg-type]
     values_by_name = {
-        record_field.name: values[record_field.name]
+        record_field.name: value_by_field_name[record_field.name]
         for record_field in record_fields
-        if record_field.name in values
+        if record_field.name in value_by_field_name
     }
     hints = get_type_hints(record_type)
     for record_field in record_fields:
-        if record_field.name in values_by_name and not fits_annotation(
+        if record_field.name in values_by_name and not value_fits_annotation(
             hints[record_field.name], values_by_name[record_field.name]
         ):
             raise TypeError(f"{record_field.name} is {values_by_name[record_field.name]!r:.80}")

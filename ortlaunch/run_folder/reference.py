@@ -47,7 +47,7 @@ _WORDS = {
 }
 
 
-def run_folder_page() -> str:
+def run_folder_manual_page_markdown() -> str:
     """Return the whole page."""
     modules = (
         launch_plan,
@@ -69,10 +69,10 @@ def run_folder_page() -> str:
     # A type that several records use is described once, at its first use.
     described_types = set[str]()
     for file, name in {**{row.name: row.record for row in FILES if row.record}, **_OTHERS}.items():
-        parts += [f"## {file}", "", *_record_section(types, name)]
+        parts += [f"## {file}", "", *_record_table_lines(types, name)]
         for inner in dict.fromkeys(
             definition
-            for definition in _record_types_of_fields(types, name)
+            for definition in _record_names_in_fields_depth_first(types, name)
             if definition not in described_types
         ):
             described_types.add(inner)
@@ -81,7 +81,7 @@ def run_folder_page() -> str:
                 "",
                 f"### {inner}",
                 "",
-                *_record_section(types, inner),
+                *_record_table_lines(types, inner),
             ]
     return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -92,20 +92,28 @@ def _file_table() -> str:
     return "".join(["| file | written by | contents |\n|---|---|---|\n", *rows])
 
 
-def _record_types_of_fields(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
+def _record_names_in_fields_depth_first(
+    class_definition_by_name: dict[str, ast.ClassDef], record_name: str
+) -> Iterator[str]:
     """Yield the record types of a type's fields, depth first."""
-    for field in (node for node in types[name].body if isinstance(node, ast.AnnAssign)):
+    for field in (
+        node
+        for node in class_definition_by_name[record_name].body
+        if isinstance(node, ast.AnnAssign)
+    ):
         for inner in (node.id for node in ast.walk(field.annotation) if isinstance(node, ast.Name)):
-            if inner in types:
+            if inner in class_definition_by_name:
                 yield inner
-                yield from _record_types_of_fields(types, inner)
+                yield from _record_names_in_fields_depth_first(class_definition_by_name, inner)
 
 
-def _record_section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
-    body = types[name].body
+def _record_table_lines(
+    class_definition_by_name: dict[str, ast.ClassDef], record_name: str
+) -> list[str]:
+    body = class_definition_by_name[record_name].body
     # A table cell is one line, so texts lose their line breaks.
     lines = [
-        _table_cell_text(ast.get_docstring(types[name]) or ""),
+        _table_cell_text(ast.get_docstring(class_definition_by_name[record_name]) or ""),
         "",
         "| field | value | meaning |",
         "|---|---|---|",
@@ -113,14 +121,15 @@ def _record_section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
     # The string after a field documents it; methods come last and are skipped.
     for field, manual in zip(body, body[1:]):
         if (
-            name == "Evaluation"
+            record_name == "Evaluation"
             and isinstance(field, ast.AnnAssign)
             and ast.unparse(field.target) == "metrics"
         ):
             lines += _metric_rows()
         elif isinstance(field, ast.AnnAssign):
             lines.append(
-                f"| `{ast.unparse(field.target)}` | {_field_value_text(types, field)} | {_field_description(manual)} |"
+                f"| `{ast.unparse(field.target)}` | "
+                f"{_type_and_absence_text(class_definition_by_name, field)} | {_field_description(manual)} |"
             )
     return [*lines, ""]
 
@@ -133,12 +142,14 @@ def _metric_rows() -> Iterator[str]:
         yield f"| `{name}` | {value} | {metric.manual}{tasks} Best: {metric.better}. |"
 
 
-def _field_value_text(types: dict[str, ast.ClassDef], field: ast.AnnAssign) -> str:
+def _type_and_absence_text(
+    class_definition_by_name: dict[str, ast.ClassDef], field: ast.AnnAssign
+) -> str:
     """Return the possible values of a field; for None: null, absent or {}."""
-    type_text = _annotation_text(types, field.annotation)
+    type_text = _annotation_in_words(class_definition_by_name, field.annotation)
     if ast.unparse(field.target) in engine_report.EMPTY:
         return type_text.replace(" or null", " or {}")
-    # `as_json` leaves a None out if it is the field's default.
+    # `json_values_of_record` leaves a None out if it is the field's default.
     left_out = isinstance(field.value, ast.Constant) and field.value.value is None
     return type_text.replace(" or null", " or absent") if left_out else type_text
 
@@ -153,10 +164,15 @@ def _table_cell_text(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _annotation_text(types: dict[str, ast.ClassDef], annotation: ast.expr) -> str:
+def _annotation_in_words(
+    class_definition_by_name: dict[str, ast.ClassDef], annotation: ast.expr
+) -> str:
     """Return an annotation in words."""
     if isinstance(annotation, ast.BinOp):
-        return f"{_annotation_text(types, annotation.left)} or {_annotation_text(types, annotation.right)}"
+        return (
+            f"{_annotation_in_words(class_definition_by_name, annotation.left)} or "
+            f"{_annotation_in_words(class_definition_by_name, annotation.right)}"
+        )
     if isinstance(annotation, ast.Subscript):
         arguments = (
             annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
@@ -166,8 +182,10 @@ def _annotation_text(types: dict[str, ast.ClassDef], annotation: ast.expr) -> st
         if isinstance(last_argument, ast.Subscript) and ast.unparse(last_argument).startswith(
             "tuple[str, "
         ):
-            return _annotation_text(types, ast.Subscript(ast.Name("dict"), last_argument.slice))
+            return _annotation_in_words(
+                class_definition_by_name, ast.Subscript(ast.Name("dict"), last_argument.slice)
+            )
         container = "mapping" if ast.unparse(annotation.value) == "dict" else "list"
-        return f"{container} of {_annotation_text(types, last_argument)}"
+        return f"{container} of {_annotation_in_words(class_definition_by_name, last_argument)}"
     name = ast.unparse(annotation)
-    return f"[{name}](#{name})" if name in types else _WORDS[name]
+    return f"[{name}](#{name})" if name in class_definition_by_name else _WORDS[name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.run_folder.records import as_json, from_json
+from ortlaunch.run_folder.records import json_values_of_record, record_from_json_values
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ResumeRecord:
     """One line of text for each change."""
 
     @classmethod
-    def read(cls, run: RunDir) -> ResumeRecord:
+    def read_or_from_the_beginning(cls, run: RunDir) -> ResumeRecord:
         """Return the record of a run folder; `FROM_THE_BEGINNING` if it has none.
 
         Raises:
@@ -43,14 +43,14 @@ class ResumeRecord:
         if not run.resume.exists():
             return FROM_THE_BEGINNING
         try:
-            return from_json(cls, read_own_json(run.resume))
+            return record_from_json_values(cls, read_own_json(run.resume))
         # Valid JSON with a missing or mistyped field.
         except TypeError as error:
             raise DamagedFile(f"{run.resume}: is damaged: {error}") from None
 
     def write(self, run: RunDir) -> None:
         """Write the record to a run folder."""
-        write_json_atomically(run.resume, as_json(self))
+        write_json_atomically(run.resume, json_values_of_record(self))
 
 
 # Stands for a missing file, so that readers need no case for a run that never resumed.

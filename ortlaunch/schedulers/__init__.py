@@ -82,10 +82,10 @@ class QueueState(NamedTuple):
 class Scheduler(Protocol):
     """A module with these functions; a job is given by its id."""
 
-    def request(self, job: QueuedRun) -> LaunchRequest:
+    def submission_request_of_job(self, job: QueuedRun) -> LaunchRequest:
         """Return the request for a job, without side effects."""
 
-    def submit(self, request: LaunchRequest) -> str:
+    def write_files_and_queue_job(self, request: LaunchRequest) -> str:
         """Write the request's files, queue the job and return its id.
 
         Raises:
@@ -93,20 +93,20 @@ class Scheduler(Protocol):
             LaunchError: the scheduler refused, with its own message.
         """
 
-    def states(self) -> dict[str, QueueState]:
+    def states_of_user_jobs(self) -> dict[str, QueueState]:
         """Return the states of many jobs of this user at once; others are read by `state`."""
 
-    def state(self, job_id: str) -> QueueState | None:
+    def queue_state_or_none(self, job_id: str) -> QueueState | None:
         """Return the state of the job; None if the scheduler does not know it any more."""
 
-    def cancel(self, job_id: str) -> None:
+    def request_end_of_job(self, job_id: str) -> None:
         """Request the end of the job.
 
         Raises:
             LaunchError: the scheduler refused.
         """
 
-    def logs(self, job_id: str, follows_until_end: bool) -> tuple[str, ...]:
+    def log_command_of_first_node(self, job_id: str, follows_until_end: bool) -> tuple[str, ...]:
         """Return the command that prints the output of rank 0's node.
 
         Only for schedulers whose ranks write their folder elsewhere.
@@ -118,7 +118,7 @@ def load_scheduler(scheduler_name: str) -> Scheduler:
     return cast(Scheduler, import_module(SCHEDULERS[scheduler_name].module))
 
 
-def format_manifests(*documents: Mapping[str, object]) -> str:
+def yaml_text_of_manifests(*documents: Mapping[str, object]) -> str:
     """Return manifests as a person would write them: in order, long texts as blocks."""
     # Imported here: Slurm needs no YAML.
     import yaml
@@ -136,19 +136,21 @@ def format_manifests(*documents: Mapping[str, object]) -> str:
     return yaml.dump_all(documents, Dumper=ManifestDumper, sort_keys=False, width=1 << 20)
 
 
-def merge_fields(own_fields: Mapping[str, Any], user_fields: Mapping[str, Any]) -> dict[str, Any]:
+def merge_user_fields_recursively(
+    own_fields: Mapping[str, Any], user_fields: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return an object with a user's fields; lists of named items are merged by name."""
     merged_object = dict(own_fields)
     for key, value in user_fields.items():
         own_value = merged_object.get(key)
         if isinstance(own_value, Mapping) and isinstance(value, Mapping):
-            merged_object[key] = merge_fields(own_value, value)
+            merged_object[key] = merge_user_fields_recursively(own_value, value)
         elif isinstance(own_value, list) and all(
             _is_named(named_item) for named_item in (*own_value, *value)
         ):
             item_by_name = {named_item["name"]: named_item for named_item in own_value}
             item_by_name |= {
-                named_item["name"]: merge_fields(
+                named_item["name"]: merge_user_fields_recursively(
                     item_by_name.get(named_item["name"], {}), named_item
                 )
                 for named_item in value
@@ -163,13 +165,16 @@ def _is_named(item: object) -> bool:
     return isinstance(item, Mapping) and "name" in item
 
 
-def run_command(
-    *argv: str, advice: str, limit_seconds: float = 60, input_text: str | None = None
+def run_scheduler_command(
+    *argv: str,
+    missing_command_advice: str,
+    limit_seconds: float = 60,
+    input_text: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a scheduler's command, and return its result also after a failure.
 
     Args:
-        advice: advice for a host without that command.
+        missing_command_advice: advice for a host without that command.
         limit_seconds: limit of the command's time.
         input_text: the command's standard input; None: this process's own.
 
@@ -178,7 +183,9 @@ def run_command(
         LaunchError: it does not answer in time.
     """
     if shutil.which(argv[0]) is None:
-        raise MissingDependency(f"{argv[0]} not found: {advice}; --dry-run prints the job anywhere")
+        raise MissingDependency(
+            f"{argv[0]} not found: {missing_command_advice}; --dry-run prints the job anywhere"
+        )
     try:
         return subprocess.run(
             argv,
@@ -194,13 +201,17 @@ def run_command(
         ) from None
 
 
-def command_output(*argv: str, advice: str, input_text: str | None = None) -> str:
+def scheduler_command_output_or_refuse(
+    *argv: str, missing_command_advice: str, input_text: str | None = None
+) -> str:
     """Run a scheduler's command that must succeed, and return its output.
 
     Raises:
         LaunchError: it failed, with its own message.
     """
-    completed = run_command(*argv, advice=advice, input_text=input_text)
+    completed = run_scheduler_command(
+        *argv, missing_command_advice=missing_command_advice, input_text=input_text
+    )
     if completed.returncode:
         raise LaunchError(
             f"{' '.join(argv[:3])}: {completed.stderr.strip() or completed.stdout.strip()}"

@@ -16,12 +16,19 @@ from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import (
     QueuedRun,
     QueueState,
-    command_output,
-    format_manifests,
-    merge_fields,
+    merge_user_fields_recursively,
+    scheduler_command_output_or_refuse,
+    yaml_text_of_manifests,
 )
 
-__all__ = ["cancel", "logs", "request", "state", "states", "submit"]
+__all__ = [
+    "log_command_of_first_node",
+    "queue_state_or_none",
+    "request_end_of_job",
+    "states_of_user_jobs",
+    "submission_request_of_job",
+    "write_files_and_queue_job",
+]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 _HOST_ADVICE = "use a host with `az extension add --name ml`"
@@ -40,7 +47,7 @@ _STATE_BY_WORD = {
 }
 
 
-def request(job: QueuedRun) -> LaunchRequest:
+def submission_request_of_job(job: QueuedRun) -> LaunchRequest:
     """Return the az command that prints the job's name, with the description in the run folder."""
     azureml_options = job.options["azureml"]
     manifest_path = str(job.run.manifest)
@@ -62,10 +69,12 @@ def request(job: QueuedRun) -> LaunchRequest:
 
 def job_manifest(job: QueuedRun) -> str:
     """Return the text of the job for `az ml job create` and azure-ai-ml's load_job."""
-    return f"{job.headline}\n{format_manifests(merge_fields(job_description(job), job.options['azureml']['job']))}"
+    user_fields = job.options["azureml"]["job"]
+    manifest = merge_user_fields_recursively(azureml_job_mapping(job), user_fields)
+    return f"{job.headline}\n{yaml_text_of_manifests(manifest)}"
 
 
-def job_description(job: QueuedRun) -> Json:
+def azureml_job_mapping(job: QueuedRun) -> Json:
     """Return the job; paths of files are those of this machine, and az uploads the files."""
     azureml_options = job.options["azureml"]
     plan = job.plan
@@ -76,7 +85,7 @@ def job_description(job: QueuedRun) -> Json:
         "type": "command",
         "display_name": job.run.path.name,
         "experiment_name": azureml_options["experiment"] or plan.name,
-        "command": _rank_command(job),
+        "command": _shell_command_of_ranks(job),
         **(
             {"code": os.path.join(job.folder, azureml_options["code"])}
             if azureml_options["code"]
@@ -95,14 +104,14 @@ def job_description(job: QueuedRun) -> Json:
             "process_count_per_instance": plan.nodes[0].slots,
         },
         "environment_variables": dict(_rank_variables(job)),
-        "inputs": dict(_job_inputs(job)),
+        "inputs": dict(_recipe_and_data_inputs(job)),
         "outputs": {
             "runs": {"type": "uri_folder", "path": azureml_options["runs"], "mode": "rw_mount"}
         },
     }
 
 
-def _rank_command(job: QueuedRun) -> str:
+def _shell_command_of_ranks(job: QueuedRun) -> str:
     """Return the command of each rank."""
     change_folder_text = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
     run_folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
@@ -120,7 +129,7 @@ def _rank_variables(job: QueuedRun) -> Iterator[tuple[str, str]]:
         yield "LOCAL_WORLD_SIZE", str(job.plan.nodes[0].slots)
 
 
-def _job_inputs(job: QueuedRun) -> Iterator[tuple[str, dict[str, str]]]:
+def _recipe_and_data_inputs(job: QueuedRun) -> Iterator[tuple[str, dict[str, str]]]:
     yield "recipe", {"type": "uri_file", "path": str(job.run.submitted), "mode": "ro_mount"}
     if job.options["azureml"]["data"]:
         yield (
@@ -144,23 +153,25 @@ def _job_options(job_id: str) -> tuple[str, ...]:
     return (f"--name={job_name}", *_workspace_options(resource_group, workspace))
 
 
-def submit(request: LaunchRequest) -> str:
+def write_files_and_queue_job(request: LaunchRequest) -> str:
     """Write the description, create the job and return its id."""
     request.write_files()
     # The id has the group and the workspace of the request; they are empty if az has defaults.
     option_values = dict(word.split("=", 1) for word in request.argv if "=" in word)
-    job_name = command_output(*request.argv, advice=_HOST_ADVICE).strip()
+    job_name = scheduler_command_output_or_refuse(
+        *request.argv, missing_command_advice=_HOST_ADVICE
+    ).strip()
     return f"{option_values.get('--resource-group', '')}/{option_values.get('--workspace-name', '')}/{job_name}"
 
 
-def states() -> dict[str, QueueState]:
+def states_of_user_jobs() -> dict[str, QueueState]:
     """Return no states: each job is asked for by its name."""
     return {}
 
 
-def state(job_id: str) -> QueueState | None:
+def queue_state_or_none(job_id: str) -> QueueState | None:
     """Return the state in the workspace; an unknown one counts as running."""
-    state_word = command_output(
+    state_word = scheduler_command_output_or_refuse(
         "az",
         "ml",
         "job",
@@ -168,16 +179,23 @@ def state(job_id: str) -> QueueState | None:
         *_job_options(job_id),
         "--query=status",
         "--output=tsv",
-        advice=_HOST_ADVICE,
+        missing_command_advice=_HOST_ADVICE,
     ).strip()
     return QueueState(_STATE_BY_WORD.get(state_word, JobState.RUNNING), state_word)
 
 
-def cancel(job_id: str) -> None:
+def request_end_of_job(job_id: str) -> None:
     """Request the end of the job."""
-    command_output("az", "ml", "job", "cancel", *_job_options(job_id), advice=_HOST_ADVICE)
+    scheduler_command_output_or_refuse(
+        "az",
+        "ml",
+        "job",
+        "cancel",
+        *_job_options(job_id),
+        missing_command_advice=_HOST_ADVICE,
+    )
 
 
-def logs(job_id: str, follows_until_end: bool) -> tuple[str, ...]:
+def log_command_of_first_node(job_id: str, follows_until_end: bool) -> tuple[str, ...]:
     """Return the az command, which always follows the logs until the end."""
     return ("az", "ml", "job", "stream", *_job_options(job_id))

@@ -17,12 +17,19 @@ from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
 from ortlaunch.schedulers import (
     QueuedRun,
     QueueState,
-    command_output,
-    format_manifests,
-    merge_fields,
+    merge_user_fields_recursively,
+    scheduler_command_output_or_refuse,
+    yaml_text_of_manifests,
 )
 
-__all__ = ["cancel", "logs", "request", "state", "states", "submit"]
+__all__ = [
+    "log_command_of_first_node",
+    "queue_state_or_none",
+    "request_end_of_job",
+    "states_of_user_jobs",
+    "submission_request_of_job",
+    "write_files_and_queue_job",
+]
 
 ManifestObject = dict[str, object]
 _RESOURCES = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
@@ -40,7 +47,7 @@ _TIME_LENGTH = len("-20260101-000000")
 _HOST_ADVICE = "use a host whose kubectl reaches the cluster"
 
 
-def request(job: QueuedRun) -> LaunchRequest:
+def submission_request_of_job(job: QueuedRun) -> LaunchRequest:
     """Return the kubectl command, with the manifest in the run folder."""
     manifest_path = str(job.run.manifest)
     namespace = job.options["kubernetes"]["namespace"]
@@ -56,36 +63,41 @@ def request(job: QueuedRun) -> LaunchRequest:
 
 def job_manifest(job: QueuedRun) -> str:
     """Return the text of all objects: the recipe, the name of the first pod's host, and the job."""
-    return f"{job.headline}\n{format_manifests(*manifest_objects(job))}"
+    return f"{job.headline}\n{yaml_text_of_manifests(*manifest_objects_of_job(job))}"
 
 
-def manifest_objects(job: QueuedRun) -> list[ManifestObject]:
+def manifest_objects_of_job(job: QueuedRun) -> list[ManifestObject]:
     """Return the objects of the manifest."""
     kubernetes_options = job.options["kubernetes"]
-    first_objects = [_manifest_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})]
+    first_objects = [
+        _labelled_manifest_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})
+    ]
     if kubernetes_options["kind"] == "trainjob":
-        spec = merge_fields(_trainjob_spec(job), kubernetes_options["job"])
+        spec = merge_user_fields_recursively(_trainjob_spec(job), kubernetes_options["job"])
         return [
             *first_objects,
-            _manifest_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=spec),
+            _labelled_manifest_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=spec),
         ]
     # A service without an address: it gives each pod a host name, before the pod is ready.
     if len(job.plan.nodes) > 1:
         service_spec = {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {_RUN_LABEL: resource_name(job)},
+            "selector": {_RUN_LABEL: valid_resource_name_of_run(job)},
         }
-        first_objects.append(_manifest_object("v1", "Service", job, spec=service_spec))
+        first_objects.append(_labelled_manifest_object("v1", "Service", job, spec=service_spec))
     return [
         *first_objects,
-        _manifest_object(
-            "batch/v1", "Job", job, spec=merge_fields(_job_spec(job), kubernetes_options["job"])
+        _labelled_manifest_object(
+            "batch/v1",
+            "Job",
+            job,
+            spec=merge_user_fields_recursively(_indexed_job_spec(job), kubernetes_options["job"]),
         ),
     ]
 
 
-def resource_name(job: QueuedRun) -> str:
+def valid_resource_name_of_run(job: QueuedRun) -> str:
     """Return the run folder's name, changed to a valid host name."""
     name = re.sub("[^a-z0-9]+", "-", job.run.path.name.lower()).strip("-") or "run"
     name = name if name[0].isalpha() else f"run-{name}"
@@ -96,11 +108,11 @@ def resource_name(job: QueuedRun) -> str:
     )
 
 
-def _manifest_object(
+def _labelled_manifest_object(
     api_version: str, object_kind: str, job: QueuedRun, **object_fields: Any
 ) -> ManifestObject:
     kubernetes_options = job.options["kubernetes"]
-    object_name = resource_name(job)
+    object_name = valid_resource_name_of_run(job)
     labels = {"app.kubernetes.io/managed-by": "ortlaunch", **_object_labels(job)}
     # Kueue admits the job when its queue has room.
     if kubernetes_options["queue"] and object_kind in ("Job", "TrainJob"):
@@ -115,7 +127,7 @@ def _manifest_object(
 
 
 def _object_labels(job: QueuedRun) -> dict[str, str]:
-    return {**job.options["kubernetes"]["labels"], _RUN_LABEL: resource_name(job)}
+    return {**job.options["kubernetes"]["labels"], _RUN_LABEL: valid_resource_name_of_run(job)}
 
 
 def _annotation_field(job: QueuedRun) -> ManifestObject:
@@ -123,21 +135,21 @@ def _annotation_field(job: QueuedRun) -> ManifestObject:
     return {"annotations": dict(annotations)} if annotations else {}
 
 
-def _job_spec(job: QueuedRun) -> ManifestObject:
+def _indexed_job_spec(job: QueuedRun) -> ManifestObject:
     node_count = len(job.plan.nodes)
-    pod_spec = {**_pod_spec(job), "restartPolicy": "Never"}
+    pod_spec = {**_pod_spec_without_container(job), "restartPolicy": "Never"}
     if node_count > 1:
-        pod_spec["subdomain"] = resource_name(job)
+        pod_spec["subdomain"] = valid_resource_name_of_run(job)
     pod_spec["containers"] = [
         {"name": _CONTAINERS["job"], **_container_spec(job), "volumeMounts": _volume_mounts(job)}
     ]
-    pod_spec = merge_fields(pod_spec, job.options["kubernetes"]["pod"])
+    pod_spec = merge_user_fields_recursively(pod_spec, job.options["kubernetes"]["pod"])
     return {
         "completionMode": "Indexed",
         "completions": node_count,
         "parallelism": node_count,
         "backoffLimit": job.restarts,
-        "podFailurePolicy": {"rules": list(_failure_rules(job))},
+        "podFailurePolicy": {"rules": list(_pod_failure_rules(job))},
         "template": {
             "metadata": {"labels": _object_labels(job), **_annotation_field(job)},
             "spec": pod_spec,
@@ -145,7 +157,7 @@ def _job_spec(job: QueuedRun) -> ManifestObject:
     }
 
 
-def _failure_rules(job: QueuedRun) -> Iterator[ManifestObject]:
+def _pod_failure_rules(job: QueuedRun) -> Iterator[ManifestObject]:
     """Yield the rules for failed pods.
 
     A pod whose ranks have saved, or whose node was removed, is created again. Any other failure
@@ -186,13 +198,15 @@ def _trainjob_spec(job: QueuedRun) -> ManifestObject:
         "env": container_spec.pop("env"),
     }
     pod_spec = {
-        **_pod_spec(job),
+        **_pod_spec_without_container(job),
         "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _volume_mounts(job)}],
     }
     # The schema of Kubeflow Trainer 2.2 has no such field.
     if kubernetes_options["trainer"] == "v2.2":
         del pod_spec["terminationGracePeriodSeconds"]
-    template: ManifestObject = {"spec": merge_fields(pod_spec, kubernetes_options["pod"])}
+    template: ManifestObject = {
+        "spec": merge_user_fields_recursively(pod_spec, kubernetes_options["pod"])
+    }
     if kubernetes_options["labels"] or kubernetes_options["annotations"]:
         template["metadata"] = {
             "labels": dict(kubernetes_options["labels"]),
@@ -212,7 +226,7 @@ def _trainjob_spec(job: QueuedRun) -> ManifestObject:
 _SHELL = ("sh", "-c", 'cd "$0" && exec "$@"')
 
 
-def _pod_spec(job: QueuedRun) -> ManifestObject:
+def _pod_spec_without_container(job: QueuedRun) -> ManifestObject:
     """Return the parts of a pod that both kinds share, without its container."""
     kubernetes_options = job.options["kubernetes"]
     pod_spec: ManifestObject = {
@@ -232,7 +246,7 @@ def _pod_spec(job: QueuedRun) -> ManifestObject:
         "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes_options["shared_memory"]},
     }
     pod_spec["volumes"] = [
-        {"name": "recipe", "configMap": {"name": resource_name(job)}},
+        {"name": "recipe", "configMap": {"name": valid_resource_name_of_run(job)}},
         memory_volume,
         *volume_claims,
     ]
@@ -253,18 +267,18 @@ def _container_spec(job: QueuedRun) -> ManifestObject:
     kubernetes_options = job.options["kubernetes"]
     return {
         "image": kubernetes_options["image"],
-        "command": list(_node_command(job)),
+        "command": list(_command_that_starts_node_ranks(job)),
         "workingDir": kubernetes_options["workdir"],
-        "env": list(_container_variables(job)),
-        "resources": {"limits": dict(_resource_limits(job))},
+        "env": list(_container_environment_entries(job)),
+        "resources": {"limits": dict(_gpu_cpu_and_memory_limits(job))},
     }
 
 
-def _node_command(job: QueuedRun) -> tuple[str, ...]:
+def _command_that_starts_node_ranks(job: QueuedRun) -> tuple[str, ...]:
     """Return the command that starts a node's ranks."""
     # A TrainJob sets the first node's address itself.
     kubernetes_options = job.options["kubernetes"]
-    job_name = resource_name(job)
+    job_name = valid_resource_name_of_run(job)
     plan = job.plan
     master_option = (
         (f"--master={job_name}-0.{job_name}",)
@@ -291,7 +305,7 @@ def _node_command(job: QueuedRun) -> tuple[str, ...]:
     )
 
 
-def _container_variables(job: QueuedRun) -> Iterator[ManifestObject]:
+def _container_environment_entries(job: QueuedRun) -> Iterator[ManifestObject]:
     kubernetes_options = job.options["kubernetes"]
     yield {"name": "ORTLAUNCH_MODULES", "value": kubernetes_options["workdir"]}
     yield {"name": JOB_VARIABLE, "value": f"kubernetes:{_job_id(job)}"}
@@ -304,7 +318,7 @@ def _container_variables(job: QueuedRun) -> Iterator[ManifestObject]:
         }
 
 
-def _resource_limits(job: QueuedRun) -> Iterator[tuple[str, str]]:
+def _gpu_cpu_and_memory_limits(job: QueuedRun) -> Iterator[tuple[str, str]]:
     kubernetes_options = job.options["kubernetes"]
     if job.plan.device == "cuda":
         yield kubernetes_options["gpu"], str(job.plan.nodes[0].slots)
@@ -315,10 +329,11 @@ def _resource_limits(job: QueuedRun) -> Iterator[tuple[str, str]]:
 
 def _job_id(job: QueuedRun) -> str:
     kubernetes_options = job.options["kubernetes"]
-    return f"{kubernetes_options['namespace']}/{_RESOURCES[kubernetes_options['kind']]}/{resource_name(job)}"
+    resource = _RESOURCES[kubernetes_options["kind"]]
+    return f"{kubernetes_options['namespace']}/{resource}/{valid_resource_name_of_run(job)}"
 
 
-def submit(request: LaunchRequest) -> str:
+def write_files_and_queue_job(request: LaunchRequest) -> str:
     """Write the manifest, create its objects and return the job's id.
 
     The job owns the other objects: they end with it. If one of them is refused, the job is deleted.
@@ -331,7 +346,11 @@ def submit(request: LaunchRequest) -> str:
     namespace = job_object["metadata"]["namespace"]
     create_argv = ("kubectl", "create", f"--namespace={namespace}", "--filename=-", "--output=json")
     created_object = json.loads(
-        command_output(*create_argv, advice=_HOST_ADVICE, input_text=format_manifests(job_object))
+        scheduler_command_output_or_refuse(
+            *create_argv,
+            missing_command_advice=_HOST_ADVICE,
+            input_text=yaml_text_of_manifests(job_object),
+        )
     )
     owner = {key: job_object[key] for key in ("apiVersion", "kind")}
     owner |= {key: created_object["metadata"][key] for key in ("name", "uid")}
@@ -341,36 +360,38 @@ def submit(request: LaunchRequest) -> str:
         f"{namespace}/{_RESOURCES[job_object['kind'].lower()]}/{created_object['metadata']['name']}"
     )
     try:
-        command_output(
-            *create_argv, advice=_HOST_ADVICE, input_text=format_manifests(*other_objects)
+        scheduler_command_output_or_refuse(
+            *create_argv,
+            missing_command_advice=_HOST_ADVICE,
+            input_text=yaml_text_of_manifests(*other_objects),
         )
     except LaunchError:
-        cancel(job_id)
+        request_end_of_job(job_id)
         raise
     return job_id
 
 
-def states() -> dict[str, QueueState]:
+def states_of_user_jobs() -> dict[str, QueueState]:
     """Return no states: each job is asked for by its name."""
     return {}
 
 
-def state(job_id: str) -> QueueState | None:
+def queue_state_or_none(job_id: str) -> QueueState | None:
     """Return the state by the job's conditions, else by its pods; None if the job is unknown."""
     namespace, _, resource = job_id.partition("/")
-    text = command_output(
+    text = scheduler_command_output_or_refuse(
         "kubectl",
         "get",
         resource,
         f"--namespace={namespace}",
         "--output=json",
         "--ignore-not-found",
-        advice=_HOST_ADVICE,
+        missing_command_advice=_HOST_ADVICE,
     )
-    return state_in_object(json.loads(text)) if text.strip() else None
+    return queue_state_of_job_object(json.loads(text)) if text.strip() else None
 
 
-def state_in_object(job_object: Mapping[str, Any]) -> QueueState:
+def queue_state_of_job_object(job_object: Mapping[str, Any]) -> QueueState:
     """Return the state of a Job or TrainJob from `kubectl get --output=json`."""
     status = job_object.get("status", {})
     conditions = {
@@ -409,7 +430,7 @@ def _condition_text(condition_type: str, condition: Mapping[str, Any]) -> str:
     return f"{condition_type} ({reason})" if reason else condition_type
 
 
-def cancel(job_id: str) -> None:
+def request_end_of_job(job_id: str) -> None:
     """Delete the job and its recipe: pods get SIGTERM and their grace to save."""
     namespace, resource, name = job_id.split("/")
     other_resources = (f"configmap/{name}", f"service/{name}")
@@ -419,12 +440,17 @@ def cancel(job_id: str) -> None:
         "--wait=false",
         "--ignore-not-found",
     )
-    command_output(
-        "kubectl", "delete", f"{resource}/{name}", *other_resources, *options, advice=_HOST_ADVICE
+    scheduler_command_output_or_refuse(
+        "kubectl",
+        "delete",
+        f"{resource}/{name}",
+        *other_resources,
+        *options,
+        missing_command_advice=_HOST_ADVICE,
     )
 
 
-def logs(job_id: str, follows_until_end: bool) -> tuple[str, ...]:
+def log_command_of_first_node(job_id: str, follows_until_end: bool) -> tuple[str, ...]:
     """Return the command for the first pod's logs: rank 0's output, and errors of its node."""
     namespace, resource, name = job_id.split("/")
     job_kind = next(

@@ -16,9 +16,15 @@ from typing import Any
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.schedulers import QueuedRun, QueueState, run_command
+from ortlaunch.schedulers import QueuedRun, QueueState, run_scheduler_command
 
-__all__ = ["cancel", "request", "state", "states", "submit"]
+__all__ = [
+    "queue_state_or_none",
+    "request_end_of_job",
+    "states_of_user_jobs",
+    "submission_request_of_job",
+    "write_files_and_queue_job",
+]
 
 _HOST_ADVICE = "use a host of the cluster"
 # The first words of each turn of a job in its output, to which all turns append.
@@ -57,17 +63,17 @@ _STATE_BY_WORD = {
 }  # fmt: skip
 
 
-def request(job: QueuedRun) -> LaunchRequest:
+def submission_request_of_job(job: QueuedRun) -> LaunchRequest:
     """Return the sbatch command, with the script in the run folder."""
     return LaunchRequest(
         ("sbatch", "--parsable", str(job.run.job_script)),
-        files=((str(job.run.job_script), batch_script(job)),),
+        files=((str(job.run.job_script), batch_script_text(job)),),
     )
 
 
-def batch_script(job: QueuedRun) -> str:
+def batch_script_text(job: QueuedRun) -> str:
     """Return the batch script."""
-    directives = "\n".join(f"#SBATCH {option}" for option in _batch_options(job))
+    directives = "\n".join(f"#SBATCH {option}" for option in _sbatch_directive_options(job))
     export_lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.variables)
     setup_lines = "".join(f"{line}\n" for line in job.options["setup"])
     return f"""\
@@ -83,16 +89,16 @@ rm -f {shlex.quote(str(job.run.requeue_request))}
 echo "{TURN_PREFIX}$(hostname), turn $((${{SLURM_RESTART_COUNT:-0}} + 1))"
 {setup_lines}
 status=0
-{_rank_step(job)} || status=$?
+{_srun_command_of_ranks(job)} || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
-{_conclusion_command(job)} "$status" "$began"
+{_command_that_records_job_end(job)} "$status" "$began"
 status=$?
-{_requeue_lines(job)}exit "$status"
+{_requeue_script_lines_or_empty(job)}exit "$status"
 """
 
 
-def _batch_options(job: QueuedRun) -> Iterator[str]:
+def _sbatch_directive_options(job: QueuedRun) -> Iterator[str]:
     options = job.options
     plan = job.plan
     yield f"--job-name={plan.name}"
@@ -104,7 +110,7 @@ def _batch_options(job: QueuedRun) -> Iterator[str]:
     if options["memory"] is not None:
         yield f"--mem={options['memory']}"
     if plan.device == "cuda":
-        yield _gpu_option(options, plan.nodes[0].slots)
+        yield _gpu_request_option(options, plan.nodes[0].slots)
     if options["exclusive"]:
         yield "--exclusive"
     # Slurm reads % as the beginning of a field such as %j.
@@ -117,16 +123,16 @@ def _batch_options(job: QueuedRun) -> Iterator[str]:
     yield from options["options"]
 
 
-def _gpu_option(options: Any, gpu_count: int) -> str:
-    type_prefix = f"{options['gpu_type']}:" if options["gpu_type"] else ""
+def _gpu_request_option(submit_options: Any, gpu_count: int) -> str:
+    type_prefix = f"{submit_options['gpu_type']}:" if submit_options["gpu_type"] else ""
     return (
         f"--gres=gpu:{type_prefix}{gpu_count}"
-        if options["gpus"] == "gres"
+        if submit_options["gpus"] == "gres"
         else f"--gpus-per-node={type_prefix}{gpu_count}"
     )
 
 
-def _rank_step(job: QueuedRun) -> str:
+def _srun_command_of_ranks(job: QueuedRun) -> str:
     """Return the command for the step of ranks."""
     # --distribution=block numbers the ranks as the plan does, host by host. Ranks find each other
     # without MPI, hence --mpi=none. --export=ALL, because some sites set SLURM_EXPORT_ENV=NONE for
@@ -135,24 +141,26 @@ def _rank_step(job: QueuedRun) -> str:
     if job.options["cpus_per_task"] is not None:
         # Since Slurm 22.05 a step does not inherit it from the job.
         options.append(f"--cpus-per-task={job.options['cpus_per_task']}")
-    return _step_in_container(job, " ".join(options), job.train)
+    return _srun_step_in_container_if_set(job, " ".join(options), job.train)
 
 
-def _conclusion_command(job: QueuedRun) -> str:
+def _command_that_records_job_end(job: QueuedRun) -> str:
     """Return the command that prints the verdict, run where ortlaunch is installed."""
     # That is this host, or the image, which a step of one task starts.
     if job.options["container"] is None:
         return shlex.join(job.conclude)
-    return _step_in_container(
+    return _srun_step_in_container_if_set(
         job, "srun --export=ALL --nodes=1 --ntasks=1 --mpi=none", job.conclude
     )
 
 
-def _step_in_container(job: QueuedRun, step_command: str, step_argv: tuple[str, ...]) -> str:
+def _srun_step_in_container_if_set(
+    job: QueuedRun, srun_command: str, step_argv: tuple[str, ...]
+) -> str:
     """Return a step that runs a command, in the container if there is one."""
     container = job.options["container"]
     if container is None:
-        return f"{step_command} \\\n    {shlex.join(step_argv)}"
+        return f"{srun_command} \\\n    {shlex.join(step_argv)}"
     # The same paths inside as outside: the plan and the command have those of this host.
     mounts = [
         *(f"{path}:{path}" for path in dict.fromkeys((job.folder, str(job.run)))),
@@ -164,15 +172,15 @@ def _step_in_container(job: QueuedRun, step_command: str, step_argv: tuple[str, 
         container_options = (
             f"--container-image={image} --container-mounts={shlex.quote(','.join(mounts))} "
         )
-        return f"{step_command} {container_options}--container-workdir={folder} \\\n    {shlex.join(step_argv)}"
+        return f"{srun_command} {container_options}--container-workdir={folder} \\\n    {shlex.join(step_argv)}"
     bind_options = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
     return (
-        f"{step_command} \\\n    apptainer exec --nv {bind_options} --pwd {folder} {image} "
+        f"{srun_command} \\\n    apptainer exec --nv {bind_options} --pwd {folder} {image} "
         f"\\\n    {shlex.join(step_argv)}"
     )
 
 
-def _requeue_lines(job: QueuedRun) -> str:
+def _requeue_script_lines_or_empty(job: QueuedRun) -> str:
     if not job.options["requeue"]:
         return ""
     request, script = (
@@ -202,11 +210,11 @@ def require_sbatch() -> None:
         )
 
 
-def submit(request: LaunchRequest) -> str:
+def write_files_and_queue_job(request: LaunchRequest) -> str:
     """Write the script, queue it and return the job's id."""
     require_sbatch()
     request.write_files()
-    completed = run_command(*request.argv, advice=_HOST_ADVICE)
+    completed = run_scheduler_command(*request.argv, missing_command_advice=_HOST_ADVICE)
     if completed.returncode:
         raise LaunchError(
             f"sbatch refused the job: {completed.stderr.strip() or completed.stdout.strip()}"
@@ -215,60 +223,70 @@ def submit(request: LaunchRequest) -> str:
     return completed.stdout.strip().partition(";")[0]
 
 
-def states() -> dict[str, QueueState]:
+def states_of_user_jobs() -> dict[str, QueueState]:
     """Return the states of this user's jobs that the queue still has, by their ids."""
     user_option = f"--user={getpass.getuser()}"
-    completed = run_command(
-        "squeue", "--noheader", "--states=all", user_option, "-o", "%i|%T|%r", advice=_HOST_ADVICE
+    completed = run_scheduler_command(
+        "squeue",
+        "--noheader",
+        "--states=all",
+        user_option,
+        "-o",
+        "%i|%T|%r",
+        missing_command_advice=_HOST_ADVICE,
     )
-    lines = completed.stdout.splitlines() if _does_controller_know_job(completed) else []
+    lines = completed.stdout.splitlines() if _knows_job_or_raise_if_unreachable(completed) else []
     fields_by_job = [line.split("|", 1) for line in lines if "|" in line]
     return {
         job: queue_state
         for job, state_line in fields_by_job
-        if (queue_state := state_in_lines(state_line)) is not None
+        if (queue_state := state_in_squeue_or_sacct_output(state_line)) is not None
     }
 
 
-def state(job_id: str) -> QueueState | None:
+def queue_state_or_none(job_id: str) -> QueueState | None:
     """Return the state from the first command that knows the job."""
     # squeue, then scontrol, which knows jobs for some minutes after their end, then sacct.
-    for read_state in (_state_by_squeue, _state_by_scontrol, _state_by_sacct):
+    for read_state in (
+        _ask_squeue_for_state_or_none,
+        _ask_scontrol_for_state_or_none,
+        _ask_sacct_for_state_or_none,
+    ):
         queue_state = read_state(job_id)
         if queue_state is not None:
             return queue_state
     return None
 
 
-def cancel(job_id: str) -> None:
+def request_end_of_job(job_id: str) -> None:
     """Cancel the job: ranks get SIGTERM, and the cluster's KillWait to save."""
-    completed = run_command("scancel", job_id, advice=_HOST_ADVICE)
+    completed = run_scheduler_command("scancel", job_id, missing_command_advice=_HOST_ADVICE)
     if completed.returncode:
         raise LaunchError(f"scancel {job_id}: {completed.stderr.strip()}")
 
 
-def state_in_lines(output_text: str) -> QueueState | None:
+def state_in_squeue_or_sacct_output(output_text: str) -> QueueState | None:
     """Return the state from the first line of `squeue -o '%T|%r'` or `sacct -P -o State`."""
     lines = [line for line in output_text.splitlines() if line.strip()]
     if not lines:
         return None
     state_words, _, reason = lines[0].partition("|")
     # sacct appends the user to CANCELLED, and a + to a shortened name.
-    return _state_of_words([state_words.split()[0].rstrip("+")], reason)
+    return _queue_state_of_slurm_words([state_words.split()[0].rstrip("+")], reason)
 
 
-def state_in_record(text: str) -> QueueState | None:
+def state_in_scontrol_output(scontrol_output: str) -> QueueState | None:
     """Return the state from the output of `scontrol show job`."""
-    state_match = re.search(r"\bJobState=(\S+)", text)
-    reason_match = re.search(r"\bReason=(\S+)", text)
+    state_match = re.search(r"\bJobState=(\S+)", scontrol_output)
+    reason_match = re.search(r"\bReason=(\S+)", scontrol_output)
     return (
-        _state_of_words([state_match[1]], reason_match[1] if reason_match else "")
+        _queue_state_of_slurm_words([state_match[1]], reason_match[1] if reason_match else "")
         if state_match
         else None
     )
 
 
-def _state_of_words(state_words: list[str], reason: str) -> QueueState | None:
+def _queue_state_of_slurm_words(state_words: list[str], reason: str) -> QueueState | None:
     """Return the state for the scheduler's words."""
     # A requeued job has its last state as well, but is pending.
     known_words = [state_word for state_word in state_words if state_word in _STATE_BY_WORD]
@@ -288,25 +306,35 @@ def _state_of_words(state_words: list[str], reason: str) -> QueueState | None:
     return QueueState(_STATE_BY_WORD[decisive_word], f"{' '.join(state_words)}{reason_text}")
 
 
-def _state_by_squeue(job_id: str) -> QueueState | None:
-    completed = run_command(
+def _ask_squeue_for_state_or_none(job_id: str) -> QueueState | None:
+    completed = run_scheduler_command(
         "squeue",
         "--noheader",
         "--states=all",
         f"--jobs={job_id}",
         "-o",
         "%T|%r",
-        advice=_HOST_ADVICE,
+        missing_command_advice=_HOST_ADVICE,
     )
-    return state_in_lines(completed.stdout) if _does_controller_know_job(completed) else None
+    return (
+        state_in_squeue_or_sacct_output(completed.stdout)
+        if _knows_job_or_raise_if_unreachable(completed)
+        else None
+    )
 
 
-def _state_by_scontrol(job_id: str) -> QueueState | None:
-    completed = run_command("scontrol", "show", "job", job_id, advice=_HOST_ADVICE)
-    return state_in_record(completed.stdout) if _does_controller_know_job(completed) else None
+def _ask_scontrol_for_state_or_none(job_id: str) -> QueueState | None:
+    completed = run_scheduler_command(
+        "scontrol", "show", "job", job_id, missing_command_advice=_HOST_ADVICE
+    )
+    return (
+        state_in_scontrol_output(completed.stdout)
+        if _knows_job_or_raise_if_unreachable(completed)
+        else None
+    )
 
 
-def _does_controller_know_job(completed: subprocess.CompletedProcess[str]) -> bool:
+def _knows_job_or_raise_if_unreachable(completed: subprocess.CompletedProcess[str]) -> bool:
     """Whether the controller knows the job.
 
     Raises:
@@ -318,10 +346,10 @@ def _does_controller_know_job(completed: subprocess.CompletedProcess[str]) -> bo
     return completed.returncode == 0
 
 
-def _state_by_sacct(job_id: str) -> QueueState | None:
+def _ask_sacct_for_state_or_none(job_id: str) -> QueueState | None:
     if shutil.which("sacct") is None:
         return None
-    completed = run_command(
-        "sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State", advice=_HOST_ADVICE
+    completed = run_scheduler_command(
+        "sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State", missing_command_advice=_HOST_ADVICE
     )
-    return state_in_lines(completed.stdout) if completed.returncode == 0 else None
+    return state_in_squeue_or_sacct_output(completed.stdout) if completed.returncode == 0 else None

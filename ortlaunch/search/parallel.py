@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ortlaunch.recipe.fields.sweep import Parameter, Search
-from ortlaunch.search.study import Trial, format_value, tie_sentence
+from ortlaunch.search.study import Trial, equal_result_sentence_or_empty, format_value
 
 # Pixels of the picture and of its axes; text is beside and below them.
 _WIDTH = 900
@@ -51,7 +51,7 @@ class Picture(NamedTuple):
     bottom: int = _BOTTOM
 
 
-def sweep_picture(
+def parallel_coordinates_of_trials(
     sweep_section: Search,
     trials: Sequence[Trial],
     best_trials: Sequence[Trial],
@@ -74,7 +74,7 @@ def sweep_picture(
             position_by_name[name],
             name,
             [
-                (_position_on_axis(parameter, value), format_value(value))
+                (_pixel_of_value_on_axis(parameter, value), format_value(value))
                 for value in parameter.bounds_or_choices
             ],
         )
@@ -96,7 +96,7 @@ def sweep_picture(
     lines = [
         TrialLine(
             [
-                (position_by_name[name], _position_on_axis(sweep_section.space[name], value))
+                (position_by_name[name], _pixel_of_value_on_axis(sweep_section.space[name], value))
                 for name, value in trial.fields.items()
             ]
             + [
@@ -105,7 +105,7 @@ def sweep_picture(
             ],
             trial.number in best_numbers,
             f"trial {trial.number}: {trial.line()}",
-            tie_sentence(trial, complete_trials),
+            equal_result_sentence_or_empty(trial, complete_trials),
         )
         for trial in complete_trials
     ]
@@ -129,13 +129,13 @@ def sweep_picture(
     return Picture(axes, lines, [*importances.items()], metrics[0], table_head, table_rows)
 
 
-def _position_on_axis(parameter: Parameter, value: object) -> float:
+def _pixel_of_value_on_axis(parameter: Parameter, searched_value: object) -> float:
     """Return the position of a field's value on its axis."""
     if parameter.value_field == "choice":
         positions = _even_positions(len(parameter.bounds_or_choices), 0.0, 1.0)
-        return _pixel_of_share(positions[parameter.bounds_or_choices.index(value)])
+        return _pixel_of_share(positions[parameter.bounds_or_choices.index(searched_value)])
     lower_end, upper_end, field_value = (
-        float(str(number_text)) for number_text in (*parameter.bounds_or_choices, value)
+        float(str(number_text)) for number_text in (*parameter.bounds_or_choices, searched_value)
     )
     if parameter.value_field == "log_uniform":
         lower_end, upper_end, field_value = map(math.log, (lower_end, upper_end, field_value))

@@ -60,7 +60,7 @@ def format_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
 
-def tie_sentence(best_trial: Trial, trials: Sequence[Trial]) -> str:
+def equal_result_sentence_or_empty(best_trial: Trial, trials: Sequence[Trial]) -> str:
     """Return a sentence on other complete trials with exactly the best one's values; "" if none."""
     tied_numbers = [
         str(trial.number)
@@ -93,7 +93,7 @@ class Study:
         assert recipe.sweep is not None
         self.sweep = recipe.sweep
         self._seed = recipe.seed
-        self._optuna = _import_optuna(self.sweep.sampler)
+        self._optuna = _require_and_import_optuna(self.sweep.sampler)
         if has_sweep_lock:
             _repair_journal(sweep_folder.journal)
         journal_module = importlib.import_module("optuna.storages.journal")
@@ -105,24 +105,24 @@ class Study:
             directions=[
                 f"{directed_metric.direction}imize" for directed_metric in self.sweep.metrics
             ],
-            pruner=self._create_pruner(),
+            pruner=self._optuna_pruner_of_recipe(),
             load_if_exists=True,
         )
 
     def read_trials(self) -> list[Trial]:
         """Return all trials in the order of their numbers."""
         return [
-            self._trial_record(frozen_trial)
+            self._trial_of_optuna_trial(frozen_trial)
             for frozen_trial in self._study.get_trials(deepcopy=False)
         ]
 
     def best_trials(self) -> list[Trial]:
         """Return the best complete trial; with several metrics all that no other trial beats."""
-        best_records = sorted(map(self._trial_record, self._study.best_trials))
+        best_records = sorted(map(self._trial_of_optuna_trial, self._study.best_trials))
         trained_trials = [trial for trial in best_records if not trial.repeats]
         return trained_trials if len(self.sweep.metrics) > 1 else trained_trials[:1]
 
-    def field_importances(self) -> dict[str, float]:
+    def field_importances_or_empty(self) -> dict[str, float]:
         """Return the share of each field in the first metric's variance, the largest first.
 
         It is {} before there are enough trials, and where all have the same value.
@@ -143,7 +143,7 @@ class Study:
             return importance_by_field
         return {}
 
-    def earlier_equal_trial(self, trial_number: int) -> Trial | None:
+    def earlier_ended_trial_with_equal_fields(self, trial_number: int) -> Trial | None:
         """Return an earlier trial with the same fields that was complete or pruned."""
         *earlier_trials, trial = self.read_trials()[: trial_number + 1]
         ended_trials = (
@@ -160,31 +160,33 @@ class Study:
             None,
         )
 
-    def draw_trial(self, trial_number: int | None = None) -> int:
+    def draw_trial_values_and_return_number(self, trial_number: int | None = None) -> int:
         """Draw the next trial, or complete the draw of an unfinished one, and return its number."""
         trials = self._study.get_trials(deepcopy=False)
         drawn_number = len(trials) if trial_number is None else trial_number
-        self._study.sampler = self._create_sampler(drawn_number)
+        self._study.sampler = self._optuna_sampler_for_trial(drawn_number)
         trial = self._study.ask() if trial_number is None else self._optuna_trial(trial_number)
         chosen_values = dict[str, object]()
         for name, parameter in self.sweep.space.items():
             if parameter.applies_to_trial(chosen_values):
                 chosen_values[name] = self._field_value(
-                    name, _suggest_value(trial, name, parameter)
+                    name, _suggest_field_value_by_optuna(trial, name, parameter)
                 )
         return drawn_number
 
-    def report_and_ask_to_prune(self, trial_number: int, values: Mapping[int, float]) -> bool:
+    def report_values_and_decide_to_prune(
+        self, trial_number: int, value_by_evaluation_number: Mapping[int, float]
+    ) -> bool:
         """Record the values of a trial's evaluations, and return whether to stop it now.
 
         Args:
-            values: of the only metric, by the number of the evaluation, from 1.
+            value_by_evaluation_number: of the only metric, by the number of the evaluation, from 1.
         """
         reported_values = self._study.get_trials(deepcopy=False)[trial_number].intermediate_values
-        if len(values) <= len(reported_values):
+        if len(value_by_evaluation_number) <= len(reported_values):
             return False
         trial = self._optuna_trial(trial_number)
-        for evaluation_number, value in values.items():
+        for evaluation_number, value in value_by_evaluation_number.items():
             if evaluation_number not in reported_values:
                 trial.report(value, evaluation_number)
         return bool(trial.should_prune())
@@ -208,7 +210,7 @@ class Study:
         frozen = self._study.get_trials(deepcopy=False)[trial_number]
         return self._optuna.trial.Trial(self._study, frozen._trial_id)
 
-    def _trial_record(self, frozen_trial: Any) -> Trial:
+    def _trial_of_optuna_trial(self, frozen_trial: Any) -> Trial:
         fields = {
             name: self._field_value(name, label) for name, label in frozen_trial.params.items()
         }
@@ -225,7 +227,7 @@ class Study:
             (value for value in choices if _optuna_label(value) == optuna_label), optuna_label
         )
 
-    def _create_sampler(self, trial_number: int) -> Any:
+    def _optuna_sampler_for_trial(self, trial_number: int) -> Any:
         samplers = self._optuna.samplers
         seed = self._seed + trial_number
         with warnings.catch_warnings():
@@ -240,7 +242,7 @@ class Study:
             names = {"random": "RandomSampler", "gp": "GPSampler", "cmaes": "CmaEsSampler"}
             return getattr(samplers, names[self.sweep.sampler])(seed=seed)
 
-    def _create_pruner(self) -> Any:
+    def _optuna_pruner_of_recipe(self) -> Any:
         pruners = self._optuna.pruners
         # A step of a pruner is an evaluation.
         pruner_by_name = {
@@ -252,7 +254,7 @@ class Study:
         return pruner_by_name[self.sweep.pruner]()
 
 
-def _import_optuna(sampler_name: str) -> Any:
+def _require_and_import_optuna(sampler_name: str) -> Any:
     """Return the module of Optuna."""
     for package in ("optuna", *_PACKAGES_OF_SAMPLER.get(sampler_name, ())):
         if importlib.util.find_spec(package) is None:
@@ -277,13 +279,15 @@ def _optuna_label(value: object) -> object:
     return json.dumps(value) if isinstance(value, (list, tuple, Mapping)) else value
 
 
-def _suggest_value(trial: Any, field_name: str, parameter: Parameter) -> object:
+def _suggest_field_value_by_optuna(
+    optuna_trial: Any, field_name: str, parameter: Parameter
+) -> object:
     if parameter.value_field == "choice":
-        return trial.suggest_categorical(
+        return optuna_trial.suggest_categorical(
             field_name, [*map(_optuna_label, parameter.bounds_or_choices)]
         )
     if parameter.value_field == "int":
-        return trial.suggest_int(field_name, *parameter.bounds_or_choices)
-    return trial.suggest_float(
+        return optuna_trial.suggest_int(field_name, *parameter.bounds_or_choices)
+    return optuna_trial.suggest_float(
         field_name, *parameter.bounds_or_choices, log=parameter.value_field == "log_uniform"
     )

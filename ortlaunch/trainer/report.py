@@ -55,22 +55,22 @@ def write_and_print_report(report: Json, output_folder: str) -> None:
     path = Path(output_folder) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for line in summary_lines(report):
+    for line in report_summary_lines(report):
         print(f"ORTTrainer: {line}", flush=True)
     print(f"ORTTrainer: details in {path}", flush=True)
 
 
-def summary_lines(report: Json) -> list[str]:
+def report_summary_lines(training_report_record: Json) -> list[str]:
     """Return the report in a few lines."""
-    ort_record = report["onnxruntime"]
-    optimizer = report["optimizer"]
-    norm_record = report["fp16_optimizer"]
+    ort_record = training_report_record["onnxruntime"]
+    optimizer = training_report_record["optimizer"]
+    norm_record = training_report_record["fp16_optimizer"]
     lines = [
-        f"engine {report['engine']} on {ort_record['provider'] or 'no provider'}, "
-        f"{report['ranks']} process(es), sharding {report['sharding']}: "
+        f"engine {training_report_record['engine']} on {ort_record['provider'] or 'no provider'}, "
+        f"{training_report_record['ranks']} process(es), sharding {training_report_record['sharding']}: "
         f"{ort_record['forward_passes']} forward and {ort_record['backward_passes']} backward passes, "
         f"{ort_record['exports']} exports, {ort_record['graphs_built']} graphs, {len(ort_record['repairs'])} repairs, "
-        f"{ort_record['fallbacks']} fallbacks; evaluation by {report['evaluation']}",
+        f"{ort_record['fallbacks']} fallbacks; evaluation by {training_report_record['evaluation']}",
         f"optimizer {optimizer['used']}"
         + (f", not {optimizer['requested']}: {optimizer['why']}" if optimizer["why"] else ""),
     ]

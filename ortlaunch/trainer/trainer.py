@@ -23,8 +23,8 @@ from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import ORTModule, Settings, options, witness
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
-from ortlaunch.ortmodule.fp16_optimizer import fuse_by_ort_or_own
-from ortlaunch.ortmodule.fused_adam import too_large_reason
+from ortlaunch.ortmodule.fp16_optimizer import fuse_gradient_norm_by_ort_or_own
+from ortlaunch.ortmodule.fused_adam import reason_tensor_is_too_large_or_empty
 from ortlaunch.trainer.arguments import ADAMW_ORT_FUSED, ortmodule_settings
 from ortlaunch.trainer.report import training_report, write_and_print_report
 
@@ -77,7 +77,9 @@ class ORTTrainer(Trainer):
         if self.ort_module is None:
             return {}
         refusal = (
-            _fused_adam_refusal(self.args, self.model) if _is_ort_fused_adam(self.args) else ""
+            _reason_fused_adam_is_refused(self.args, self.model)
+            if _is_ort_fused_adam(self.args)
+            else ""
         )
         return training_report(self, self.ort_module.report(), self.fp16_optimizer, refusal)
 
@@ -90,9 +92,9 @@ class ORTTrainer(Trainer):
             EngineError: ONNX Runtime cannot train in this form of parallelism, or this model.
             MissingDependency: ONNX Runtime Training or its extensions are not installed.
         """
-        self._refuse_parallelism()
-        options.import_with_settings(self._ortmodule_settings())
-        witness.get_counting_witness().reset_counters()
+        self._refuse_unsupported_parallelism()
+        options.import_ortmodule_with_settings(self._ortmodule_settings())
+        witness.get_or_start_pass_counters().reset_pass_counters()
         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
         if self.is_world_process_zero():
             write_and_print_report(self.report(), self._get_output_dir(trial))
@@ -111,7 +113,9 @@ class ORTTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; it gets the ORTModule where Trainer gives it the model."""
         super().create_accelerator_and_postprocess()
-        prepare = functools.partial(self._prepare_with_ort_module, self.accelerator.prepare)
+        prepare = functools.partial(
+            self._prepare_with_ort_module_in_training, self.accelerator.prepare
+        )
         setattr(self.accelerator, "prepare", prepare)  # noqa: B010  # a method
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -148,8 +152,10 @@ class ORTTrainer(Trainer):
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
         }
-        if refusal := _fused_adam_refusal(args, model):
-            tally.add_note_once(f"{ADAMW_ORT_FUSED}: torch's fused AdamW runs instead: {refusal}")
+        if refusal := _reason_fused_adam_is_refused(args, model):
+            tally.add_end_note_once(
+                f"{ADAMW_ORT_FUSED}: torch's fused AdamW runs instead: {refusal}"
+            )
             return torch.optim.AdamW, {**settings, "fused": True}
         from onnxruntime.training.optim import FusedAdam
         from onnxruntime.training.optim.fused_adam import AdamWMode
@@ -160,7 +166,7 @@ class ORTTrainer(Trainer):
     def _ortmodule_settings(self) -> Settings:
         return self.settings or ortmodule_settings(self.args)
 
-    def _refuse_parallelism(self) -> None:
+    def _refuse_unsupported_parallelism(self) -> None:
         """Raise an error for forms of parallelism in which ORTModule cannot train."""
         unsupported_form = ""
         if self.args.n_gpu > 1:
@@ -176,20 +182,22 @@ class ORTTrainer(Trainer):
                 f"ORTTrainer does not train with {unsupported_form}, or transformers' Trainer"
             )
 
-    def _prepare_with_ort_module(
+    def _prepare_with_ort_module_in_training(
         self, original_prepare: Callable[..., Any], *objects: Any, **kwargs: Any
     ) -> Any:
         """Call accelerate's `original_prepare`, in training with the ORTModule instead of the model."""
         if not self.is_in_train or not any(item is self.model for item in objects):
             return original_prepare(*objects, **kwargs)
         model: Any = self.model
-        _settle_model_configs(model)
+        _disable_caches_and_fill_config(model)
         # Built here, because the model has its device, weights and frozen layers by now.
         self.ort_module = ORTModule(model, self._ortmodule_settings())
         wrapped_objects = [self.ort_module if item is self.model else item for item in objects]
         prepared = original_prepare(*wrapped_objects, **kwargs)
         if self.is_deepspeed_enabled:
-            self.fp16_optimizer = fuse_by_ort_or_own(prepared[0].optimizer, self.args.device.type)
+            self.fp16_optimizer = fuse_gradient_norm_by_ort_or_own(
+                prepared[0].optimizer, self.args.device.type
+            )
         return prepared
 
 
@@ -197,7 +205,7 @@ class ORTSeq2SeqTrainer(ORTTrainer, Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer, trained by ONNX Runtime; `generate` runs in PyTorch."""
 
 
-def _settle_model_configs(model: torch.nn.Module) -> None:
+def _disable_caches_and_fill_config(model: torch.nn.Module) -> None:
     """Switch off caches of keys and values, which no graph can return, and prepare the config.
 
     Trainer switches off the cache in the model's own config only; T5's decoder has another one.
@@ -221,14 +229,14 @@ def _is_ort_fused_adam(args: TrainingArguments) -> bool:
     return str(args.optim) == ADAMW_ORT_FUSED
 
 
-def _fused_adam_refusal(args: TrainingArguments, model: Any) -> str:
+def _reason_fused_adam_is_refused(args: TrainingArguments, model: Any) -> str:
     """Return why ONNX Runtime's FusedAdam cannot train the model; empty if it can."""
     # By the arguments' device: DeepSpeed moves the parameters later.
     if args.device.type != "cuda":
         return "ONNX Runtime's is for CUDA only"
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed flattens them into one tensor.
-    return too_large_reason([sum(sizes)] if args.deepspeed else sizes)
+    return reason_tensor_is_too_large_or_empty([sum(sizes)] if args.deepspeed else sizes)
 
 
 def _warn_of_ignored_arguments(**arguments: object) -> None:

@@ -13,21 +13,24 @@ import sys
 import traceback
 from importlib import import_module
 
-from ortlaunch.die_with_parent import die_with_parent
+from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.tasks import TASKS
-from ortlaunch.worker.__main__ import silence_no_gpu_warning
-from ortlaunch.worker.engine.binding import let_waiting_threads_sleep
-from ortlaunch.worker.supervision.user_frames import fold_foreign_frames, user_source_location
+from ortlaunch.worker.__main__ import silence_no_gpu_warning_on_cpu
+from ortlaunch.worker.engine.binding import set_openmp_wait_policy_unless_set
+from ortlaunch.worker.supervision.user_frames import (
+    last_user_source_location_or_none,
+    traceback_with_foreign_frames_counted,
+)
 
 
 def main() -> int:
     """Run a task that needs no plan; return its exit status, or that of its error."""
-    die_with_parent(signal.SIGTERM, os.getppid())
-    let_waiting_threads_sleep(os.environ)
+    request_signal_at_parent_end_or_exit(signal.SIGTERM, os.getppid())
+    set_openmp_wait_policy_unless_set(os.environ)
     # Other libraries import DeepSpeed, which would guess the device and warn.
     os.environ["DS_ACCELERATOR"] = "cpu"
-    silence_no_gpu_warning("cpu")
+    silence_no_gpu_warning_on_cpu("cpu")
     task = TASKS[sys.argv[1]]
     assert task.request is not None, "the command starts ranks for the other tasks"
     try:
@@ -35,7 +38,7 @@ def main() -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        if not reader_is_gone(sys.stdout.fileno()):
+        if not is_pipe_reader_gone(sys.stdout.fileno()):
             raise
         # Nobody reads any more, as after `| head`; Python would flush once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -45,13 +48,13 @@ def main() -> int:
         return error.exit_status
     except Exception as error:
         # The user's own code may raise anything.
-        if user_source_location(error) is None:
+        if last_user_source_location_or_none(error) is None:
             raise
-        print(fold_foreign_frames(traceback.format_exc()), file=sys.stderr)
+        print(traceback_with_foreign_frames_counted(traceback.format_exc()), file=sys.stderr)
         return 1
 
 
-def reader_is_gone(write_end: int) -> bool:
+def is_pipe_reader_gone(write_end: int) -> bool:
     """Return whether a descriptor is a pipe whose reader has closed it."""
     poller = select.poll()
     poller.register(write_end, 0)

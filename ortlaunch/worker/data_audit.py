@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ortlaunch.recipe.fields.data import HeldOut, uses_template
-from ortlaunch.worker.data import Conversations, LabelledTexts, LoadedData, OwnSamples
+from ortlaunch.recipe.fields.data import HeldOut, is_written_by_chat_template
+from ortlaunch.worker.data import ChatSamples, LabelledTexts, LoadedData, UserSamples
 from ortlaunch.worker.data.media.samples import LabelledImages, Recordings
-from ortlaunch.worker.data.mixture import readable_indices, streamed_parts
+from ortlaunch.worker.data.mixture import indices_of_readable_samples, streamed_sources_of_samples
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 
@@ -56,7 +56,7 @@ _USUAL_UNKNOWN_SHARE = 0.001
 # Attributes of samples that have other samples within: packs, and parts held out.
 _INNER = ("samples", "whole")
 # Samples without tokens.
-_OF_TENSORS = (OwnSamples, LabelledImages, Recordings)
+_OF_TENSORS = (UserSamples, LabelledImages, Recordings)
 _Ints = NDArray[np.int64]
 _FACTORS = np.random.default_rng(0).integers(1, 1 << 62, (_HASHES + _SHINGLE)).astype(
     np.uint64
@@ -133,28 +133,28 @@ class PartAudit(NamedTuple):
 
 # A training uses its audit twice.
 @functools.lru_cache(maxsize=1)
-def audit_parts(
-    data: LoadedData, max_samples: int = AT_START, streams: bool = True
+def audit_training_and_evaluation_samples(
+    data: LoadedData, max_samples: int = AT_START, audits_streams: bool = True
 ) -> list[PartAudit]:
     """Return the audits of the training and the evaluation samples; [] for custom data.
 
     Args:
         data: the data of the recipe.
         max_samples: largest number of samples of each part.
-        streams: whether to audit streams, too, and so to wait for a window of each.
+        audits_streams: whether to audit streams, too, and so to wait for a window of each.
     """
     recipe = data.recipe
     length = recipe.data.sequence_length or 1
     max_samples = max(_LEAST, min(max_samples, max_samples * _USUAL_TOKENS // length))
     part_audits = list[PartAudit]()
     for key, samples in data.parts.items():
-        sources = [*_source_samples(samples)]
+        sources = [*_samples_of_each_source(samples)]
         if any(isinstance(item, _OF_TENSORS) for item in sources):
             continue
-        is_streamed = bool(streamed_parts(samples))
-        if is_streamed and not streams:
+        is_streamed = bool(streamed_sources_of_samples(samples))
+        if is_streamed and not audits_streams:
             continue
-        available_indices = readable_indices(samples)
+        available_indices = indices_of_readable_samples(samples)
         audited_places = np.unique(
             np.linspace(
                 0, len(available_indices) - 1, min(max_samples, len(available_indices))
@@ -165,23 +165,28 @@ def audit_parts(
             for index in (
                 available_indices[audited_place] for audited_place in audited_places.tolist()
             )
-            for row in _sample_rows(samples.sample(index, 0), index, recipe.model.traits.label)
+            for row in _audit_rows_of_sample(
+                samples.sample(index, 0), index, recipe.model.traits.label
+            )
         ]
-        chats = [item for item in sources if isinstance(item, Conversations)]
+        chats = [item for item in sources if isinstance(item, ChatSamples)]
         # Neighbouring windows of plain text share phrases, and nobody wrote them twice.
         finds_near = chats or any(isinstance(item, LabelledTexts) for item in sources)
         findings = itertools.chain(
             _unlearned_chat_findings(chats),
             _without_text(sources),
-            _token_findings(rows, length, data.tokenizer),
+            _unknown_and_cut_token_findings(rows, length, data.tokenizer),
             _duplicate_findings(rows, data.tokenizer, with_near=bool(finds_near)),
-            _answer_findings(rows, length, data.tokenizer) if chats else (),
+            _faulty_answer_end_findings(rows, length, data.tokenizer) if chats else (),
         )
         stream_text = (
             " of the stream's next window; later ones are not audited" if is_streamed else ""
         )
         # Several rows are packed into a sample.
-        is_padded = len(rows) == len(audited_places) and not recipe.data.lengths
+        is_padded = (
+            len(rows) == len(audited_places)
+            and not recipe.data.padding_lengths_below_sequence_length
+        )
         part_audits.append(
             PartAudit(
                 key,
@@ -198,30 +203,34 @@ def audit_parts(
             isinstance(evaluation_source, HeldOut) or recipe.data.train == evaluation_source
         )
         part_audits[1].findings.extend(
-            _overlap_findings(
+            _evaluation_rows_in_training_findings(
                 part_audits[0].rows, part_audits[1].rows, data.tokenizer, is_same_source
             )
         )
     if part_audits:
-        template = any(uses_template(source) for _, source in recipe.data.sources())
-        part_audits[0].findings.extend(_split_mark_findings(data.tokenizer) if template else ())
-        part_audits[0].findings.extend(_misspelt_class_findings(class_counts(data)))
+        template = any(
+            is_written_by_chat_template(source) for _, source in recipe.data.key_and_source_pairs()
+        )
+        part_audits[0].findings.extend(
+            _split_template_token_findings(data.tokenizer) if template else ()
+        )
+        part_audits[0].findings.extend(_misspelt_class_findings(training_rows_by_class_name(data)))
     return part_audits
 
 
-def require_no_severe_findings(data: LoadedData, streams: bool) -> None:
+def require_no_severe_findings(data: LoadedData, audits_streams: bool) -> None:
     """Refuse severe findings that the recipe does not allow.
 
     Args:
         data: the data of the recipe.
-        streams: whether to audit streams, too.
+        audits_streams: whether to audit streams, too.
 
     Raises:
         DataError: with the first one.
     """
     for key, finding in (
         (part.key, finding)
-        for part in audit_parts(data, streams=streams)
+        for part in audit_training_and_evaluation_samples(data, audits_streams=audits_streams)
         for finding in part.findings
     ):
         if finding.is_severe and finding.name not in data.recipe.data.allow_findings:
@@ -231,23 +240,23 @@ def require_no_severe_findings(data: LoadedData, streams: bool) -> None:
             )
 
 
-def class_counts(data: LoadedData) -> Counter[str]:
+def training_rows_by_class_name(data: LoadedData) -> Counter[str]:
     """Return the training rows of each class that has a name, for texts and images with a class."""
     counts = Counter[str]()
-    for part in _source_samples(data.train):
+    for part in _samples_of_each_source(data.train):
         if data.class_names and type(part) in (LabelledTexts, LabelledImages):
             counts.update({data.class_names[n]: rows for n, rows in zip(part.labels, part.counts)})
     return counts
 
 
-def _source_samples(samples: Any) -> Iterator[Any]:
+def _samples_of_each_source(samples: Any) -> Iterator[Any]:
     """Yield the samples of each source, without packs and parts around them."""
     for part in getattr(samples, "parts", [samples]):
         inner = [value for name, value in getattr(part, "__dict__", {}).items() if name in _INNER]
-        yield from _source_samples(inner[0]) if inner else [part]
+        yield from _samples_of_each_source(inner[0]) if inner else [part]
 
 
-def _unlearned_chat_findings(chats: Sequence[Conversations]) -> Iterator[AuditFinding]:
+def _unlearned_chat_findings(chats: Sequence[ChatSamples]) -> Iterator[AuditFinding]:
     total = sum(len(chat_source.ends) for chat_source in chats)
     if unlearned := total - sum(len(chat_source.kept) for chat_source in chats):
         text = f"{unlearned:,} of {total:,} chats have no learned token"
@@ -262,12 +271,12 @@ def _without_text(sources: Sequence[Any]) -> Iterator[AuditFinding]:
             yield AuditFinding("empty_texts", text)
 
 
-def _sample_rows(sample: Any, index: int, label_type: str) -> Iterator[AuditRow]:
+def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> Iterator[AuditRow]:
     """Yield the rows of a sample: the documents of a pack, or one.
 
     Args:
         sample: the sample.
-        index: its index.
+        sample_index: its index.
         label_type: the type of its labels, as in model_tasks.py; "": they are tokens.
     """
     ids = np.asarray(sample["input_ids"])
@@ -289,12 +298,12 @@ def _sample_rows(sample: Any, index: int, label_type: str) -> Iterator[AuditRow]
                 ids[is_in_document],
                 learned[is_in_document],
                 None if by_token else labels.item(),
-                index,
+                sample_index,
                 tags,
             )
 
 
-def _token_findings(
+def _unknown_and_cut_token_findings(
     rows: Sequence[AuditRow], max_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[AuditFinding]:
     """Yield findings on tokens: unknown ones, two begin marks, and texts that are cut off."""
@@ -335,16 +344,18 @@ def _duplicate_findings(
         ),
         (
             "near_duplicates",
-            [*_near_duplicates([*first_rows.values()])] if with_near else [],
+            [*_rows_nearly_equal_to_earlier([*first_rows.values()])] if with_near else [],
             "near duplicates of other rows",
         ),
     ):
         if faulty_rows:
-            example = _distinguishing_text(faulty_rows[0], [*first_rows.values()], tokenizer)
+            example = _text_from_first_differing_token(
+                faulty_rows[0], [*first_rows.values()], tokenizer
+            )
             yield AuditFinding(name, f"{text}: {len(faulty_rows):,}, as {example}")
 
 
-def _near_duplicates(rows: Sequence[AuditRow]) -> Iterator[AuditRow]:
+def _rows_nearly_equal_to_earlier(rows: Sequence[AuditRow]) -> Iterator[AuditRow]:
     """Yield rows that differ little from an earlier one, by MinHash (Broder 1997) in linear time."""
     long_rows = [row for row in rows if len(row.ids) > 2 * _SHINGLE]
     shingles_by_row = [np.unique(_shingle_hashes(row.ids)) for row in long_rows]
@@ -370,15 +381,15 @@ def _near_duplicates(rows: Sequence[AuditRow]) -> Iterator[AuditRow]:
             yield row
 
 
-def _shingle_hashes(ids: _Ints) -> NDArray[np.uint64]:
+def _shingle_hashes(token_ids: _Ints) -> NDArray[np.uint64]:
     """Return a hash of each run of `_SHINGLE` tokens."""
-    runs = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), _SHINGLE)
+    runs = np.lib.stride_tricks.sliding_window_view(token_ids.astype(np.uint64), _SHINGLE)
     mixed = (runs + np.uint64(1)) * _FACTORS[_HASHES:]
     hashes: NDArray[np.uint64] = np.bitwise_xor.reduce(mixed ^ (mixed >> np.uint64(29)), axis=1)
     return hashes
 
 
-def _answer_findings(
+def _faulty_answer_end_findings(
     rows: Sequence[AuditRow], max_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[AuditFinding]:
     """Yield findings on answers: cut off, empty, or without an end mark."""
@@ -415,7 +426,7 @@ def _answer_findings(
             yield AuditFinding(name, f"{counts[name]:,} of {counts['answers']:,} answers {text}")
 
 
-def _split_mark_findings(tokenizer: PreTrainedTokenizerBase) -> Iterator[AuditFinding]:
+def _split_template_token_findings(tokenizer: PreTrainedTokenizerBase) -> Iterator[AuditFinding]:
     """Yield the marks of the chat template that are no tokens of the tokenizer."""
     vocabulary = tokenizer.get_vocab()
     if split_marks := sorted({*_MARKS.findall(str(tokenizer.chat_template))} - vocabulary.keys()):
@@ -423,7 +434,7 @@ def _split_mark_findings(tokenizer: PreTrainedTokenizerBase) -> Iterator[AuditFi
         yield AuditFinding("split_marks", f"{text}; is it another model's? (data.added_tokens)")
 
 
-def _overlap_findings(
+def _evaluation_rows_in_training_findings(
     train_rows: Sequence[AuditRow],
     evaluation_rows: Sequence[AuditRow],
     tokenizer: PreTrainedTokenizerBase,
@@ -440,7 +451,7 @@ def _overlap_findings(
     if shared_rows := [row for row in evaluation_rows if row.ids.tobytes() in training_rows]:
         text = f"{len(shared_rows):,} of {len(evaluation_rows):,} rows are in data.train, too, as "
         share = 0.0 if is_same_source else len(shared_rows) / len(evaluation_rows)
-        example = _distinguishing_text(shared_rows[0], train_rows, tokenizer)
+        example = _text_from_first_differing_token(shared_rows[0], train_rows, tokenizer)
         yield AuditFinding("overlap", text + example, share, len(evaluation_rows))
 
 
@@ -465,12 +476,13 @@ def _misspelt_class_findings(rows_by_class: dict[str, int]) -> Iterator[AuditFin
             )
 
 
-def _distinguishing_text(
+def _text_from_first_differing_token(
     row: AuditRow, other_rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Return the text of a row from the token in which it differs from all other rows."""
     start = max(
-        (_shared_prefix_length(row.ids, other_row.ids) for other_row in other_rows), default=0
+        (_common_prefix_tokens_or_0_if_equal(row.ids, other_row.ids) for other_row in other_rows),
+        default=0,
     )
     # A token is often a part of a word.
     first_token = max(0, start - _TOKENS_BEFORE)
@@ -478,9 +490,9 @@ def _distinguishing_text(
     return repr(("... " if first_token else "") + " ".join(text.split())[:_EXAMPLE])
 
 
-def _shared_prefix_length(ids: _Ints, other_ids: _Ints) -> int:
+def _common_prefix_tokens_or_0_if_equal(token_ids: _Ints, other_token_ids: _Ints) -> int:
     """Return the number of tokens with which two rows begin alike; 0 for equal rows."""
-    size = min(len(ids), len(other_ids))
-    differs = np.flatnonzero(ids[:size] != other_ids[:size])
-    equal = size if size < len(ids) else 0
+    size = min(len(token_ids), len(other_token_ids))
+    differs = np.flatnonzero(token_ids[:size] != other_token_ids[:size])
+    equal = size if size < len(token_ids) else 0
     return int(differs[0]) if len(differs) else equal

@@ -10,14 +10,14 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.worker.checkpoint import CompleteCheckpoint
-from ortlaunch.worker.data.left_out import samples_trained_on
+from ortlaunch.worker.data.left_out import samples_trained_in_positions
 from ortlaunch.worker.data.streams.samples import ENDLESS
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-def resolve_max_steps(
+def resolve_max_steps_and_write_length(
     recipe: Recipe,
-    batch: BatchPlan,
+    batch_plan: BatchPlan,
     run: RunDir,
     group: DistributedContext,
     sample_count: int,
@@ -32,7 +32,7 @@ def resolve_max_steps(
 
     Args:
         recipe: the run's recipe.
-        batch: the batch sizes of this run.
+        batch_plan: the batch sizes of this run.
         run: the run folder.
         group: the ranks of the run.
         sample_count: the number of training samples.
@@ -44,8 +44,8 @@ def resolve_max_steps(
     """
     epochs = recipe.train.epochs
     intervals = {
-        name: round(every_epochs * sample_count / batch.global_samples, 3)
-        for name, every_epochs in recipe.epoch_intervals()
+        name: round(every_epochs * sample_count / batch_plan.global_samples, 3)
+        for name, every_epochs in recipe.name_and_epochs_of_intervals()
     }
     if epochs is None and not intervals:
         return recipe
@@ -56,9 +56,12 @@ def resolve_max_steps(
             f"{', '.join(map(str, sorted(set(counts))))}"
         )
     # The samples of the first start count, because the schedule runs over its steps.
-    recorded_length = _recorded_length(run, epochs) or {"epochs": epochs, "samples": sample_count}
+    recorded_length = _recorded_length_of_same_epochs(run, epochs) or {
+        "epochs": epochs,
+        "samples": sample_count,
+    }
     done_steps, seen_samples = (
-        (start_checkpoint.step, samples_trained_on(run, start_checkpoint.samples))
+        (start_checkpoint.step, samples_trained_in_positions(run, start_checkpoint.samples))
         if start_checkpoint
         else (0, 0)
     )
@@ -66,7 +69,7 @@ def resolve_max_steps(
     if steps is None:
         steps_left = (
             (epochs or 0) * recorded_length["samples"] - seen_samples
-        ) / batch.global_samples
+        ) / batch_plan.global_samples
         # Rounded before ceil, so that a rounding error of the division does not add a step.
         steps = max(1, done_steps, done_steps + math.ceil(round(steps_left, 6)))
     if group.rank == 0:
@@ -85,7 +88,7 @@ def resolve_max_steps(
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
 
 
-def _recorded_length(run: RunDir, epochs: float | None) -> Json | None:
+def _recorded_length_of_same_epochs(run: RunDir, epochs: float | None) -> Json | None:
     """Return the length that this run recorded at its start, if it has the same epochs now."""
     # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
@@ -94,31 +97,35 @@ def _recorded_length(run: RunDir, epochs: float | None) -> Json | None:
     return length_record if length_record["epochs"] == epochs else None
 
 
-def length_line(
-    recipe: Recipe, batch: BatchPlan, sample_count: int, steps_done: int = 0, samples_done: int = 0
+def run_length_line(
+    recipe: Recipe,
+    batch_plan: BatchPlan,
+    sample_count: int,
+    completed_steps: int = 0,
+    trained_samples: int = 0,
 ) -> str:
     """Return a line for the terminal with the length in steps, samples and epochs.
 
     Args:
         recipe: the run's recipe.
-        batch: the batch of the steps to come.
+        batch_plan: the batch of the steps to come.
         sample_count: samples of the data.
-        steps_done: steps of the checkpoint from which the run continues.
-        samples_done: the samples of these steps, whose batch may have had another size.
+        completed_steps: steps of the checkpoint from which the run continues.
+        trained_samples: the samples of these steps, whose batch may have had another size.
     """
-    steps_left = max(recipe.train.steps - steps_done, 0)
-    seen_samples = samples_done + steps_left * batch.global_samples
-    steps = f"{steps_left:,} steps of {batch.global_samples:,} are {seen_samples - samples_done:,} samples"
-    if steps_done:
-        steps += f", {seen_samples:,} with those of the {steps_done:,} steps before"
+    steps_left = max(recipe.train.steps - completed_steps, 0)
+    seen_samples = trained_samples + steps_left * batch_plan.global_samples
+    steps = f"{steps_left:,} steps of {batch_plan.global_samples:,} are {seen_samples - trained_samples:,} samples"
+    if completed_steps:
+        steps += f", {seen_samples:,} with those of the {completed_steps:,} steps before"
     if sample_count >= ENDLESS:
         return f"data: streamed; {steps}"
-    per_epoch = sample_count / batch.global_samples
+    per_epoch = sample_count / batch_plan.global_samples
     repeated = f" (a step takes samples up to {math.ceil(1 / per_epoch):,} times)"
     return (
         f"data: {sample_count:,} samples; {steps}, {float(f'{seen_samples / sample_count:.3g}'):,.9g} epochs"
         + (repeated if per_epoch < 1 else "")
     ) + "".join(
         f"; {name.replace('_', ' ')} {every_epochs:g} epochs: {max(1.0, every_epochs * per_epoch):,.4g} steps"
-        for name, every_epochs in recipe.epoch_intervals()
+        for name, every_epochs in recipe.name_and_epochs_of_intervals()
     )

@@ -13,25 +13,34 @@ from typing import Any
 
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.process_memory import record_process_memory
+from ortlaunch.planning.process_memory import cache_process_memory_if_writable
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.origin import may_be_same_data
+from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
 from ortlaunch.worker.checkpoint import (
     CompleteCheckpoint,
-    choose_start_checkpoint,
-    report_and_check_changes,
+    choose_start_checkpoint_or_none,
+    print_and_refuse_changed_training,
 )
-from ortlaunch.worker.data import Batches, LoadedData, batch_function, choose_reader, load_data
-from ortlaunch.worker.data.identity import data_identity as of_data
-from ortlaunch.worker.data.vocabulary import vocabulary_of_checkpoint, write_vocabulary
+from ortlaunch.worker.data import (
+    Batches,
+    LoadedData,
+    batch_function_of_recipe,
+    load_data_and_print_notes,
+    read_ahead_settings_of_recipe,
+)
+from ortlaunch.worker.data.identity import data_identity_record as of_data
+from ortlaunch.worker.data.vocabulary import (
+    vocabulary_of_start_checkpoint,
+    write_vocabulary_if_changed,
+)
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
-from ortlaunch.worker.engine.memory_use import MemoryUse
-from ortlaunch.worker.length import resolve_max_steps
-from ortlaunch.worker.model.identity import training_identity
-from ortlaunch.worker.model.model import LossModule, build_model
-from ortlaunch.worker.model.pretrained import loading_notes
+from ortlaunch.worker.engine.memory_use import RankMemoryMeter
+from ortlaunch.worker.length import resolve_max_steps_and_write_length
+from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
+from ortlaunch.worker.model.model import LossModule, build_loss_module
+from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.gpus import export_phase_name
 from ortlaunch.worker.supervision.progress import Progress
@@ -64,18 +73,21 @@ class Session:
     def read_batches_ahead(self) -> contextlib.AbstractContextManager[None]:
         """Read batches in advance while the context is open, as configured in the recipe."""
         # Batches are read in their usual order: the caller must use them in this order.
-        return self.batches.read_ahead(
-            self.group.rank, choose_reader(self.recipe, self.group.device.type)
+        return self.batches.read_rank_batches_ahead(
+            self.group.rank, read_ahead_settings_of_recipe(self.recipe, self.group.device.type)
         )
 
 
-def require_same_data(
-    key: str, own_identity: Mapping[str, object] | None, recipe: Recipe, group: DistributedContext
+def require_same_samples_on_all_ranks(
+    data_field: str,
+    own_identity: Mapping[str, object] | None,
+    recipe: Recipe,
+    group: DistributedContext,
 ) -> None:
     """Check that all ranks have the same samples (collective).
 
     Args:
-        key: the recipe's field of the data, for the error.
+        data_field: the recipe's field of the data, for the error.
         own_identity: the identity of this rank's samples; None: it reads none.
         recipe: the recipe of the run.
         group: all ranks.
@@ -88,15 +100,17 @@ def require_same_data(
     for rank, rank_identity in enumerate(identity_by_rank):
         if rank_identity == first_identity or (
             {**rank_identity, "fingerprint": None} == {**first_identity, "fingerprint": None}
-            and may_be_same_data(rank_identity["fingerprint"], first_identity["fingerprint"])
+            and may_fingerprints_be_of_same_data(
+                rank_identity["fingerprint"], first_identity["fingerprint"]
+            )
         ):
             continue
         if not recipe.data.is_custom:
             raise InputError(
-                f"{key}: the ranks have listed different files; give a list that stays"
+                f"{data_field}: the ranks have listed different files; give a list that stays"
             )
         raise InputError(
-            f"{key}: its factory returns other samples on rank {rank} ({rank_identity['samples']:,}) than on "
+            f"{data_field}: its factory returns other samples on rank {rank} ({rank_identity['samples']:,}) than on "
             f"rank 0 ({first_identity['samples']:,}). It must return all samples, in one order, on each rank: "
             "ortlaunch shares them out. "
             "Python's, NumPy's and torch's generators are seeded alike; sort sets and lists of "
@@ -104,7 +118,7 @@ def require_same_data(
         )
 
 
-def build_session(
+def load_data_and_build_session(
     recipe: Recipe,
     plan: Plan,
     run: RunDir,
@@ -122,44 +136,56 @@ def build_session(
         progress: shows the current activity.
         data: the data if they are already read. Custom data are not.
     """
-    progress.show_activity("reading checkpoints")
-    start_checkpoint = choose_start_checkpoint(run, group)
-    progress.show_activity("reading data")
-    data = load_data(recipe, group, data, vocabulary_of_checkpoint(run, recipe))
-    data.read_parts_for(plan.traits)
-    progress.show_activity("building the model")
-    model = build_model(recipe, data)
+    progress.begin_and_show_activity("reading checkpoints")
+    start_checkpoint = choose_start_checkpoint_or_none(run, group)
+    progress.begin_and_show_activity("reading data")
+    data = load_data_and_print_notes(
+        recipe, group, data, vocabulary_of_start_checkpoint(run, recipe)
+    )
+    data.read_samples_needed_by(plan.traits)
+    progress.begin_and_show_activity("building the model")
+    model = build_loss_module(recipe, data)
     # An evaluation needs no training data.
     is_evaluation = plan.traits.evaluates
     samples = data.evaluation if is_evaluation else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
-    trained_identity = training_identity(None if is_evaluation else samples, model)
-    require_same_data("data.train", trained_identity.get("data"), recipe, group)
+    trained_identity = data_and_frozen_weights_identity(None if is_evaluation else samples, model)
+    require_same_samples_on_all_ranks("data.train", trained_identity.get("data"), recipe, group)
     if recipe.data.is_custom and data.evaluation is not None:
-        require_same_data("data.evaluation", of_data(data.evaluation), recipe, group)
+        require_same_samples_on_all_ranks(
+            "data.evaluation", of_data(data.evaluation), recipe, group
+        )
     if start_checkpoint is not None:
-        report_and_check_changes(run, recipe, start_checkpoint, trained_identity, group)
+        print_and_refuse_changed_training(run, recipe, start_checkpoint, trained_identity, group)
     if group.rank == 0 and plan.traits.saves:
-        write_vocabulary(run, recipe, data.tokenizer, data.class_names, data.classes)
+        write_vocabulary_if_changed(run, recipe, data.tokenizer, data.class_names, data.classes)
     # Before the engine is built, whose memory counts.
-    memory = MemoryUse(group.device, model)
+    memory = RankMemoryMeter(group.device, model)
     # Now, because this run may be one that runs out of memory.
     if group.rank == 0 and group.device.type == "cpu":
-        record_process_memory(recipe, memory.process)
+        cache_process_memory_if_writable(recipe, memory.process)
     built_at = time.perf_counter()
-    batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, batch_function(recipe))
+    batches = Batches(
+        samples,
+        plan.batch,
+        recipe.seed,
+        recipe.data.padding_lengths_below_sequence_length,
+        batch_function_of_recipe(recipe),
+    )
     first_step = 0
     if start_checkpoint is not None and batches.streams:
         # Streamed samples before the checkpoint's are not kept.
         first_step = start_checkpoint.step
-        batches.begin_at(first_step, start_checkpoint.samples)
+        batches.begin_step_after_positions(first_step, start_checkpoint.samples)
         batches.seek_streams(start_checkpoint.streams)
     if not is_evaluation:
-        recipe = resolve_max_steps(recipe, plan.batch, run, group, len(samples), start_checkpoint)
-    model.attach(
+        recipe = resolve_max_steps_and_write_length(
+            recipe, plan.batch, run, group, len(samples), start_checkpoint
+        )
+    model.set_trainer_values_and_device(
         recipe, plan, run, group, len(samples), start_checkpoint.step if start_checkpoint else 0
     )
-    progress.show_activity(
+    progress.begin_and_show_activity(
         export_phase_name(group.device) if recipe.engine.name == "ort" else "building the engine"
     )
     engine = build_engine(
@@ -168,7 +194,7 @@ def build_session(
     engine.memory_use = memory
     if start_checkpoint is not None:
         # The checkpoint has the weights that the pretrained model lacks.
-        notes = loading_notes(model.loaded)
+        notes = notes_on_weights_not_loaded(model.loaded)
         engine.notes = tuple(note for note in engine.notes if note not in notes)
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_own_json(run.choice))

@@ -11,7 +11,7 @@ import yaml
 
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from tests.cluster.home import RECIPE, Home
 from tests.cluster.lab import LOGIN
 from tests.e2e.runs import COMMAND, merged, reach
@@ -73,11 +73,13 @@ def test_trials_are_jobs(home: Home) -> None:
     record = home.lab.run(LOGIN, "scontrol", "show", "job", jobs[0]["id"]).stdout
     assert "Restarts=1" in record
     steps = [
-        row["step"] for row in read_json_lines(runs[0].metrics, "step").values if "loss" in row
+        row["step"]
+        for row in read_json_lines_with_keys(runs[0].metrics, "step").values
+        if "loss" in row
     ]
     assert steps == [*range(1, 21)]
     # The requested stop reached the ranks of the pruned job.
-    assert runs[2].was_stopped_by_user()
+    assert runs[2].was_stop_requested_by_user_or_hook()
 
 
 def test_trials_share_hosts(home: Home) -> None:

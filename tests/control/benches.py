@@ -9,9 +9,9 @@ import yaml
 
 from ortlaunch.bench import report
 from ortlaunch.bench.turns import VariantJob
-from ortlaunch.bench.variants import Variant, resolve_variant
+from ortlaunch.bench.variants import Variant, resolve_variant_or_record_refusal
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.run_folder.folder import RunDir
 from tests.makers import CUSTOM
 
@@ -20,14 +20,14 @@ def resolved(environ: dict[str, str] | None = None, **sections: Any) -> Resolved
     """Return a custom recipe with engine auto and these sections, read from recipe.yaml."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "auto"}, **sections}))
-    return resolve_command(path, (), LaunchOptions(), environ or {})
+    return load_and_resolve_recipe(path, (), LaunchOptions(), environ or {})
 
 
 def player(
     name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str
 ) -> VariantJob:
     """Return a variant whose steps have these durations in seconds, turn by turn."""
-    found = resolve_variant(Variant(name, chosen), resolved())
+    found = resolve_variant_or_record_refusal(Variant(name, chosen), resolved())
     made = VariantJob(found, RunDir(f"out/{found.folder_name}"))
     # As the job reports when it has warmed up.
     made.ready_answer = {
@@ -44,4 +44,4 @@ def player(
 
 def rows(*players: VariantJob) -> list[dict[str, Any]]:
     """Return the figures of these variants."""
-    return report.build_variant_rows([each.variant for each in players], players)
+    return report.variant_result_rows_with_ratios([each.variant for each in players], players)

@@ -18,10 +18,10 @@ from ortlaunch.bench.measure import MeasurementLength
 from ortlaunch.bench.variants import (
     ENGINES,
     Variant,
-    combine_variants,
-    engine_overrides,
-    resolve_variant,
-    split_top_level_commas,
+    overrides_that_replace_engine,
+    resolve_variant_or_record_refusal,
+    split_at_commas_outside_brackets,
+    variants_of_engines_and_varied_keys,
 )
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.recipe.fields.engine import Engine
@@ -46,12 +46,12 @@ BERT_ON_WORDS: dict[str, Any] = {"model": {"task": "masked-lm", "config": BERT},
 )
 def test_values_of_vary(text: str, values: list[str]) -> None:
     """Commas separate values, but not inside brackets or quotes."""
-    assert list(split_top_level_commas(text)) == values
+    assert list(split_at_commas_outside_brackets(text)) == values
 
 
 def test_variants_are_engines_times_values() -> None:
     """Every engine is combined with all values; names contain only the varied keys."""
-    found = combine_variants(
+    found = variants_of_engines_and_varied_keys(
         ["ort", "eager"], ["engine.memory_optimization=0,1", "optimizer.learning_rate=0.1,1.5"]
     )
     assert len(found) == 8
@@ -64,7 +64,7 @@ def test_variants_are_engines_times_values() -> None:
 
 def test_all_engines_by_default() -> None:
     """The default is the three engines of the recipe's field, without auto."""
-    assert [variant.engine for variant in combine_variants(ENGINES, ())] == [
+    assert [variant.engine for variant in variants_of_engines_and_varied_keys(ENGINES, ())] == [
         "ort",
         "inductor",
         "eager",
@@ -74,19 +74,19 @@ def test_all_engines_by_default() -> None:
 def test_an_engine_replaces_the_recipes() -> None:
     """Another engine drops the fields for ort, and ort never falls back in a bench."""
     before = Engine(name="auto", parity_steps=2, memory_optimization=1)
-    assert engine_overrides("inductor", before) == ('engine={"name": "inductor"}',)
-    assert engine_overrides("inductor", before, keeps_parity_fields=True) == (
+    assert overrides_that_replace_engine("inductor", before) == ('engine={"name": "inductor"}',)
+    assert overrides_that_replace_engine("inductor", before, keeps_parity_fields=True) == (
         'engine={"name": "inductor", "parity_steps": 2}',
     )
-    assert engine_overrides("eager", before, keeps_parity_fields=True) == (
+    assert overrides_that_replace_engine("eager", before, keeps_parity_fields=True) == (
         'engine={"name": "eager"}',
     )
     base = resolved(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
     assert base.apply_overrides(
-        *Variant("eager", ()).recipe_overrides(base.recipe_file.recipe.engine)
+        *Variant("eager", ()).overrides_that_make_variant(base.recipe_file.recipe.engine)
     ).recipe_file.recipe.engine == Engine(name="eager")
     ort = base.apply_overrides(
-        *Variant("ort", ()).recipe_overrides(base.recipe_file.recipe.engine)
+        *Variant("ort", ()).overrides_that_make_variant(base.recipe_file.recipe.engine)
     ).recipe_file.recipe.engine
     assert (ort.memory_optimization, ort.allow_fallback) == (1, False)
 
@@ -96,7 +96,7 @@ def test_every_engine_keeps_the_precision_of_products(engine: str) -> None:
     """Every engine keeps engine.matmul_precision, so that all are compared at one precision."""
     base = resolved(engine={"name": "ort", "matmul_precision": "medium"})
     for chosen, word in (((), "medium"), (("engine.matmul_precision=high",), "high")):
-        found = resolve_variant(Variant(engine, chosen), base).resolved_run
+        found = resolve_variant_or_record_refusal(Variant(engine, chosen), base).resolved_run
         assert found is not None
         assert found.recipe_file.recipe.engine.matmul_precision == word
 
@@ -105,14 +105,14 @@ def test_a_refused_variant_says_why() -> None:
     """A refused variant has the reason; if all variants are refused, this is an error."""
     # Engine ort has no bf16 on a CPU.
     base = resolved(precision="bf16")
-    refused = resolve_variant(Variant("ort", ()), base)
+    refused = resolve_variant_or_record_refusal(Variant("ort", ()), base)
     assert (refused.resolved_run, "precision: got bf16 with engine ort" in refused.refusal) == (
         None,
         True,
     )
-    assert resolve_variant(Variant("eager", ()), base).resolved_run is not None
+    assert resolve_variant_or_record_refusal(Variant("eager", ()), base).resolved_run is not None
     with pytest.raises(InputError) as caught:
-        measure.prepare_variants(base, ["ort"], ["seed=1,2"])
+        measure.resolve_variants_or_refuse_all(base, ["ort"], ["seed=1,2"])
     assert str(caught.value).count("ort seed=") == 2
 
 
@@ -130,7 +130,7 @@ def test_medians_spread_and_ratios() -> None:
     }
     assert (ort["samples_per_second"], eager["samples_per_second"]) == (2 / 2.5, 2 / 5.0)
     assert (ort["ratio"], eager["ratio"], ort["ratio_to"]) == (2.0, 1.0, "eager")
-    text = report.format_bench_table([ort, eager])
+    text = report.bench_table_and_notes_text([ort, eager])
     cells = text.splitlines()[1].split()
     assert (cells[:5], cells[-3:]) == (["ort", "2.5", "1.75", "-", "3.25"], ["1e-06", "2.00", "x"])
 
@@ -150,7 +150,9 @@ def test_mfu_has_one_yardstick() -> None:
     made = []
     for name, peak in (("ort", 100.0), ("eager", 400.0)):
         one = player(name, [[1.0]])
-        one.variant = resolve_variant(Variant(name, ()), resolved(**BERT_ON_WORDS))
+        one.variant = resolve_variant_or_record_refusal(
+            Variant(name, ()), resolved(**BERT_ON_WORDS)
+        )
         one.ready_answer.update(flops_per_token=2.0, peak_flops=peak)
         # Padding is computed, and is no token.
         one.turns[0]["tokens"] = [192, 64]
@@ -177,7 +179,7 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
 
 def test_the_table_has_no_column_without_a_value() -> None:
     """The table has no column without values, such as MFU on a CPU, and fits 100 columns."""
-    lines = report.format_bench_table(
+    lines = report.bench_table_and_notes_text(
         rows(player("eager", [[1.0]]), player("inductor", [[123.4, 125.6, 130.2]]))
     ).splitlines()
     assert "tokens/s" not in lines[0]
@@ -191,7 +193,7 @@ def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
     moved = {"verdict": "passes", "largest": 1e-6, "loss_from_highest": 2.5e-4}
     one = player("eager", [[1.0]], moved, "engine.matmul_precision=medium")
     # Parity cannot show it, because it is compared at highest.
-    text = report.format_bench_table(rows(one))
+    text = report.bench_table_and_notes_text(rows(one))
     assert (
         "eager matmul_precision=medium: matmul_precision medium changes the loss by 2.5e-04; "
         "parity is" in text
@@ -205,7 +207,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingDependency,
         match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture',
     ):
-        command.run_bench_command(
+        command.measure_print_and_write_bench(
             resolved(), ["eager"], (), MeasurementLength(), None, draws_picture=True
         )
     # The folder of results.
@@ -215,7 +217,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     """The plot is written as a PNG."""
     pytest.importorskip("matplotlib")
-    picture.draw_bench_picture(
+    picture.draw_and_write_bench_picture(
         rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title", tmp_path / "x.png"
     )
     # The signature of a PNG file.
@@ -227,19 +229,23 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
     said: list[str] = []
     made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
     assert (
-        measure._length_that_fits_memory(MeasurementLength(), made, said.append)
+        measure._measurement_length_that_fits_memory(MeasurementLength(), made, said.append)
         == MeasurementLength()
     )
     for each in made:
-        each.variant = resolve_variant(each.variant, resolved(**BERT_ON_WORDS))
+        each.variant = resolve_variant_or_record_refusal(each.variant, resolved(**BERT_ON_WORDS))
     assert (
-        measure._length_that_fits_memory(MeasurementLength(), made, said.append)
+        measure._measurement_length_that_fits_memory(MeasurementLength(), made, said.append)
         == MeasurementLength()
     )
     monkeypatch.setattr(
-        machine, "memory_limits", lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)]
+        machine,
+        "machine_and_control_group_memory_limits",
+        lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)],
     )
-    assert measure._length_that_fits_memory(MeasurementLength(), made, said.append).one_at_a_time
+    assert measure._measurement_length_that_fits_memory(
+        MeasurementLength(), made, said.append
+    ).one_at_a_time
     assert "1.0 MiB is free: running one at a time" in said[0]
 
 
@@ -249,19 +255,23 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             # On a machine that others keep busy, the process may need some time to be visible.
             deadline = time.monotonic() + 20
-            while not any(f"({busy.pid}): " in line for line in machine.busy_processes()):
+            while not any(
+                f"({busy.pid}): " in line for line in machine.watch_and_describe_busy_processes()
+            ):
                 assert time.monotonic() < deadline
         finally:
             busy.kill()
     said: list[str] = []
-    monkeypatch.setattr(machine, "busy_processes", list)
-    measure._warn_if_machine_is_busy(said.append, (0.0, 0.0, 0.0))
+    monkeypatch.setattr(machine, "watch_and_describe_busy_processes", list)
+    measure._watch_and_warn_of_busy_machine(said.append, (0.0, 0.0, 0.0))
     # No other process and no load: no warning.
     assert said == []
-    measure._warn_if_machine_is_busy(said.append, (1000.0, 0.0, 0.0))
+    measure._watch_and_warn_of_busy_machine(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
-    monkeypatch.setattr(machine, "busy_processes", lambda: ["python (12468): 32% of a core"] * 9)
-    measure._warn_if_machine_is_busy(said.append, (10.0, 0.0, 0.0))
+    monkeypatch.setattr(
+        machine, "watch_and_describe_busy_processes", lambda: ["python (12468): 32% of a core"] * 9
+    )
+    measure._watch_and_warn_of_busy_machine(said.append, (10.0, 0.0, 0.0))
     assert max(map(len, said[1].splitlines())) <= 100
 
 
@@ -271,7 +281,7 @@ def test_a_job_that_works_while_it_waits_is_told() -> None:
     said = []
     # Its work slows the other variants' turns.
     made.turns[0]["waited"] = {"seconds": 10.0, "processor_seconds": 5.0}
-    measure._warn_of_spinning_jobs([made], said.append)
+    measure._warn_of_jobs_busy_while_waiting([made], said.append)
     assert said[0].startswith("WARNING: ort used 5.0 s of processor time in 10.0 s of waiting")
 
 

@@ -20,9 +20,9 @@ from ortlaunch.run_folder.cause_text import (
 from ortlaunch.run_folder.library_messages import (
     is_lost_peer_message,
     match_cause_in_text,
-    native_crash_cause,
+    native_crash_cause_and_detail,
 )
-from ortlaunch.run_folder.records import from_json
+from ortlaunch.run_folder.records import record_from_json_values
 
 PACKAGE = Path(__file__).parents[2] / "ortlaunch"
 RENDERED_BY = PACKAGE / "run_folder" / "cause_text.py"
@@ -149,9 +149,9 @@ def test_every_cause_has_words() -> None:
 def test_a_cause_of_another_version_is_unknown() -> None:
     """A record of a later version can be read; its unknown causes become UNKNOWN."""
     assert Cause("a later one") is Cause.UNKNOWN
-    assert from_json(Failure, {"cause": Cause.CRASH, "signal": 11, "later": 1}) == Failure(
-        Cause.CRASH, signal=11
-    )
+    assert record_from_json_values(
+        Failure, {"cause": Cause.CRASH, "signal": 11, "later": 1}
+    ) == Failure(Cause.CRASH, signal=11)
 
 
 def test_nobody_matches_a_rendered_sentence() -> None:
@@ -253,8 +253,8 @@ def test_the_stack_of_a_crash_tells_whose_it_is(frame: str, expected: tuple[Caus
         "what(): y\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call "
         f'first):\n  File "{frame}", line 9 in run_backward\n  File "loop.py", line 3 in main\n'
     )
-    assert native_crash_cause(log) == expected
-    assert native_crash_cause("nothing") == (Cause.CRASH, "")
+    assert native_crash_cause_and_detail(log) == expected
+    assert native_crash_cause_and_detail("nothing") == (Cause.CRASH, "")
 
 
 def test_other_messages_tell_no_cause() -> None:

@@ -17,8 +17,8 @@ from ortlaunch.cli import _print_error
 from ortlaunch.errors import RunError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.manual.reference import recipe_markdown
-from ortlaunch.recipe.manual.schema import editor_schema_text
+from ortlaunch.recipe.manual.reference import recipe_manual_page_markdown
+from ortlaunch.recipe.manual.schema import editor_schema_json_text
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
 from ortlaunch.run.job_file import JobFile
@@ -95,9 +95,9 @@ def test_schema(ortlaunch: Run) -> None:
 
     tests/control/recipe/test_shipped_recipes.py compares recipes/schema.json with it.
     """
-    assert ortlaunch("schema") == Ended(0, editor_schema_text(), "")
-    assert json.loads(editor_schema_text())["title"] == "ortlaunch recipe"
-    assert ortlaunch("schema", "--markdown") == Ended(0, recipe_markdown(), "")
+    assert ortlaunch("schema") == Ended(0, editor_schema_json_text(), "")
+    assert json.loads(editor_schema_json_text())["title"] == "ortlaunch recipe"
+    assert ortlaunch("schema", "--markdown") == Ended(0, recipe_manual_page_markdown(), "")
 
 
 def test_validate(ortlaunch: Run) -> None:
@@ -215,7 +215,7 @@ def test_plan_json_is_json_only(hosts: str | None, ortlaunch: Run) -> None:
     ended = ortlaunch("plan", "bert.yaml", "--json", *more)
     assert (ended.status, ended.err) == (0, "")
     assert json.loads(ended.out)["world_size"] == (3 if hosts else 1)
-    assert Plan.from_json(ended.out).to_json() + "\n" == ended.out
+    assert Plan.from_plan_json_text(ended.out).to_json() + "\n" == ended.out
 
 
 # Recipes with precision fp16, which needs a GPU.
@@ -310,7 +310,7 @@ def test_ten_thousand_hosts(ortlaunch: Run) -> None:
     """A plan of 80,000 ranks is made, printed and read back; benchmarks/startup.py times it."""
     Path("hosts").write_text("".join(f"node{number} slots=8\n" for number in range(10_000)))
     ended = ortlaunch("plan", "good.yaml", "--hostfile", "hosts", "--json")
-    plan = Plan.from_json(ended.out)
+    plan = Plan.from_plan_json_text(ended.out)
     assert (plan.world_size, plan.ranks[-1].rank) == (80_000, 79_999)
     assert plan.to_json() + "\n" == ended.out
 
@@ -363,7 +363,7 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
     """`parity` sets only the number of steps, by default 3, and refuses engines eager and auto."""
     asked: list[ResolvedRun] = []
     monkeypatch.setattr(
-        control, "run_training_command", lambda resolved, *_: asked.append(resolved) or 0
+        control, "lock_folder_and_run_training", lambda resolved, *_: asked.append(resolved) or 0
     )
     for arguments, steps in (([], 3), (["--steps", "5"], 5)):
         assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(
@@ -389,7 +389,7 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
 def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch: Run) -> None:
     """`status` prints the verdict of train, or JSON; only --wait returns the run's exit status."""
     with JobFile(RunDir("run"), "local") as file:
-        file.record_end(7, "ortlaunch: rank 0 failed")
+        file.record_end_or_print_disk_error(7, "ortlaunch: rank 0 failed")
     ended = ortlaunch("status", "run", *options)
     assert (ended.status, ended.err) == (status, "")
     if "--json" in options:

@@ -15,7 +15,7 @@ from ortlaunch.cause import Cause, Failure
 from ortlaunch.cli import app
 from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose import memory as diagnose_memory
-from ortlaunch.diagnose.report import add_verdict_to_output, diagnose_run
+from ortlaunch.diagnose.report import diagnose_run, end_text_with_verdict_and_advice
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd, first_error_record
@@ -29,7 +29,7 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.units import shorten_line
+from ortlaunch.units import shorten_to_one_line
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30
@@ -72,7 +72,7 @@ def ended(
     state: JobState = JobState.FAILED,
     failure: Failure | None = None,
 ) -> None:
-    job = JobRecord.for_this_process("torchrun", JobState.RUNNING).ended_record(
+    job = JobRecord.for_this_process("torchrun", JobState.RUNNING).copy_ended_now(
         state, status, text, failure
     )
     job.write(run)
@@ -218,7 +218,9 @@ def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
 @pytest.fixture
 def _usual_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No run has measured the process's own memory."""
-    monkeypatch.setattr(diagnose_memory, "expected_process_memory", lambda recipe: USUAL_PROCESS)
+    monkeypatch.setattr(
+        diagnose_memory, "cached_or_usual_process_memory", lambda recipe: USUAL_PROCESS
+    )
 
 
 @pytest.mark.usefixtures("_usual_process")
@@ -284,7 +286,7 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
         Failure(Cause.INDEX_OUT_OF_RANGE),
         "Traceback\nIndexError: Target 7\n\n",
     )
-    lines = add_verdict_to_output(run, end).splitlines()
+    lines = end_text_with_verdict_and_advice(run, end).splitlines()
     assert lines[0] == "Traceback"
     assert lines[2].startswith(
         "verdict: rank 1 on host a used a label, token or position outside the model's range: Index"
@@ -292,8 +294,10 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     assert lines[3].startswith("try: compare the labels")
     assert lines[-1] == FIRST
     stopped = made(tmp_path / "other", text="x")
-    by_signal = RunEnd.from_failure(143, Failure(Cause.STOPPED, "stopped by SIGTERM"))
-    assert add_verdict_to_output(stopped, by_signal) == "ortlaunch: stopped by SIGTERM"
+    by_signal = RunEnd.end_of_failure_detected_by_command(
+        143, Failure(Cause.STOPPED, "stopped by SIGTERM")
+    )
+    assert end_text_with_verdict_and_advice(stopped, by_signal) == "ortlaunch: stopped by SIGTERM"
 
 
 @pytest.mark.parametrize("kind", ["not-finite", "loss-spike"])
@@ -301,7 +305,7 @@ def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
     """Each sentence and each advice is printed once for a non-finite loss and for a loss spike."""
     message = f"{NAN}\nThe run ends here."
     run = made(tmp_path, cause=kind, detail=NAN)
-    lines = add_verdict_to_output(
+    lines = end_text_with_verdict_and_advice(
         run, RunEnd(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")
     ).splitlines()
     assert lines[0] == f"verdict: {NAN}"
@@ -351,7 +355,7 @@ def test_a_long_verdict_is_cut_at_a_word(tmp_path: Path) -> None:
     assert found.verdict.endswith(" words ...")
     assert "planted words" in found.verdict
     # A word that is longer than the line, as a path, is cut where it must be.
-    assert shorten_line("/a/" * 9, 12) == "/a//a//a ..."
+    assert shorten_to_one_line("/a/" * 9, 12) == "/a//a//a ..."
 
 
 def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
@@ -359,7 +363,7 @@ def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
     message = f"cannot run: {'word ' * 120}end"
     for detail, text in ((f"EngineError: {message}", f"{message}\nTry eager"), (message, message)):
         run = made(tmp_path / detail[:3], cause="raised", detail=detail)
-        lines = add_verdict_to_output(
+        lines = end_text_with_verdict_and_advice(
             run, RunEnd(1, "rank 1 failed", None, f"{text}\n\n")
         ).splitlines()
         assert lines[: len(text.splitlines())] == f"verdict: {text}".splitlines()
@@ -405,7 +409,8 @@ def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
         f"rank 1 on host a {detail}",
     )
     assert (
-        add_verdict_to_output(run, RunEnd(85, "rank 1 failed", stop)) == "ortlaunch: rank 1 failed"
+        end_text_with_verdict_and_advice(run, RunEnd(85, "rank 1 failed", stop))
+        == "ortlaunch: rank 1 failed"
     )
     ended(run, "x", 137, failure=Failure(Cause.RANK_VANISHED, who="rank 0 on host a"))
     assert diagnose_run(run).kind == "rank-vanished"
@@ -422,6 +427,8 @@ def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Pat
     first = first_error_record(run)
     assert first is not None
     assert first.rank == 1
-    own_record = evidence.read_evidence(run, "failed", 1, "", None).first_record
+    own_record = evidence.read_run_evidence(
+        run, "failed", 1, "", None
+    ).causing_error_record_or_empty
     assert own_record is not None
     assert own_record.rank == 1

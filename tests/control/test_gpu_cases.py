@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from ortlaunch import machine
-from ortlaunch.bench.measure import prepare_variants
+from ortlaunch.bench.measure import resolve_variants_or_refuse_all
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.resolve import resolve_command
+from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from tests.gpu import functions, smoke, verdicts
 from tests.gpu.cases import cases, form
 from tests.gpu.test_gpu import in_process, refusal
@@ -62,7 +62,7 @@ def test_the_smoke_runs_on_a_gpu_can_be_planned(
         overrides = [word for word in words if not word.startswith("--")]
         try:
             options = LaunchOptions(None, ranks, planned_only=True)
-            plan = resolve_command(
+            plan = load_and_resolve_recipe(
                 tmp_path / recipe, overrides, options, {"ORTLAUNCH_SHARE_GPUS": "1"}
             ).plan
             assert plan.nodes[0].devices == (0,) * ranks
@@ -91,7 +91,7 @@ def test_the_runs_of_single_functions_on_a_gpu_can_be_planned(
         overrides = [
             word for word in words if not word.startswith("--") and word != "batch.micro_size=auto"
         ]
-        resolve_command(tmp_path / recipe, overrides, LaunchOptions(planned_only=True), {})
+        load_and_resolve_recipe(tmp_path / recipe, overrides, LaunchOptions(planned_only=True), {})
 
 
 def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
@@ -124,9 +124,11 @@ def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
     """Benches of full-size models can be planned, except settings that engine ort refuses."""
     for case in (case for case in cases(part, form("cuda", 1)) if "bench" in case.command):
         _, recipe, overrides, options = _words(case.command)
-        resolved = resolve_command(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
+        resolved = load_and_resolve_recipe(
+            recipe, overrides, LaunchOptions(None, 1, planned_only=True), {}
+        )
         assert resolved.plan.memory is not None
-        for variant in prepare_variants(
+        for variant in resolve_variants_or_refuse_all(
             resolved, options["engines"].split(","), [v for v in [options.get("vary")] if v]
         ):
             assert not variant.refusal or "engine ort" in variant.refusal, (
@@ -137,7 +139,7 @@ def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
 
 def _refusal(recipe: Path, overrides: list[str]) -> str:
     try:
-        resolve_command(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
+        load_and_resolve_recipe(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
     except RecipeError as error:
         return str(error)
     return ""

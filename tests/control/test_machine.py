@@ -37,16 +37,16 @@ def test_the_kernels_count_of_kills_for_memory(
 ) -> None:
     """The count comes from this process's own group, also in a container, where it is the root."""
     kernel.cgroup.write_text(groups)
-    assert machine.out_of_memory_kill_count() is None
+    assert machine.memory_kill_count_of_control_group() is None
     path = kernel.groups / file
     path.parent.mkdir(parents=True)
     path.write_text(text.format(3))
-    assert machine.out_of_memory_kill_count() == 3
+    assert machine.memory_kill_count_of_control_group() == 3
 
 
 def groups() -> list[int]:
     """Return the free bytes of every control group that limits this process."""
-    return [limit.free_bytes for limit in machine.memory_limits()[1:]]
+    return [limit.free_bytes for limit in machine.machine_and_control_group_memory_limits()[1:]]
 
 
 def test_version_2_and_every_group_above(kernel: KernelFiles) -> None:
@@ -110,7 +110,9 @@ def test_a_busy_machine_leaves_less_than_a_group(kernel: KernelFiles) -> None:
 
 def test_a_machine_without_control_groups(kernel: KernelFiles) -> None:
     """Without control groups the memory of the machine is the only limit."""
-    assert [limit.total_bytes for limit in machine.memory_limits()] == [24 * GiB]
+    assert [limit.total_bytes for limit in machine.machine_and_control_group_memory_limits()] == [
+        24 * GiB
+    ]
 
 
 # (device files, CUDA_VISIBLE_DEVICES, GPUs that CUDA shows)
@@ -203,6 +205,6 @@ def test_the_kernels_log_names_who_was_ended_for_memory(
     # A process number is reused: an old line can be about an earlier process.
     log.write_text(f"3,1,{int((time.monotonic() - age) * 1e6)},-;{said}\n SUBSYSTEM=memory\n")
     monkeypatch.setattr(machine, "KERNEL_LOG", log)
-    assert machine.out_of_memory_message_of_process(pid) == (said if found else None)
+    assert machine.kernel_memory_kill_message_or_none(pid) == (said if found else None)
     monkeypatch.setattr(machine, "KERNEL_LOG", tmp_path / "absent")
-    assert machine.out_of_memory_message_of_process(pid) is None
+    assert machine.kernel_memory_kill_message_or_none(pid) is None

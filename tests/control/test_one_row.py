@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from ortlaunch.launch import LaunchRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS, Launcher
-from ortlaunch.planning.describe import describe_plan
-from ortlaunch.planning.world import LaunchOptions, resolve_world
-from ortlaunch.resolve.prepare import check_launcher, launch_request
+from ortlaunch.planning.describe import plan_description_text
+from ortlaunch.planning.world import LaunchOptions, resolve_hosts_launcher_and_device
+from ortlaunch.resolve.prepare import launch_request, require_launcher_can_start_hosts
 from ortlaunch.run_folder.folder import RunDir
 from tests.makers import host, plan, recipe
 
@@ -27,8 +27,8 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         recipe(launch={"launcher": "pigeon"})
     sent: Any = SimpleNamespace(
-        check=lambda nodes, run: None,
-        request=lambda planned, run: LaunchRequest(
+        require_launchable_hosts=lambda nodes, run: None,
+        launch_request_of_plan=lambda planned, run: LaunchRequest(
             ("pigeonrun", str(planned.world_size), *planned.argv, str(run))
         ),
     )
@@ -39,12 +39,12 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Launcher("pigeons_of_a_test", "pigeonrun", "by pigeon", note="they fly"),
     )
     made = recipe(launch={"launcher": "pigeon", "processes_per_node": 2})
-    world = resolve_world(made, LaunchOptions(), {})
+    world = resolve_hosts_launcher_and_device(made, LaunchOptions(), {})
     assert (world.launcher, world.rank_count, "they fly" in world.notes) == ("pigeon", 2, True)
     planned = plan(made, [host("one", 1), host("two", 1)], "pigeon")
     assert (planned.started_by.program, planned.rendezvous) == ("pigeonrun", "by pigeon")
-    assert Plan.from_json(planned.to_json()) == planned
-    assert describe_plan(planned, made).splitlines()[0].endswith("launcher pigeon")
+    assert Plan.from_plan_json_text(planned.to_json()) == planned
+    assert plan_description_text(planned, made).splitlines()[0].endswith("launcher pigeon")
     run = RunDir(tmp_path / "run")
-    check_launcher(world, run)
+    require_launcher_can_start_hosts(world, run)
     assert launch_request(planned, run).argv == ("pigeonrun", "2", *planned.argv, str(run.path))

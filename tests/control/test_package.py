@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.recipe.manual.schema import editor_schema_text
+from ortlaunch.recipe.manual.schema import editor_schema_json_text
 
 ROOT = Path(__file__).parents[2]
 # Import name -> distribution name, where they differ.
@@ -199,7 +199,7 @@ def test_a_copy_of_an_installed_recipe(said: dict[str, str], installed: Path) ->
     assert "valid" in said["validate mine.yaml"]
     schema = re.search(r"\$schema=(\S+)", (installed / "mine.yaml").read_text())
     assert schema
-    assert Path(schema[1]).read_text() == editor_schema_text() == said["schema"]
+    assert Path(schema[1]).read_text() == editor_schema_json_text() == said["schema"]
 
 
 def test_the_installed_texts(said: dict[str, str]) -> None:

@@ -12,9 +12,9 @@ import pytest
 from ortlaunch.process import (
     Process,
     all_processes,
-    iterate_process_tree,
-    living_descendants,
-    read_stat,
+    iterate_process_and_descendant_ids,
+    living_descendant_pids,
+    read_process_stat_or_none,
     signals_to_handle,
 )
 
@@ -31,7 +31,7 @@ def test_a_process_is_more_than_its_id() -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not Process.identity_of_pid(child.pid).is_alive()
     child.wait()
-    assert read_stat(child.pid) is None
+    assert read_process_stat_or_none(child.pid) is None
 
 
 def test_the_kernels_file_of_a_process(tmp_path: Path) -> None:
@@ -39,15 +39,15 @@ def test_the_kernels_file_of_a_process(tmp_path: Path) -> None:
     (tmp_path / "a) Z (b").symlink_to("/bin/sleep")
     with subprocess.Popen([tmp_path / "a) Z (b", "60"]) as child:
         try:
-            stat = read_stat(child.pid)
+            stat = read_process_stat_or_none(child.pid)
             assert stat is not None
             while stat.name != "a) Z (b":  # not executed yet
-                stat = read_stat(child.pid)
+                stat = read_process_stat_or_none(child.pid)
                 assert stat is not None
             assert (stat.pid, stat.parent, stat.has_ended) == (child.pid, os.getpid(), False)
             assert stat.started in {one.started for one in all_processes() if one.pid == child.pid}
-            assert child.pid in iterate_process_tree(os.getpid())
-            assert child.pid in living_descendants(os.getpid())
+            assert child.pid in iterate_process_and_descendant_ids(os.getpid())
+            assert child.pid in living_descendant_pids(os.getpid())
         finally:
             child.kill()
 

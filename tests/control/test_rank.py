@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.rank import VARIABLES, Rank, detect_rank_and_launcher, explain_rank_variables
+from ortlaunch.rank import (
+    VARIABLES,
+    Rank,
+    rank_and_launcher_name_or_none,
+    rank_variables_explanation_text,
+)
 from tests.control.environments import (
     AZURE,
     DEEPSPEED,
@@ -44,7 +49,7 @@ SLURM_RANK = Rank(5, 7, 1, 2)  # of the environment SLURM
 )
 def test_one_launcher(env: Env, rank: Rank, launcher: str) -> None:
     """Each launcher's set gives its rank and its name."""
-    assert detect_rank_and_launcher(env) == (rank, launcher)
+    assert rank_and_launcher_name_or_none(env) == (rank, launcher)
     assert Rank.from_environ(env) == rank
 
 
@@ -65,7 +70,7 @@ def test_one_launcher(env: Env, rank: Rank, launcher: str) -> None:
 )
 def test_no_launcher(env: Env) -> None:
     """Addresses, node numbers, batch scripts and interactive steps give a world of one rank."""
-    assert detect_rank_and_launcher(env) is None
+    assert rank_and_launcher_name_or_none(env) is None
     assert Rank.from_environ(env) == Rank(0, 1, 0, 1)
 
 
@@ -83,7 +88,7 @@ def test_no_launcher(env: Env) -> None:
 )
 def test_slurm_layouts(changes: dict[str, str | None], rank: Rank) -> None:
     """The local size comes from this node's entry of the layout; step variables win."""
-    assert detect_rank_and_launcher(but(SLURM, **changes)) == (rank, "Slurm")
+    assert rank_and_launcher_name_or_none(but(SLURM, **changes)) == (rank, "Slurm")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_nested_launchers(env: Env, launcher: str) -> None:
     """The innermost launcher wins: torchrun before MPI, and MPI before the Slurm step."""
     inner = {"Open MPI": OPEN_MPI, "torchrun": TORCHRUN, "MVAPICH": MVAPICH}
     own = inner.get(launcher, PALS if "PALS_RANKID" in env else HYDRA)
-    assert detect_rank_and_launcher(env) == (Rank.from_environ(own), launcher)
+    assert rank_and_launcher_name_or_none(env) == (Rank.from_environ(own), launcher)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def test_copied_into_torch(outer: Env, launcher: str) -> None:
     """Copies of a launcher's set in torch's variables change neither rank nor launcher name."""
     rank = Rank.from_environ(outer)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    assert detect_rank_and_launcher({**outer, **dict(zip(names, map(str, rank)))}) == (
+    assert rank_and_launcher_name_or_none({**outer, **dict(zip(names, map(str, rank)))}) == (
         rank,
         launcher,
     )
@@ -140,7 +145,7 @@ def test_pmi_beside_a_complete_set(env: Env, rank: Rank, launcher: str) -> None:
 
     `srun --mpi=pmi2` leaves such a set.
     """
-    assert detect_rank_and_launcher(env) == (rank, launcher)
+    assert rank_and_launcher_name_or_none(env) == (rank, launcher)
 
 
 READ_OPEN_MPI = (
@@ -203,14 +208,14 @@ READ_OPEN_MPI = (
 )
 def test_explain(env: Env, lines: list[str]) -> None:
     """`explain` prints a line for each launcher, then the used launcher or the error."""
-    assert explain_rank_variables(env).split("\n") == lines
+    assert rank_variables_explanation_text(env).split("\n") == lines
 
 
 def test_explain_wrong_value() -> None:
     """`explain` prints an invalid value instead of raising, because it is used to find it."""
     wrong = "OMPI_COMM_WORLD_RANK='x' is not a whole number of 0 or more; unset it or start again"
     read = READ_OPEN_MPI.replace("WORLD_RANK=1", "WORLD_RANK=x")
-    lines = explain_rank_variables(but(OPEN_MPI, OMPI_COMM_WORLD_RANK="x")).split("\n")
+    lines = rank_variables_explanation_text(but(OPEN_MPI, OMPI_COMM_WORLD_RANK="x")).split("\n")
     assert lines == [f"Open MPI: unusable, {wrong}; {read}", f"error: {wrong}"]
 
 
@@ -220,7 +225,7 @@ def test_explain_wrong_value() -> None:
 def test_variables_are_all_that_is_read(env: Env) -> None:
     """No launcher is detected without VARIABLES, so removing them gives a clean environment."""
     assert (
-        detect_rank_and_launcher(
+        rank_and_launcher_name_or_none(
             {name: value for name, value in env.items() if name not in VARIABLES}
         )
         is None
@@ -230,8 +235,8 @@ def test_variables_are_all_that_is_read(env: Env) -> None:
 def test_deepspeeds_launcher_counts_by_another_name() -> None:
     """DeepSpeed's launcher has LOCAL_SIZE in place of LOCAL_WORLD_SIZE, which wins if it is set."""
     env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
-    assert detect_rank_and_launcher(env) == (Rank(3, 4, 1, 2), "torchrun")
-    assert detect_rank_and_launcher({**env, "LOCAL_SIZE": "9", "LOCAL_WORLD_SIZE": "2"}) == (
+    assert rank_and_launcher_name_or_none(env) == (Rank(3, 4, 1, 2), "torchrun")
+    assert rank_and_launcher_name_or_none({**env, "LOCAL_SIZE": "9", "LOCAL_WORLD_SIZE": "2"}) == (
         Rank(3, 4, 1, 2),
         "torchrun",
     )

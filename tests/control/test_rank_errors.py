@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ortlaunch.errors import RankError
-from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from tests.control.environments import (
     DEEPSPEED,
     GFORKER,
@@ -28,7 +28,7 @@ from tests.control.environments import (
 def error(env: Env) -> str:
     """Return the message of the RankError for ``env``; `detect` and `from_environ` agree."""
     with pytest.raises(RankError) as first:
-        detect_rank_and_launcher(env)
+        rank_and_launcher_name_or_none(env)
     with pytest.raises(RankError) as second:
         Rank.from_environ(env)
     assert str(first.value) == str(second.value)
@@ -176,13 +176,13 @@ def test_every_partial_set_is_refused(names: tuple[str, ...]) -> None:
         for name in names
     }
     assert Rank.from_environ(whole) == Rank(0, 1, 0, 1)
-    assert detect_rank_and_launcher(whole) is not None
+    assert rank_and_launcher_name_or_none(whole) is not None
     for count in range(1, len(names)):
         for chosen in itertools.combinations(names, count):
             part = {name: whole[name] for name in chosen}
             # Without a step id the variables may be those of a batch script, which is no rank.
             if "SLURM_STEP_ID" in names and "SLURM_STEP_ID" not in part:
-                assert detect_rank_and_launcher(part) is None
+                assert rank_and_launcher_name_or_none(part) is None
             else:
                 said = error(part)
                 assert all(f"{name}={value}" in said for name, value in part.items())

@@ -17,11 +17,11 @@ from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
-from ortlaunch.other_runs.runs_table import format_runs_table
+from ortlaunch.other_runs.runs_table import runs_table_text
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import dump_recipe_yaml
-from ortlaunch.report import write_report
-from ortlaunch.report.curves import axis_label, round_ticks, thin_points
+from ortlaunch.report import write_report_page
+from ortlaunch.report.curves import axis_label, extremes_of_point_buckets, round_axis_tick_values
 from ortlaunch.run_folder.folder import (
     RunDir,
     json_text,
@@ -46,7 +46,7 @@ def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sec
     write_text_atomically(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
     # A second start, which resumed after step 20.
     later = Attempt(2, 5.0, 1, Cause.RAISED, "again", "ValueError", 25, 20, 20)
-    job = JobRecord.for_this_process("local", JobState.RUNNING).ended_record(
+    job = JobRecord.for_this_process("local", JobState.RUNNING).copy_ended_now(
         JobState.SUCCEEDED, 0, verdict
     )
     write_json_atomically(
@@ -74,7 +74,7 @@ def steps(*losses: float | None) -> list[dict[str, Any]]:
 
 def page(*runs: Path, to: Path) -> ElementTree.Element:
     """Return the page as a tree; it must be well-formed XML."""
-    return ElementTree.fromstring(write_report(runs, to, "now").read_text(encoding="utf-8"))
+    return ElementTree.fromstring(write_report_page(runs, to, "now").read_text(encoding="utf-8"))
 
 
 def row(tree: ElementTree.Element, name: str) -> list[str]:
@@ -155,7 +155,7 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
     run = RunDir(made(tmp_path / "0001", steps(3.0)))
     detail = "stopped by the pruner of its sweep, saved after step 20 of 40"
     end = RunEnd(85, detail, Failure(Cause.STOPPED, detail), stopped_on_request=True)
-    ended = JobRecord.for_this_process("local", JobState.RUNNING).ended_record(
+    ended = JobRecord.for_this_process("local", JobState.RUNNING).copy_ended_now(
         JobState.PREEMPTED, 85, f"{end.text}\nto continue: ortlaunch train x", end.failure
     )
     ended.write(run)
@@ -164,7 +164,7 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
     assert row(tree, "end") == [f"ortlaunch: {detail}"]
     assert not [one for one in tree.iter("p") if one.get("class") == "warn"]
     status = read_status(run)
-    assert format_runs_table([status], 100).splitlines()[1].startswith("pruned")
+    assert runs_table_text([status], 100).splitlines()[1].startswith("pruned")
     assert ": pruned " in str(status)
     said = [str(status), str(diagnose_run(run)), "".join(tree.itertext())]
     assert not [text for text in said if "to continue" in text]
@@ -302,13 +302,13 @@ def test_a_sweep(tmp_path: Path) -> None:
     head = ("trial", "state", "steps", "loss")
     table = [("0000", "complete", 10, 1.0), ("0001", "pruned", 5, None)]
     drawn = Picture([axis], lines, [("optimizer.learning_rate", 1.0)], "loss", head, table)
-    text = write_report(runs, tmp_path / "r.html", "now", drawn).read_text()
+    text = write_report_page(runs, tmp_path / "r.html", "now", drawn).read_text()
     assert f"<h1>{recipe().name}: sweep of 2 trials</h1>" in text
     assert "Thick line, the best: trial 0: loss 1<" in text
     assert text.count('class="curve best"') == 1
     assert row(ElementTree.fromstring(text), "0001") == ["pruned", "5", "-"]
     lines[1] = lines[1]._replace(tie="trial 1 has exactly the same result")
-    tied = write_report(runs, tmp_path / "r.html", "now", drawn).read_text()
+    tied = write_report_page(runs, tmp_path / "r.html", "now", drawn).read_text()
     assert "Thick line: trial 0: loss 1; trial 1 has exactly the same result<" in tied
     # Long names of fields are two lines, so that those of neighbouring axes do not overlap.
     assert ">optimizer</text>" in text
@@ -323,9 +323,9 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"(?s)none: is neither a folder nor.*tmp: has no job.json"
     ):
-        write_report([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
+        write_report_page([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
     with pytest.raises(InputError, match="given twice"):
-        write_report([run, run], tmp_path / "r.html", "now")
+        write_report_page([run, run], tmp_path / "r.html", "now")
     assert not (tmp_path / "r.html").exists()
 
 
@@ -333,13 +333,13 @@ def test_a_page_replaces_only_a_page(tmp_path: Path) -> None:
     """A page replaces an earlier report, and no other file."""
     run = made(tmp_path / "one", steps(1.0))
     assert (
-        write_report([run], None, "now")
-        == write_report([run], None, "later")
+        write_report_page([run], None, "now")
+        == write_report_page([run], None, "later")
         == run / "report.html"
     )
     (tmp_path / "r.html").write_text("mine")
     with pytest.raises(InputError, match="exists already and is not a report"):
-        write_report([run], tmp_path / "r.html", "now")
+        write_report_page([run], tmp_path / "r.html", "now")
 
 
 def test_a_long_curve_keeps_its_spikes() -> None:
@@ -347,10 +347,10 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     points = [(float(x), 1.0) for x in range(100_000)]
     # One spike among 100,000 points.
     points[77_777] = (77_777.0, 9.0)
-    drawn = thin_points(points)
+    drawn = extremes_of_point_buckets(points)
     # At most two points for each of 400 pieces, and the ends.
     assert len(drawn) < 1000
     assert (77_777.0, 9.0) in drawn
-    assert round_ticks(0, 600, 4) == [0, 200, 400, 600]
+    assert round_axis_tick_values(0, 600, 4) == [0, 200, 400, 600]
     assert [axis_label(each) for each in (0, 5e-5, 1.5e-4, 0.0125, 12.5, -2500)] == [
         "0", "5e-5", "1.5e-4", "0.0125", "12.5", "-2,500"]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.errors import InputError
-from ortlaunch.user_modules import add_factory_folders_to_path
+from ortlaunch.user_modules import append_factory_folders_to_sys_path
 from tests.makers import bert, recipe
 
 MINE = {"task": "custom", "factory": "pkg_of_mine.models:net"}
@@ -39,7 +39,7 @@ def test_the_recipes_folder_comes_last(path: list[str], tmp_path: Path) -> None:
     """A factory's module beside the recipe is found, after everything that is installed."""
     package(tmp_path / "beside")
     before = [*path]
-    add_factory_folders_to_path(recipe(model=MINE, data=DATA), tmp_path / "beside")
+    append_factory_folders_to_sys_path(recipe(model=MINE, data=DATA), tmp_path / "beside")
     assert path == [*before, str(tmp_path / "beside")]
 
 
@@ -49,15 +49,15 @@ def test_the_current_folder_is_for_a_factory_that_lies_there(
     """A factory's module in the current folder is found where there is none beside the recipe."""
     package(tmp_path / "here")
     before = [*path]
-    add_factory_folders_to_path(recipe(model=MINE, data=DATA), tmp_path / "beside")
+    append_factory_folders_to_sys_path(recipe(model=MINE, data=DATA), tmp_path / "beside")
     assert path == [*before, str(tmp_path / "here")]
 
 
 def test_without_a_factory_nothing_is_added(path: list[str], tmp_path: Path) -> None:
     """A recipe with no user module, or with an installed one, adds no folder to sys.path."""
     before = [*path]
-    add_factory_folders_to_path(bert(), tmp_path / "beside")
-    add_factory_folders_to_path(
+    append_factory_folders_to_sys_path(bert(), tmp_path / "beside")
+    append_factory_folders_to_sys_path(
         recipe(model={**MINE, "factory": "json:loads"}, data=DATA), tmp_path / "beside"
     )
     assert path == before
@@ -67,7 +67,7 @@ def test_a_module_that_is_hidden_is_told(path: list[str], tmp_path: Path) -> Non
     """An installed module of the factory's name wins, and the error names both files."""
     package(tmp_path / "beside", "json")
     with pytest.raises(InputError) as caught:
-        add_factory_folders_to_path(
+        append_factory_folders_to_sys_path(
             recipe(model={**MINE, "factory": "json:loads"}, data=DATA), tmp_path / "beside"
         )
     json = importlib.import_module("json").__file__
@@ -84,5 +84,5 @@ def test_a_module_that_is_installed_from_here_is_not_hidden(
     package(tmp_path / "beside")
     path.append(str(tmp_path / "beside"))
     before = [*path]
-    add_factory_folders_to_path(recipe(model=MINE, data=DATA), tmp_path / "beside")
+    append_factory_folders_to_sys_path(recipe(model=MINE, data=DATA), tmp_path / "beside")
     assert path == before

@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 
-from ortlaunch.process import living_descendants, read_stat
+from ortlaunch.process import living_descendant_pids, read_process_stat_or_none
 from ortlaunch.run_folder.folder import RunDir
 from tests.e2e import forked
 
@@ -55,7 +55,7 @@ class Life:
 
     def look(self) -> list[int]:
         """Read and return the ids of all processes of the run."""
-        self.family = [self.process.pid, *living_descendants(self.process.pid)]
+        self.family = [self.process.pid, *living_descendant_pids(self.process.pid)]
         return self.family
 
     def kill(self) -> None:
@@ -83,7 +83,7 @@ class Life:
 
 
 def _lives(pid: int) -> bool:
-    stat = read_stat(pid)
+    stat = read_process_stat_or_none(pid)
     return stat is not None and not stat.has_ended
 
 

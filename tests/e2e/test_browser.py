@@ -26,7 +26,7 @@ from tests import labs
 from tests.e2e.runs import COMMAND, ROOT, environment
 from tests.ort import needs_ort
 
-FOLDER = shipped.shipped_folder() / "examples/on-device"
+FOLDER = shipped.shipped_folder_or_refuse() / "examples/on-device"
 WEB = ROOT / "build/onnxruntime-web/package/dist"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 FLAGS = (

@@ -14,7 +14,7 @@ import pytest
 from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 from ortlaunch.worker.data import collate
-from ortlaunch.worker.model.model import required_loss
+from ortlaunch.worker.model.model import require_scalar_loss
 from tests.e2e.runs import COMMAND, environment
 from tests.ort import needs_ort
 
@@ -30,7 +30,7 @@ LEARNED = {
 OWN = [
     name
     for name in LEARNED
-    if load_recipe(shipped.find_shipped_recipe(f"examples/{name}")).recipe.model.factory
+    if load_recipe(shipped.shipped_recipe_path_or_refuse(f"examples/{name}")).recipe.model.factory
 ]
 
 
@@ -47,7 +47,7 @@ def test_each_example_is_held_to_its_loss() -> None:
 )
 def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An example's model trains on a batch of its samples, and its samples are reproducible."""
-    path = shipped.find_shipped_recipe(f"examples/{name}")
+    path = shipped.shipped_recipe_path_or_refuse(f"examples/{name}")
     recipe = load_recipe(path).recipe
 
     def made(target: str, arguments: dict[str, Any]) -> Any:
@@ -67,7 +67,7 @@ def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.M
     assert len(samples) == source.arguments["samples"]
     batch, again = (collate([samples[0], samples[5]]) for _ in range(2))
     assert all(batch[key].equal(again[key]) for key in batch)
-    required_loss(model(**batch)).backward()
+    require_scalar_loss(model(**batch)).backward()
     assert all(
         parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.other_tools import import_config
+from ortlaunch.other_tools import convert_config_to_recipe
 from tests.e2e.runs import EAGER, SMALL, Train, ended_well
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
@@ -18,7 +18,7 @@ def test_an_imported_config_trains(train: Train) -> None:
     """Axolotl's LoRA example trains with its batch, schedule and recomputation."""
     # Its model and data are on the hub; a tiny model and local text replace them.
     made = yaml.safe_load(
-        import_config(CONFIG, None, None, ("data.train=python-docs",)).recipe_yaml
+        convert_config_to_recipe(CONFIG, None, None, ("data.train=python-docs",)).recipe_yaml
     )
     made["model"].update(
         pretrained=None, config={"model_type": "llama", **SMALL, "max_position_embeddings": 32}

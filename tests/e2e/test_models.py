@@ -89,7 +89,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reduced(name: str, data: Path) -> Recipe:
     """Return the recipe with a small model of its architecture, small data and three steps."""
-    whole = load_recipe(shipped.find_shipped_recipe(name)).recipe
+    whole = load_recipe(shipped.shipped_recipe_path_or_refuse(name)).recipe
     changes: dict[str, Any] = {
         "precision": "fp32", "zero": None, "batch": {"global_size": 4, "micro_size": 2},
         "train.epochs": None, "train.max_steps": 3, "train.evaluate_every_steps": None,
@@ -133,7 +133,7 @@ def reduced(name: str, data: Path) -> Recipe:
         changes["model.config"] = {"model_type": family, **sizes}
         changes["model.pretrained"] = deberta(data / "deberta", sizes)
     return load_recipe(
-        shipped.find_shipped_recipe(name),
+        shipped.shipped_recipe_path_or_refuse(name),
         [f"{key}={json.dumps(value)}" for key, value in changes.items()],
     ).recipe
 
@@ -172,7 +172,7 @@ def test_a_curated_recipe_trains(
     name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps train, on ort with the losses and gradients of plain PyTorch."""
-    monkeypatch.syspath_prepend(str(shipped.shipped_folder() / "models"))
+    monkeypatch.syspath_prepend(str(shipped.shipped_folder_or_refuse() / "models"))
     recipe = reduced(name, data)
     torch.manual_seed(0)
     run = run_here(tmp_path / "run", recipe)

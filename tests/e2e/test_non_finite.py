@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data import Batches, OwnSamples, collate
+from ortlaunch.worker.data import Batches, UserSamples, collate
 from tests.e2e.runs import TOY, TWO_RANKS, Train, merged
 from tests.ort import needs_ort
 
@@ -30,9 +30,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     engine: str, zero: dict[str, Any], train: Train
 ) -> None:
     """A run whose loss is nan ends with status 1 and names rank, samples and parameter."""
-    order = Batches(OwnSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
+    order = Batches(UserSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
     # Step 3 (index 2), rank 1, second pass (index 1).
-    samples = order.sample_indices(2, 1, 1)
+    samples = order.sample_indices_of_micro_batch(2, 1, 1)
     data = {
         "train": {"format": "custom", "factory": "toys:data", "arguments": {"nan_at": samples[2]}}
     }
@@ -71,7 +71,7 @@ ANSWERS = [
         if (engine, stage, action) != ("eager", None, "rollback")
     ),
 ]
-ORDER = Batches(OwnSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
+ORDER = Batches(UserSamples(range(256)), BatchPlan(16, 4, 2, 2, None), 42)
 
 
 @pytest.mark.parametrize(("engine", "stage", "action"), ANSWERS)
@@ -84,7 +84,7 @@ def test_training_without_the_bad_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A run that leaves a bad batch out ends with plain PyTorch's weights without that batch."""
-    bad = ORDER.sample_indices(2, 1, 1)[2]
+    bad = ORDER.sample_indices_of_micro_batch(2, 1, 1)[2]
     data = {"train": {"format": "custom", "factory": "toys:data", "arguments": {"nan_at": bad}}}
     sections = {
         "data": data, "engine": {"name": engine}, "train": {"max_steps": 5, "on_nonfinite": action},
@@ -98,7 +98,7 @@ def test_training_without_the_bad_batch(
     ]
     assert (line["step"], line["action"], line["parameter"]) == (3, action, "layers.0.weight")
     assert (
-        f"the loss is nan on rank 1, samples {', '.join(map(str, ORDER.sample_indices(2, 1, 1)))}"
+        f"the loss is nan on rank 1, samples {', '.join(map(str, ORDER.sample_indices_of_micro_batch(2, 1, 1)))}"
         in run.out
     )
     assert json.loads((run.folder / "summary.json").read_text())["bad_steps"] == {action: 1}
@@ -122,7 +122,7 @@ def _plain(
     samples = toys.data()
     for step in steps:
         if step is not None:
-            batch = collate([samples[i] for i in ORDER.indices_of_step(step)])
+            batch = collate([samples[i] for i in ORDER.sample_indices_of_step(step)])
             net(**batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -377,17 +377,17 @@ def test_the_export_is_the_trained_model(
     """transformers loads the export, and computes the run's last evaluation loss with it."""
     import transformers
 
-    from ortlaunch.recipe import parse_resolved
-    from ortlaunch.worker.data import collate, make_samples
+    from ortlaunch.recipe import parse_resolved_recipe
+    from ortlaunch.worker.data import collate, samples_of_source_for_task
 
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
     monkeypatch.chdir(home)
     model = transformers.AutoModelForMaskedLM.from_pretrained(bert.folder / "export").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(bert.folder / "export")
     assert tokenizer.decode(tokenizer("the cats")["input_ids"]) == "[CLS] the cats [SEP]"
-    recipe = parse_resolved((bert.folder / "recipe.yaml").read_text())
+    recipe = parse_resolved_recipe((bert.folder / "recipe.yaml").read_text())
     assert recipe.data.evaluation is not None
-    samples = make_samples(recipe, recipe.data.evaluation, tokenizer)
+    samples = samples_of_source_for_task(recipe, recipe.data.evaluation, tokenizer)
     assert len(samples) % 8  # the last micro batch is smaller, and counts for less
     with torch.no_grad():
         expected = float(model(**collate([samples.sample(i, 0) for i in range(len(samples))])).loss)

@@ -16,7 +16,7 @@ import yaml
 from ortlaunch.api.sweeps import Sweep
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from tests.e2e.runs import EAGER, SLOW, TOY, environment, merged, reach
 from tests.launch.tiny import processes_of
 
@@ -66,7 +66,7 @@ def sweep(home: Path) -> subprocess.Popen[str]:
 
 def evaluations(run: RunDir) -> list[tuple[int, float]]:
     """Return step and loss of each evaluation."""
-    rows = read_json_lines(run.metrics, "step").values
+    rows = read_json_lines_with_keys(run.metrics, "step").values
     return [(row["step"], row["evaluation_loss"]) for row in rows if "evaluation_loss" in row]
 
 
@@ -85,7 +85,7 @@ def test_a_sweep_is_killed(home: Path) -> None:
         run = RunDir(home / "sweeps/toy/trials/0000")
         reach(run, 3, first)
         # The trial's command: the sweep starts it again, from its checkpoint.
-        os.kill(lock.last_command_of_run(run).pid, signal.SIGKILL)
+        os.kill(lock.process_that_last_locked_run(run).pid, signal.SIGKILL)
         reach(run, 5, first)
         first.kill()
         first.communicate()

@@ -43,8 +43,8 @@ def net():
 def wrong_in_graphs():
     from ortlaunch.ortmodule.base import torch_calls
 
-    plain = torch_calls._gradient_or_zeros
-    torch_calls._gradient_or_zeros = lambda found, leaf, taken: plain(found, leaf, taken) * 1.01
+    plain = torch_calls._contiguous_gradient_or_zeros
+    torch_calls._contiguous_gradient_or_zeros = lambda found, leaf, taken: plain(found, leaf, taken) * 1.01
     return Net()
 """
 RECIPE = merged(

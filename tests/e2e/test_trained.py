@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.recipe import parse_resolved
+from ortlaunch.recipe import parse_resolved_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.export.export_checkpoint import load_trained_model as checkpoint_model
+from ortlaunch.worker.export.export_checkpoint import (
+    load_trained_model_of_checkpoint as checkpoint_model,
+)
 from tests.e2e.runs import (
     BERT,
     COMMAND,
@@ -102,7 +104,9 @@ def test_one_number(
 
     monkeypatch.chdir(home)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
-    samples = LoadedData(parse_resolved((trained.folder / "recipe.yaml").read_text())).evaluation
+    samples = LoadedData(
+        parse_resolved_recipe((trained.folder / "recipe.yaml").read_text())
+    ).evaluation
     assert samples is not None
     batch = collate([samples.sample(i, epoch=0) for i in range(len(samples))])
     with torch.no_grad():

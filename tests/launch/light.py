@@ -28,7 +28,7 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
     if how == "ignore SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     requests = RankRequests()
-    requests.start_listening()
+    requests.handle_signals_as_requests()
     # As collectives do: no rank trains while another one cannot handle a request yet.
     _agree(run, rank, f"began-{os.environ.get(LAUNCHER_VARIABLE)}", 60)
     for step in range(1, recipe["train"]["max_steps"] + 1):
@@ -95,7 +95,7 @@ def _end(how: str, run: RunDir) -> None:
 def _be_a_rank() -> int:
     from ortlaunch.worker import __main__ as worker
 
-    worker.run_rank = live
+    worker.join_ranks_and_run_task = live
     return worker.main()
 
 

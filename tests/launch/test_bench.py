@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_root_without_creating
 from ortlaunch.rank import EXIT_SAVED
 from tests.launch.tiny import ORTLAUNCH, noting_opens, opened, ortlaunch, processes_of
 from tests.makers import CUSTOM
@@ -75,7 +75,7 @@ def own_cache(folder: Path, name: str = "cache") -> str:
     """Return a cache with everything that was built, and without measured engines."""
     cache = folder.parent / f"{folder.name}-{name}"
     cache.mkdir(exist_ok=True)
-    for built in cache_root().glob("*"):
+    for built in cache_root_without_creating().glob("*"):
         if built.name != "engines" and not (cache / built.name).exists():
             # Building the extensions again would take minutes.
             (cache / built.name).symlink_to(built.absolute())

@@ -15,7 +15,7 @@ import pytest
 from ortlaunch.launch import load_backend, mpi
 from ortlaunch.launch.failure import first_error_record
 from ortlaunch.planning.hosts import Host
-from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.folder import RunDir
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
 from tests.makers import host, plan, recipe
@@ -29,11 +29,11 @@ needs_mpich = pytest.mark.skipif(
 # In place of the worker: it records its rank, by the code that the worker uses.
 WORKER = """
 import json, os, pathlib, subprocess, sys
-from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 rank = Rank.from_environ(os.environ)
 ps = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
 told = {"argv": os.environ.get("SECRET", "none") in ps,
-        "rank": rank, "launcher": detect_rank_and_launcher(os.environ)[1],
+        "rank": rank, "launcher": rank_and_launcher_name_or_none(os.environ)[1],
         "SECRET": os.environ.get("SECRET"), "NOTE": os.environ["NOTE"]}
 pathlib.Path(sys.argv[1], f"told-{rank.rank}").write_text(json.dumps(told))
 """
@@ -53,15 +53,20 @@ def test_every_rank_is_the_planned_one(
     """
     monkeypatch.setenv("SECRET", "s3cret-value")
     if launcher == "mpich":
-        monkeypatch.setattr(mpi, "find_mpirun", lambda: MPICH)
+        monkeypatch.setattr(mpi, "require_mpirun_here_or_on_path", lambda: MPICH)
     elif launcher == "mpi":
-        assert mpi.mpi_family(mpi.find_mpirun()) == "Open MPI"
+        assert mpi.mpi_family_by_running_mpirun(mpi.require_mpirun_here_or_on_path()) == "Open MPI"
     name = "mpi" if launcher == "mpich" else launcher
     made = plan(recipe(launch=LAUNCH), [host("localhost", ranks)], name, environ=os.environ)
     made = dataclasses.replace(made, argv=(sys.executable, "-c", WORKER))
     starter = load_backend(name)
     run = RunDir(tmp_path)
-    assert starter.wait(starter.submit(starter.request(made, run))) == 0
+    assert (
+        starter.forward_signals_until_job_ends(
+            starter.write_files_and_start_job(starter.launch_request_of_plan(made, run))
+        )
+        == 0
+    )
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(ranks)]
     assert tuple(Rank(*one["rank"]) for one in told) == made.ranks
     for one in told:
@@ -75,15 +80,26 @@ def test_every_rank_is_the_planned_one(
 
 def test_one_process_is_the_planned_rank(tmp_path: Path) -> None:
     """Without a launcher there is one rank, and no variable sets it."""
-    assert detect_rank_and_launcher(os.environ) is None
+    assert rank_and_launcher_name_or_none(os.environ) is None
     made = dataclasses.replace(
         # Without a launcher there is no name of one.
         plan(recipe()),
-        argv=(sys.executable, "-c", WORKER.replace("detect_rank_and_launcher(os.environ)[1]", "0")),
+        argv=(
+            sys.executable,
+            "-c",
+            WORKER.replace("rank_and_launcher_name_or_none(os.environ)[1]", "0"),
+        ),
     )
     starter = load_backend("local")
     made = dataclasses.replace(made, env=(("NOTE", ""),))
-    assert starter.wait(starter.submit(starter.request(made, RunDir(tmp_path)))) == 0
+    assert (
+        starter.forward_signals_until_job_ends(
+            starter.write_files_and_start_job(
+                starter.launch_request_of_plan(made, RunDir(tmp_path))
+            )
+        )
+        == 0
+    )
     assert (
         (Rank(*json.loads((tmp_path / "told-0").read_text())["rank"]),)
         == made.ranks
@@ -141,7 +157,7 @@ def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "mpi": ["mpirun", "-n", "2", "--host", "localhost:2", "--bind-to", "none"],
     }[launcher]
     if launcher == "mpi":
-        argv[0] = mpi.find_mpirun()
+        argv[0] = mpi.require_mpirun_here_or_on_path()
     # Open MPI refuses to run as root without the first two.
     root = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -211,14 +227,14 @@ def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
     made = plan(recipe(), [host("localhost", 3)], "mpi")
     run = RunDir(tmp_path / "run")
     made = dataclasses.replace(made, argv=(sys.executable, "-m", "ortlaunch.worker"))
-    request = load_backend("mpi").request(made, run)
+    request = load_backend("mpi").launch_request_of_plan(made, run)
     run.path.mkdir()
     shutil.copy(tmp_path / RECIPE, run.recipe)
     run.plan.write_text(made.to_json())
     # Two ranks instead of three, as with a wrong number typed by hand.
     fewer = request._replace(argv=(request.argv[0], "-n", "2", *request.argv[3:]))
     starter = load_backend("mpi")
-    assert starter.wait(starter.submit(fewer)) != 0
+    assert starter.forward_signals_until_job_ends(starter.write_files_and_start_job(fewer)) != 0
     # Of either rank: mpirun ends the other one, perhaps before it wrote its own record.
     record = first_error_record(run)
     assert record is not None

@@ -13,14 +13,14 @@ import pytest
 
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, LaunchLimits, LaunchRequest, processes
-from ortlaunch.process import read_stat
+from ortlaunch.process import read_process_stat_or_none
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 
 def test_a_program_that_is_not_there() -> None:
     """A program that does not exist is named in the error."""
     with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: program not found$"):
-        processes.submit(LaunchRequest(("/nope/mpirun", "-n", "2")))
+        processes.write_files_and_start_job(LaunchRequest(("/nope/mpirun", "-n", "2")))
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_the_status_is_the_commands_own(
     request = LaunchRequest(
         (sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),)
     )
-    job = processes.submit(request)
-    assert processes.wait(job) == status
-    assert (processes.state(job), job.user_signal) == (state, None)
+    job = processes.write_files_and_start_job(request)
+    assert processes.forward_signals_until_job_ends(job) == status
+    assert (processes.job_state(job), job.user_signal) == (state, None)
 
 
 def in_group(group: int) -> list[str]:
@@ -77,13 +77,13 @@ def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "import subprocess, sys, time; "
         f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
     )
-    job = processes.submit(LaunchRequest((sys.executable, "-c", code)))
-    assert processes.state(job) is JobState.RUNNING
+    job = processes.write_files_and_start_job(LaunchRequest((sys.executable, "-c", code)))
+    assert processes.job_state(job) is JobState.RUNNING
     # Before that, SIGTERM would end the child.
     while not here.exists():
         time.sleep(0.01)
-    processes.cancel(job)
-    assert processes.state(job) is JobState.FAILED
+    processes.end_job_and_its_processes(job)
+    assert processes.job_state(job) is JobState.FAILED
     deadline = time.monotonic() + 2
     while in_group(job.process.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -96,7 +96,9 @@ DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime
 def limited(folder: Path, hosts: int = 1, start_seconds: float = 60.0) -> processes.Job:
     """Start a launcher of 2 ranks that does not end by itself, and ignores SIGTERM."""
     limits = LaunchLimits(str(folder), 2, hosts, start_seconds)
-    return processes.submit(LaunchRequest((sys.executable, "-c", DEAF), limits=limits))
+    return processes.write_files_and_start_job(
+        LaunchRequest((sys.executable, "-c", DEAF), limits=limits)
+    )
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_a_launcher_that_waits_for_a_lost_host(tmp_path: Path) -> None:
     """A launcher that waits for a lost host is ended, and killed if it ignores SIGTERM."""
     # mpirun would wait for ever for its daemon on that host.
     write_text_atomically(RunDir(tmp_path).stall, "{}")
-    assert processes.wait(limited(tmp_path, hosts=2)) in (137, 143)
+    assert processes.forward_signals_until_job_ends(limited(tmp_path, hosts=2)) in (137, 143)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -123,9 +125,9 @@ def test_a_launcher_that_outlives_its_last_rank(
     run = RunDir(tmp_path)
     job = limited(tmp_path)
     run.count_ended_rank(1)
-    assert processes._reason_to_end_command(job) is None
+    assert processes._reason_to_end_launcher_or_none(job) is None
     run.count_ended_rank(0)
-    assert (processes.wait(job), job.foreign_signal) == (0, None)
+    assert (processes.forward_signals_until_job_ends(job), job.foreign_signal) == (0, None)
     assert capfd.readouterr().err == (
         f"ortlaunch: the launcher (process {job.process.pid}) has not ended 0.2 s after its last "
         "rank, and is ended\n"
@@ -142,13 +144,16 @@ def test_a_launcher_that_starts_not_all_ranks(
     write_text_atomically(run.request, "")
     write_text_atomically(run.rank_log_path(1, "err"), "")
     job = limited(tmp_path, start_seconds=0.2)
-    assert (processes.wait(job) in (137, 143), job.foreign_signal) == (True, None)
+    assert (processes.forward_signals_until_job_ends(job) in (137, 143), job.foreign_signal) == (
+        True,
+        None,
+    )
     assert capfd.readouterr().err == (
         f"ortlaunch: the launcher (process {job.process.pid}) has started 1 of 2 ranks in 0.2 s, "
         "and is ended\n"
     )
     write_text_atomically(run.rank_log_path(0, "err"), "")
-    assert processes._reason_to_end_command(job) is None
+    assert processes._reason_to_end_launcher_or_none(job) is None
 
 
 def test_a_stopped_process_is_reported(
@@ -157,9 +162,9 @@ def test_a_stopped_process_is_reported(
     """A launcher or supervisor that SIGSTOP has stopped is reported once, with the remedy."""
     monkeypatch.setattr(processes, "_STOPPED_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(processes, "_POLL_SECONDS", 0.1)
-    job = processes.submit(LaunchRequest(("sleep", "60")))
+    job = processes.write_files_and_start_job(LaunchRequest(("sleep", "60")))
     pid = job.process.pid
-    while (stat := read_stat(pid)) is None or stat.name != "sleep":
+    while (stat := read_process_stat_or_none(pid)) is None or stat.name != "sleep":
         time.sleep(0.01)
     os.kill(pid, signal.SIGSTOP)
     # The default action of SIGTERM ends the process after SIGCONT.
@@ -167,7 +172,7 @@ def test_a_stopped_process_is_reported(
         1.0, lambda: (os.kill(pid, signal.SIGCONT), os.kill(pid, signal.SIGTERM))
     )
     timer.start()
-    assert processes.wait(job) == 143
+    assert processes.forward_signals_until_job_ends(job) == 143
     assert capfd.readouterr().err == (
         f"ortlaunch: process {pid} (sleep) is stopped, and the run waits for it: kill -CONT {pid}\n"
     )

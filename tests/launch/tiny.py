@@ -23,7 +23,7 @@ RECIPE = "recipe.yaml"
 def _lacking_for_mpi() -> str:
     """Return why tests cannot run ranks under mpirun; empty if they can."""
     try:
-        mpi.find_mpirun()
+        mpi.require_mpirun_here_or_on_path()
     except MissingDependency as error:
         return str(error)
     return "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import build
 from tests.ortmodule.forks import fresh, fresh_ort, servers
 
@@ -26,14 +26,14 @@ def _every_repair_is_in_force() -> None:
 
     Without one, tests fail or end the process, and do not say why.
     """
-    assert registry.unapplied_repair_reasons() == {}
+    assert registry.reason_by_unapplied_repair() == {}
 
 
 @pytest.fixture
-def witness(built: None) -> Witness:
+def witness(built: None) -> PassAndGraphCounters:
     """An installed witness, which counts the passes that ORT runs in this test."""
-    witness = Witness()
-    witness.start_counting()
+    witness = PassAndGraphCounters()
+    witness.start_counting_in_this_process()
     return witness
 
 

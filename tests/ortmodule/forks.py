@@ -59,8 +59,8 @@ def with_ort():
     os.dup2(2, 1)
     from ortlaunch.ortmodule.base import registry
     from ortlaunch.ortmodule.tracing import compat
-    registry.apply_known_repairs(compat._BEFORE_IMPORT)
-    compat._import_ortmodule()
+    registry.apply_fitting_repairs_once(compat._BEFORE_IMPORT)
+    compat._import_ortmodule_and_await_deepspeed()
     import tests.ortmodule.modules
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     run(served(os.fdopen(requests), os.fdopen(answers, "w")))

@@ -13,11 +13,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule
-from ortlaunch.ortmodule.base.graph import GraphContents
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.base.graph import GraphNodeCounts
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.rules.rules import broken_rule_problems, device_rules
-from ortlaunch.worker.engine.ort_settings import ortmodule_settings, prepare_ortmodule
+from ortlaunch.recipe.rules.rules import broken_rule_problems, precision_and_engine_device_rules
+from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings, ortmodule_settings
 from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
 
@@ -153,13 +153,13 @@ def language_model(family: str, attention: str, dropout: float = 0.0) -> LossMod
 
 def stepped(module: nn.Module, **settings: Any) -> Any:
     """Return the module under engine ort after one forward and backward pass on IDS."""
-    prepare_ortmodule(Engine(**settings), {})
+    import_ortmodule_with_settings(Engine(**settings), {})
     ours = wrapped(module, **settings)
     ours(IDS).backward()
     return ours
 
 
-def executed(witness: Witness, module: nn.Module, **settings: Any) -> GraphContents:
+def executed(witness: PassAndGraphCounters, module: nn.Module, **settings: Any) -> GraphNodeCounts:
     """Return the training graph of such a pass, after a check that its gradients equal eager's."""
     # A copy made before, because ORT's pass leaves gradients in the module.
     eager = copy.deepcopy(module)
@@ -174,4 +174,10 @@ def refused(device: str = "cpu", **settings: Any) -> str:
     """Return the messages of the recipe's rules for these settings."""
     # Rules of the recipe, and those that depend on the device.
     made = recipe(engine={"name": "ort", **settings})
-    return "\n".join(text for _, text in [*broken_rule_problems(made), *device_rules(made, device)])
+    return "\n".join(
+        text
+        for _, text in [
+            *broken_rule_problems(made),
+            *precision_and_engine_device_rules(made, device),
+        ]
+    )

@@ -14,9 +14,9 @@ import torch
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
+from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, manager_of, python, refused, stepped
 
@@ -87,7 +87,7 @@ def test_triton() -> None:
     with pytest.raises(
         EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"
     ):
-        prepare_ortmodule(Engine(triton=True), {})
+        import_ortmodule_with_settings(Engine(triton=True), {})
 
 
 def test_triton_config() -> None:
@@ -102,7 +102,7 @@ def test_triton_config() -> None:
         # ORT's package imports Triton for its kernels.
         for name in ("triton", "triton.language"):
             patch.setitem(sys.modules, name, MagicMock())
-        options.set_runtime_options(
+        options.set_runtime_options_of_both_managers(
             stepped(Words()), Settings(triton=True, triton_config={"min_nodes": 3})
         )
         read = importlib.import_module("onnxruntime.training.ort_triton").get_config()
@@ -118,7 +118,7 @@ def test_flash_attention() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_efficient_attention(witness: Witness) -> None:
+def test_efficient_attention(witness: PassAndGraphCounters) -> None:
     """The field registers ORT's graph optimizer, and a run in which that replaces nothing fails."""
     assert "has no effect on CPU: torch has that kernel for CUDA only" in refused(
         efficient_attention=True
@@ -130,7 +130,7 @@ def test_efficient_attention(witness: Witness) -> None:
     with pytest.raises(
         EngineError, match=r"Settings\.efficient_attention: ONNX Runtime found nothing to replace"
     ):
-        options.raise_if_no_effect(Settings(efficient_attention=True), witness.graphs)
+        options.refuse_settings_without_effect(Settings(efficient_attention=True), witness.graphs)
 
 
 def registered_in_a_new_process(**settings: Any) -> str:
@@ -138,7 +138,7 @@ def registered_in_a_new_process(**settings: Any) -> str:
     # A new process, because ORT registers its optimizers once, at its import.
     script = (
         "from ortlaunch.ortmodule import Settings, options\n"
-        f"options.import_with_settings(Settings(**{settings!r}))\n"
+        f"options.import_ortmodule_with_settings(Settings(**{settings!r}))\n"
         "from onnxruntime.training.ortmodule.graph_optimizer_registry import "
         "GraphOptimizerRegistry as Registry\n"
         "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() "

@@ -16,9 +16,9 @@ from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import options
 from ortlaunch.ortmodule.base import registry
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
+from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, executed, manager_of, refused, stepped, training_graph
 
@@ -105,7 +105,7 @@ class Copied(Words):
 # ------------------------------------------------------------------------- the effect of each field
 
 
-def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def memory_optimization(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     kept, recomputed = (executed(witness, Words(), memory_optimization=level) for level in (0, 1))
     assert recomputed.forward.total() <= kept.forward.total()
     # The backward pass has the recomputed nodes, not merged with those of the forward pass.
@@ -113,7 +113,7 @@ def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert recomputed.backward["LayerNormalization"] == recomputed.backward["Gelu"] == 1
 
 
-def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def memory_optimization_config(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     # ORT lists them at level info.
     known = manager_of(
         stepped(Words(), log_level="info")
@@ -130,17 +130,19 @@ def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> 
     assert "write cluster:strategy:count" in refused(memory_optimization_config=["A"])
 
 
-def memory_efficient_grad_management(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    if extensions.interop_refusal_reason():
+def memory_efficient_grad_management(
+    witness: PassAndGraphCounters, tmp_path: Path, capfd: Any
+) -> None:
+    if extensions.reason_interop_is_unbuildable_or_empty():
         refuses_without_interop(memory_efficient_grad_management=True)
         return
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
     # Each parameter's gradient reaches it by a call of Python.
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
-    assert "fix_grad_management_device" in registry.applied_repairs()
+    assert "fix_grad_management_device" in registry.applied_repair_names()
 
 
-def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def compute_optimizer(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     products = []
     for wanted in (True, False):
         executed(witness, Words(), compute_optimizer=wanted)
@@ -151,23 +153,23 @@ def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert products == [1, 3]
 
 
-def sparsity_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def sparsity_optimizer(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     assert "without compute_optimizer: true" in refused(
         sparsity_optimizer=True, compute_optimizer=False
     )
     off, on = (
         executed(witness, FewLabels(), sparsity_optimizer=wanted) for wanted in (False, None)
     )
-    if extensions.interop_refusal_reason():
+    if extensions.reason_interop_is_unbuildable_or_empty():
         refuses_without_interop(sparsity_optimizer=True)
     assert on.forward["ShrunkenGather"] > off.forward["ShrunkenGather"] == 0
 
 
-def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def print_input_density(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     assert "without sparsity_optimizer" in refused(
         print_input_density=True, sparsity_optimizer=False
     )
-    if extensions.interop_refusal_reason():
+    if extensions.reason_interop_is_unbuildable_or_empty():
         refuses_without_interop(print_input_density=True)
         return
     silent, printing = (
@@ -177,10 +179,10 @@ def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert "label tensor density" in capfd.readouterr().out
 
 
-def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def custom_autograd(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     # Inlined: no call of Python is left in the graph.
     assert not executed(witness, Custom(), custom_autograd="inline").python
-    if extensions.interop_refusal_reason():
+    if extensions.reason_interop_is_unbuildable_or_empty():
         refuses_without_interop(custom_autograd="python")
         with pytest.raises(Exception, match="Couldn't export Python operator Doubled"):
             stepped(Custom())
@@ -189,7 +191,7 @@ def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert executed(witness, Custom(), custom_autograd="python").python.total() == 2
 
 
-def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def torch_matmul(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     on, off = (executed(witness, Wide(), torch_matmul=wanted) for wanted in (True, False))
     assert {"linear", "matmul", "tensordot"} & on.aten.keys()
     assert not {"linear", "matmul", "tensordot"} & off.aten.keys()
@@ -202,7 +204,7 @@ def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert "has no effect on cuda" in refused("cuda", torch_matmul=True)
 
 
-def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def matmul_precision(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     # torch computes the matmuls of the graph, at its setting.
     medium = executed(witness, Wide(), matmul_precision="medium")
     assert {"linear", "matmul", "tensordot"} & medium.aten.keys()
@@ -216,7 +218,7 @@ def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
         assert "computes its matmul" not in refused("cuda", matmul_precision="medium", **field)
 
 
-def opset(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def opset(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     import onnx
 
     # Neither is ORTModule's own opset, 17.
@@ -226,7 +228,7 @@ def opset(witness: Witness, tmp_path: Path, capfd: Any) -> None:
         assert [item.version for item in exported.opset_import if item.domain == ""] == [wanted]
 
 
-def deepcopy_before_export(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def deepcopy_before_export(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     copies = {}
     for wanted in (True, False, None):
         Copied.copies = 0
@@ -237,7 +239,7 @@ def deepcopy_before_export(witness: Witness, tmp_path: Path, capfd: Any) -> None
     assert copies[False] == 0
 
 
-def log_level(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def log_level(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     said = {wanted: logged(log_level=wanted) for wanted in ("error", "warning", "info")}
     assert said["error"] == ""
     assert "is accelerating your model" in said["warning"]
@@ -259,7 +261,7 @@ def logged(**settings: Any) -> str:
     return "\n".join(lines)
 
 
-def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def save_onnx(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     import onnx
 
     stepped(Words(), save_onnx=str(tmp_path / "graphs"))
@@ -272,7 +274,7 @@ def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
         stepped(Words(), save_onnx=str(tmp_path / "file" / "graphs"))
 
 
-def cast_propagation(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def cast_propagation(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     built = {
         name: nodes_built(cast_propagation=name)
         for name in ("flood_fill", "insert_and_reduce", "none")
@@ -281,7 +283,7 @@ def cast_propagation(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert "moves the casts of autocast" in refused(cast_propagation="none")
 
 
-def cast_propagation_level(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+def cast_propagation_level(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
     built = {level: nodes_built(cast_propagation_level=level) for level in (0, 1, 2)}
     assert len(set(map(tuple, built.values()))) == 3
     assert "moves the casts of autocast" in refused(cast_propagation_level=2)
@@ -296,11 +298,11 @@ def refuses_without_interop(**settings: Any) -> None:
     with pytest.raises(
         EngineError, match=rf"engine\.{next(iter(settings))}: needs .* torch_interop_utils"
     ):
-        prepare_ortmodule(Engine(**settings), {})
+        import_ortmodule_with_settings(Engine(**settings), {})
 
 
 # By field: its check in this file, or the test elsewhere that shows its effect, as "path::test".
-FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
+FIELDS: dict[str, Callable[[PassAndGraphCounters, Path, Any], None] | str] = {
     "name": "tests/e2e/test_engines.py::test_inductor",
     "allow_fallback": "tests/e2e/test_engines.py::test_a_fallback_that_is_allowed_is_told",
     "parity_steps": "tests/e2e/test_parity_steps.py::test_training_is_what_it_is_without",
@@ -350,7 +352,7 @@ def test_every_field_of_the_engine_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("field", [field for field, check in FIELDS.items() if callable(check)])
 def test_the_field_changes_something_or_is_refused(
-    field: str, witness: Witness, tmp_path: Path, capfd: Any
+    field: str, witness: PassAndGraphCounters, tmp_path: Path, capfd: Any
 ) -> None:
     """Each field changes nodes, files, output or a session's options: more than a variable."""
     check = FIELDS[field]
@@ -359,7 +361,7 @@ def test_the_field_changes_something_or_is_refused(
 
 
 def test_no_copy_for_the_export_where_two_would_not_fit(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch
+    witness: PassAndGraphCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`deepcopy_before_export: null` compares parameters with free memory, and reports both."""
     size = sum(parameter.numel() * 4 for parameter in Copied().parameters())
@@ -367,13 +369,13 @@ def test_no_copy_for_the_export_where_two_would_not_fit(
     for free, used in ((2 * size - 1, False), (2 * size, True)):
         monkeypatch.setattr(
             machine,
-            "memory_limits",
+            "machine_and_control_group_memory_limits",
             lambda free=free: [machine.MemoryLimit("a group", 1 << 30, free)],
         )
         Copied.copies = 0
         stepped(Copied())
         assert (Copied.copies > 0) == used
-        assert options.decisions_record()["deepcopy_before_export"] == {
+        assert options.deepcopy_decision_record()["deepcopy_before_export"] == {
             "used": used, "parameter_bytes": size, "free_bytes": free, "limit": "a group", "limit_bytes": 1 << 30
         }  # fmt: skip
 
@@ -398,14 +400,14 @@ def test_training_sessions_are_those_that_are_needed(
 
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
     """Free memory is shared by the ranks of a host, because each rank exports its own copy."""
-    alone = options._tightest_memory_limit(Words(), 1).free_bytes
+    alone = options._tightest_memory_limit_of_device(Words(), 1).free_bytes
     # More than 1 MiB, so that the comparison below means something.
     assert alone > 2**20
-    assert options._tightest_memory_limit(Words(), 4).free_bytes < alone / 2
+    assert options._tightest_memory_limit_of_device(Words(), 4).free_bytes < alone / 2
 
 
 def test_a_variable_from_outside_changes_nothing(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch
+    witness: PassAndGraphCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every setting is passed to ORT, so variables from outside have no effect."""
     plain = executed(witness, Words())
@@ -424,4 +426,4 @@ def test_a_host_whose_environment_contradicts_is_refused() -> None:
     with pytest.raises(
         EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"
     ):
-        prepare_ortmodule(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})
+        import_ortmodule_with_settings(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})

@@ -16,7 +16,7 @@ import pytest
 from ortlaunch.ortmodule import ORTModule, Settings, module
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.settings import SettingError
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 
 pytestmark = needs_ort
@@ -37,7 +37,11 @@ def run(example: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("title", "needs"), [(EXAMPLES[0][0], []), (EXAMPLES[1][0], ["transformers", "accelerate"]),
                                               (EXAMPLES[2][0], ["lightning"])])  # fmt: skip
 def test_losses_are_eagers(
-    title: str, needs: list[str], witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    title: str,
+    needs: list[str],
+    witness: PassAndGraphCounters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twenty steps have eager's losses, and frozen parameters get no gradient."""
     for package in needs:

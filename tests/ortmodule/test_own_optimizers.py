@@ -36,7 +36,9 @@ def test_fused_adam_is_torchs_on_a_cpu(grouped: bool) -> None:
 def test_too_large_a_tensor_is_a_reason() -> None:
     """FusedAdam's kernel counts in int32: torch's replaces it beyond that."""
     weight: Any = type("Large", (), {"device": torch.device("cuda"), "numel": lambda _: 2**31})()
-    assert "2,147,483,648 elements" in fused_adam.unsupported_reason([{"params": [weight]}])
+    assert "2,147,483,648 elements" in fused_adam.reason_ort_adam_is_unsupported_or_empty(
+        [{"params": [weight]}]
+    )
 
 
 def test_an_unsupported_optimizer_stays_and_is_reported() -> None:

@@ -32,5 +32,5 @@ def test_every_step_is_a_repairs_and_every_repair_does_something() -> None:
     idle = {
         repair.name for repair in ALL if repair.install is Repair._field_defaults["install"]
     } - STEPS
-    # pipeline._trace_with_retries and attention_forms.attention check these two by name.
+    # pipeline._trace_until_torch_layers_are_found and attention_forms.attention check these two by name.
     assert idle == {"ignore_ort_export_cache", "export_sdpa_dropout"}

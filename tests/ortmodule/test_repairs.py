@@ -159,11 +159,13 @@ def test_autocast_is_part_of_a_call() -> None:
         model(X)
     manager = manager_of(model)
     key = manager._ortlaunch_key
-    call = graphs._describe_pass(manager, (X,), {})
-    assert key.difference_from_call(manager, call) == ""
+    call = graphs._collect_pass_properties(manager, (X,), {})
+    assert key.name_of_difference_from_pass_or_empty(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert (
-            key.difference_from_call(manager, graphs._describe_pass(manager, (X,), {}))
+            key.name_of_difference_from_pass_or_empty(
+                manager, graphs._collect_pass_properties(manager, (X,), {})
+            )
             == "the call"
         )
 
@@ -220,7 +222,9 @@ def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> Non
         losses(eager, (x,), {})
     same(model, eager)
     assert level(module) == (asked or 1)
-    assert any("memory_optimization: 1" in note for note in ort_engine.ort_notes()) == (asked == 0)
+    assert any(
+        "memory_optimization: 1" in note for note in ort_engine.repair_and_export_notes()
+    ) == (asked == 0)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -274,20 +278,20 @@ def test_no_checkpointing_no_recomputation() -> None:
 WITHOUT = {
     "skip_frozen_gradients": "test_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
     "skip_unreached_weights": "test_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice-training]",
-    "choose_graphs": "test_repairs.py::test_a_changed_call_is_exported_again[another number]",
+    "choose_graph_per_pass": "test_repairs.py::test_a_changed_call_is_exported_again[another number]",
     "keep_buffers_exact": "test_buffers.py::test_batch_normalization_is_eagers[trained]",
     "refuse_weight_changes": "test_weight_changes.py::test_a_pass_that_changes_weights_is_refused[.data = ...]",
-    "follow_autograd": "test_backward.py::test_what_only_an_unused_output_reaches_has_no_gradient[first]",
+    "follow_autograd_rules": "test_backward.py::test_what_only_an_unused_output_reaches_has_no_gradient[first]",
     "detect_kept_tensors": "test_escapes.py::test_a_kept_tensor_is_an_error_where_it_is_used[attribute]",
     "follow_model_state": "test_model_state.py::test_a_changed_model_is_exported_again[number]",
     "map_gradient_checkpointing": "test_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
-    "keep_printed_output": "test_printed_output.py::test_text_before_an_export_is_kept",
+    "flush_before_redirecting": "test_printed_output.py::test_text_before_an_export_is_kept",
     "skip_ignored_labels": "test_loss.py::test_ignored_labels_are_left_out",
     "export_smoothed_cross_entropy": "test_loss.py::test_loss_and_gradients_are_eagers[smoothed-0.2]",
     "detect_traced_values": "test_python_values.py::test_another_size_is_exported_again_where_python_has_it",
     "keep_broadcast_sizes": "test_broadcasts.py::test_channels_are_weighed[adaptive]",
-    "keep_vanishing_sizes": "test_vectors.py::test_a_vectors_gradient_is_eagers[matrix, vector]",
-    "cut_unequal_parts": "test_splits.py::test_parts_have_eagers_gradients[one of six, in the middle]",
+    "keep_sizes_of_one": "test_vectors.py::test_a_vectors_gradient_is_eagers[matrix, vector]",
+    "slice_partly_derived_splits": "test_splits.py::test_parts_have_eagers_gradients[one of six, in the middle]",
     "sum_repeated_weights": "test_copied_inputs.py::test_an_operator_takes_a_weight_twice[mul]",
     "compute_constant_outputs": "test_outputs.py::test_a_constant_is_an_output[zeros]",
     "concatenate_constants": "test_gradient_names.py::test_a_part_without_a_gradient_joins_several_times[a buffer]",
@@ -296,16 +300,16 @@ WITHOUT = {
     "name_frozen_gradients": "test_frozen_weights.py::test_a_gradient_passes_a_frozen_layer[GroupNorm-layer]",
     "call_torch_kernels": "test_loss.py::test_torchs_kernels_compute_the_loss",
     "restore_output_dtypes": "test_outputs.py::test_types_are_eagers[True-relu of half]",
-    "keep_outputs": "test_outputs.py::test_the_backward_pass_changes_no_output[probabilities]",
+    "copy_shared_outputs": "test_outputs.py::test_the_backward_pass_changes_no_output[probabilities]",
     "fix_deepcopy_and_pickle": "test_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
     "create_session_once": "test_options.py::test_training_sessions_are_those_that_are_needed[settings0-1]",
     "ignore_ort_export_cache": "test_exports.py::test_orts_own_cache_is_never_used",
 }
 RUN = """
 import sys, pytest
-from ortlaunch.ortmodule.repaired import import_ortmodule
+from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
-import_ortmodule()
+import_repaired_ortmodule()
 apply_repairs(sys.argv[1])
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 """
@@ -330,8 +334,8 @@ def test_every_repair_is_tested_and_applied() -> None:
     # test_setting_repairs.py tests this one.
     elsewhere = {"fix_grad_management_device"}
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
-    assert WITHOUT.keys() <= set(registry.applied_repairs())
-    assert not WITHOUT.keys() & registry.unapplied_repair_reasons().keys()
+    assert WITHOUT.keys() <= set(registry.applied_repair_names())
+    assert not WITHOUT.keys() & registry.reason_by_unapplied_repair().keys()
 
 
 def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,13 +349,13 @@ def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatc
         repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources]
     )
     apply_repairs()
-    assert registry.applied_repairs() == ()
-    assert "skip_frozen_gradients" in registry.unapplied_repair_reasons()
-    assert set(registry.unapplied_repair_reasons().values()) == {
+    assert registry.applied_repair_names() == ()
+    assert "skip_frozen_gradients" in registry.reason_by_unapplied_repair()
+    assert set(registry.reason_by_unapplied_repair().values()) == {
         f"the source of {changed} is not that of 1.19.2"
     }
     monkeypatch.setattr(registry, "_not_applied", {})
     # Another version refuses every repair, whatever its sources.
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
     apply_repairs()
-    assert "1.20.0 is installed" in registry.unapplied_repair_reasons()["keep_buffers_exact"]
+    assert "1.20.0 is installed" in registry.reason_by_unapplied_repair()["keep_buffers_exact"]

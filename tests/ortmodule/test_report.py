@@ -7,13 +7,13 @@ import json
 import torch
 
 from ortlaunch.ortmodule import ORTModule, Settings
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 
 pytestmark = needs_ort
 
 
-def test_report(witness: Witness) -> None:
+def test_report(witness: PassAndGraphCounters) -> None:
     """It has what ran, as JSON: nothing before the first pass, then graph, passes and provider."""
     net = ORTModule(torch.nn.Linear(4, 2), Settings(opset=16))
     before = net.report()
@@ -26,7 +26,7 @@ def test_report(witness: Witness) -> None:
     assert (after["forward_passes"], after["backward_passes"], after["graphs_built"]) == (2, 2, 1)
     assert after["exports"] == before["exports"] + 1
     assert (after["fallbacks"], after["fallback_reasons"]) == (0, [])
-    assert {"choose_graphs", "skip_frozen_gradients"} <= set(after["repairs"])
+    assert {"choose_graph_per_pass", "skip_frozen_gradients"} <= set(after["repairs"])
     assert after["training_graph"]["nodes_by_provider"] == {
         "CPUExecutionProvider": after["nodes_run"] // 2
     }

@@ -17,7 +17,7 @@ import json, sys
 from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule import ORTModule, Settings
-repaired.import_ortmodule()
+repaired.import_repaired_ortmodule()
 apply_repairs(sys.argv[1])
 import torch
 model = torch.nn.Linear(4, 1)
@@ -52,7 +52,7 @@ def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fres
 def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh_ort: Run) -> None:
     """Without its repair ORTModule passes parameters to torch.zeros as a device."""
     # The setting needs this extension.
-    if extensions.interop_refusal_reason():
+    if extensions.reason_interop_is_unbuildable_or_empty():
         pytest.skip("needs ORT's extension torch_interop_utils")
     done = fresh_ort(
         WITHOUT_REPAIR, skipped, json.dumps([{"memory_efficient_grad_management": True}])

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.witness import Witness
-from ortlaunch.worker.tasks.train import step_seed
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.worker.tasks.train import random_seed_of_step
 from tests.ort import needs_ort
 from tests.ortmodule.modules import (
     Checkpointed,
@@ -103,7 +103,7 @@ def graph_gradients(module: Any) -> list[str]:
         pytest.param("llama", "eager", marks=[pytest.mark.slow, pytest.mark.ci]),
     ],
 )
-def test_training_equals_eager(witness: Witness, family: str, attention: str) -> None:
+def test_training_equals_eager(witness: PassAndGraphCounters, family: str, attention: str) -> None:
     """Six AdamW steps equal eager in losses and first gradients, and ORT runs every pass."""
     model = language_model(family, attention)
     losses, gradients = trained(copy.deepcopy(model))
@@ -118,7 +118,7 @@ def test_training_equals_eager(witness: Witness, family: str, attention: str) ->
     assert witness.inference_passes == 0
 
 
-def test_a_language_model_without_a_mask(witness: Witness) -> None:
+def test_a_language_model_without_a_mask(witness: PassAndGraphCounters) -> None:
     """A batch without a mask, for which transformers searches for documents, equals eager.
 
     The search in the position ids uses diff, and cumsum of booleans.
@@ -137,7 +137,7 @@ def test_a_language_model_without_a_mask(witness: Witness) -> None:
     assert witness.forward_passes == 2
 
 
-def test_evaluation_is_counted_apart(witness: Witness) -> None:
+def test_evaluation_is_counted_apart(witness: PassAndGraphCounters) -> None:
     """A pass in eval mode without gradients counts as an inference pass and has eager's value."""
     model = Layers()
     x = torch.randn(4, 8)
@@ -151,7 +151,7 @@ def test_evaluation_is_counted_apart(witness: Witness) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_recomputation_gives_the_same_gradients(witness: Witness, level: int) -> None:
+def test_recomputation_gives_the_same_gradients(witness: PassAndGraphCounters, level: int) -> None:
     """Memory optimization does not change the gradients."""
     model = language_model("llama", "sdpa")
     eager = copy.deepcopy(model)
@@ -166,7 +166,7 @@ def test_recomputation_gives_the_same_gradients(witness: Witness, level: int) ->
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_gradient_checkpointing_becomes_recomputation(witness: Witness) -> None:
+def test_gradient_checkpointing_becomes_recomputation(witness: PassAndGraphCounters) -> None:
     """ORT's own recomputation at level 1 replaces torch.utils.checkpoint in the export."""
     model = Checkpointed(reentrant=True)
     eager = copy.deepcopy(model)
@@ -182,21 +182,21 @@ def test_gradient_checkpointing_becomes_recomputation(witness: Witness) -> None:
 # -------------------------------------------------------------------- errors for unsupported models
 
 
-def test_what_cannot_be_exported_raises(witness: Witness) -> None:
+def test_what_cannot_be_exported_raises(witness: PassAndGraphCounters) -> None:
     """A model that ORT cannot run raises an error and does not run in plain PyTorch."""
     with pytest.raises(Exception, match="aten::logcumsumexp"):
         wrapped(Unexportable(), torch_operators="off")(torch.randn(4, 8))
     assert (witness.forward_passes, witness.fallbacks) == (0, 0)
 
 
-def test_no_fallback_by_default(witness: Witness) -> None:
+def test_no_fallback_by_default(witness: PassAndGraphCounters) -> None:
     """A model that ORT by default would run in plain PyTorch is an error."""
     with pytest.raises(Exception, match="logcumsumexp"):
         wrapped(Unexportable(), torch_operators="off")(torch.randn(4, 8))
     assert witness.fallbacks == 0
 
 
-def test_an_allowed_fallback_is_counted_with_its_reason(witness: Witness) -> None:
+def test_an_allowed_fallback_is_counted_with_its_reason(witness: PassAndGraphCounters) -> None:
     """An allowed fallback runs; the witness counts each one and lists each reason once."""
     module = wrapped(Unexportable(), allow_fallback=True, torch_operators="off")
     for _ in range(2):
@@ -207,13 +207,13 @@ def test_an_allowed_fallback_is_counted_with_its_reason(witness: Witness) -> Non
     assert "aten::logcumsumexp" in witness.fallback_reasons[0]
 
 
-def test_a_custom_backward_is_called_or_refused(witness: Witness) -> None:
+def test_a_custom_backward_is_called_or_refused(witness: PassAndGraphCounters) -> None:
     """ORT never replaces a custom backward by the derivative of its forward."""
     model = Reversed()
     x = torch.ones(2, 4)
     module = wrapped(model)
     # Without ORT's extension custom functions are refused.
-    if "disable_custom_autograd" in registry.applied_repairs():
+    if "disable_custom_autograd" in registry.applied_repair_names():
         with pytest.raises(Exception, match="Couldn't export Python operator Reverse"):
             module(x)
     else:
@@ -227,7 +227,7 @@ def test_a_custom_backward_is_called_or_refused(witness: Witness) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_sessions_have_the_threads_asked_for(witness: Witness, threads: int) -> None:
+def test_sessions_have_the_threads_asked_for(witness: PassAndGraphCounters, threads: int) -> None:
     """Each of the two sessions starts the requested threads; the caller's thread is one of them."""
     module = wrapped(Layers(), threads=threads)
     x = torch.randn(4, 8)
@@ -241,7 +241,7 @@ def test_sessions_have_the_threads_asked_for(witness: Witness, threads: int) -> 
     assert len(os.listdir("/proc/self/task")) - before == 2 * (threads - 1)
 
 
-def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> None:
+def test_frozen_parameters_have_no_gradient_in_the_graph(witness: PassAndGraphCounters) -> None:
     """ORT computes gradients of trained parameters only; unfreezing one makes a new graph."""
     model = Layers()
     model.first.requires_grad_(False)
@@ -262,7 +262,9 @@ def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> No
     torch.testing.assert_close(model.first.weight.grad, eager.first.weight.grad)
 
 
-def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: Witness) -> None:
+def test_settings_hold_for_one_module_and_leave_the_environment_alone(
+    witness: PassAndGraphCounters,
+) -> None:
     """Two modules in one process keep their own settings, and the environment is unchanged."""
     # Settings reach ORT by environment variables, which must be gone afterwards.
     before = dict(os.environ)
@@ -280,7 +282,7 @@ def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: W
 
 
 def test_wrapping_and_training_print_nothing(
-    witness: Witness, capfd: pytest.CaptureFixture[str]
+    witness: PassAndGraphCounters, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At the default log level ORT and the exporter print nothing."""
     model = language_model("llama", "sdpa")
@@ -347,11 +349,11 @@ def test_no_mask_is_another_ones_of_the_step_before_or_the_rank_before(built: No
     masks = []
     # Seeds of neighbours: if ORT counts a seed up, it must not reach the next one.
     for step, rank in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0)):
-        torch.manual_seed(step_seed(0, step, rank))
+        torch.manual_seed(random_seed_of_step(0, step, rank))
         masks += [mask != 0 for mask in module(x)]
     for place, mask in enumerate(masks):
         assert mask.float().mean().item() == pytest.approx(0.5, abs=0.07)
         # Two independent masks at 0.5 agree in half of their elements.
         assert all(0.4 < (mask == other).float().mean() < 0.6 for other in masks[:place])
-    torch.manual_seed(step_seed(0, 0, 1))
+    torch.manual_seed(random_seed_of_step(0, 0, 1))
     assert (module(x)[0] != 0).equal(masks[2])

@@ -14,10 +14,10 @@ from torch import nn
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import witness as witnesses
-from ortlaunch.ortmodule.base.placement import nodes_by_provider
+from ortlaunch.ortmodule.base.placement import count_nodes_by_execution_provider
 from ortlaunch.ortmodule.build import cuda_libraries
-from ortlaunch.ortmodule.module import _raise_if_on_cpu
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.module import _create_agent_and_refuse_cpu_session
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import (
     IDS,
@@ -52,7 +52,9 @@ class Reversed(nn.Module):
 
 
 @pytest.fixture
-def profiling(witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def profiling(
+    witness: PassAndGraphCounters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Let every session record each node that it runs."""
     from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
 
@@ -83,7 +85,7 @@ def profiled(module: Any, training: bool = True) -> Counter[str]:
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("model", [Words, Bert])
 def test_counted_nodes_are_those_that_onnx_runtime_ran(
-    model: type[nn.Module], level: int, witness: Witness, profiling: None
+    model: type[nn.Module], level: int, witness: PassAndGraphCounters, profiling: None
 ) -> None:
     """Nodes by operator equal ORT's profile, for a forward pass alone and for both passes."""
     forward = wrapped(model(), memory_optimization=level)
@@ -94,10 +96,12 @@ def test_counted_nodes_are_those_that_onnx_runtime_ran(
     both(IDS).backward()
     graph = witness.graphs[-1]
     assert profiled(both) == graph.forward + graph.backward
-    assert graph.nodes_run == (graph.forward + graph.backward).total()
+    assert graph.executed_node_count == (graph.forward + graph.backward).total()
 
 
-def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: None) -> None:
+def test_evaluation_is_counted_with_its_own_graph(
+    witness: PassAndGraphCounters, profiling: None
+) -> None:
     """`nodes_run` is the sum over graphs of passes times nodes."""
     module = wrapped(Words())
     for _ in range(3):
@@ -105,7 +109,7 @@ def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: N
     module.eval()
     with torch.no_grad():
         module(IDS)
-    counts = witness.counts_record()
+    counts = witness.pass_and_graph_counts_record()
     # One for training and one for evaluation.
     assert counts["graphs_built"] == 2
     assert profiled(module, training=False) == witness.graphs[-1].forward
@@ -115,7 +119,7 @@ def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: N
     assert counts["nodes_run"] == run == profiled(module).total() + evaluation["forward_nodes"]
 
 
-def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
+def test_calls_out_of_onnx_runtime_are_named(witness: PassAndGraphCounters) -> None:
     """Torch's operators inside the graph are counted by name."""
     graph = executed(witness, Words())
     assert graph.aten == Counter(
@@ -126,52 +130,56 @@ def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
         native_layer_norm=1,
         native_layer_norm_backward=1,
     )
-    assert graph.graph_record()["python"] == {}
+    assert graph.node_and_operator_counts_record()["python"] == {}
 
 
-def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
+def test_a_restart_keeps_what_was_built(witness: PassAndGraphCounters) -> None:
     """A restart resets the passes and keeps the graphs."""
     module = stepped(Words())
     # As after the trial pass of a run, which is not a step.
-    witness.reset_counters()
-    counts = witness.counts_record()
+    witness.reset_pass_counters()
+    counts = witness.pass_and_graph_counts_record()
     assert (counts["forward_passes"], counts["nodes_run"]) == (0, 0)
     module(IDS)
-    assert witness.counts_record()["nodes_run"] == counts["training_graph"]["forward_nodes"] > 0
+    assert (
+        witness.pass_and_graph_counts_record()["nodes_run"]
+        == counts["training_graph"]["forward_nodes"]
+        > 0
+    )
 
 
 def test_each_node_is_counted_on_its_execution_provider(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch
+    witness: PassAndGraphCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node has a provider, also in a graph with a Python function."""
     # The model must still run after ORT has written the graph in its own format.
     placed = []
-    is_efficient = witnesses._is_memory_efficient
+    is_efficient = witnesses._uses_memory_efficient_order
 
     def place(options: Any) -> bool:
         # With one provider the witness would not read ORT's own format; this call does.
         session = SimpleNamespace(get_provider_options=lambda: {"CPUExecutionProvider": {}})
-        placed.append(nodes_by_provider(options.optimized_model_filepath, session))
+        placed.append(count_nodes_by_execution_provider(options.optimized_model_filepath, session))
         return is_efficient(options)
 
     # A function that the witness calls while the session's file still exists.
-    monkeypatch.setattr(witnesses, "_is_memory_efficient", place)
+    monkeypatch.setattr(witnesses, "_uses_memory_efficient_order", place)
     module = wrapped(nn.Sequential(Words(), Reversed()))
     module(IDS).backward()
-    graph = witness.counts_record()["training_graph"]
+    graph = witness.pass_and_graph_counts_record()["training_graph"]
     assert graph["python"]
     assert graph["provider"] == "CPUExecutionProvider"
     nodes = {"CPUExecutionProvider": graph["forward_nodes"] + graph["backward_nodes"]}
     assert placed == [graph["nodes_by_provider"]] == [nodes]
     module(IDS).backward()
-    assert witness.counts_record()["backward_passes"] == 2
+    assert witness.pass_and_graph_counts_record()["backward_passes"] == 2
 
 
 def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA model's session on the CPU is an error with the missing library and the command."""
     monkeypatch.setattr(
         cuda_libraries,
-        "check_gpu_in_subprocess",
+        "reason_ort_fails_on_gpu_or_empty",
         lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"',
     )
     # In place of a session whose CUDA provider was not loaded.
@@ -183,4 +191,4 @@ def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.Monke
     with pytest.raises(
         EngineError, match=r"session runs on CPUExecutionProvider: libcudnn.so.8. Type: pip install"
     ):
-        _raise_if_on_cpu(lambda manager: None, manager)
+        _create_agent_and_refuse_cpu_session(lambda manager: None, manager)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule, Settings
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Layers, same
 
@@ -109,7 +109,9 @@ def called_with(module: Any, model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss_of", [assigned, called_with])
-def test_weights_from_elsewhere_are_those_of_the_pass(loss_of: Any, witness: Witness) -> None:
+def test_weights_from_elsewhere_are_those_of_the_pass(
+    loss_of: Any, witness: PassAndGraphCounters
+) -> None:
     """`load_state_dict(assign=True)` and `functional_call` give eager's loss and gradients."""
     eager = Layers()
     ours = Layers()
@@ -160,7 +162,9 @@ def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_trainer_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, witness: Witness) -> None:
+def test_trainer_evaluates_keeps_the_best_and_stops_early(
+    tmp_path: Path, witness: PassAndGraphCounters
+) -> None:
     """Losses, evaluations, steps, best weights and the files of a checkpoint equal eager's."""
     eager = with_trainer(lambda model: model, tmp_path / "eager")
     ours = with_trainer(ORTModule, tmp_path / "ours")
@@ -221,7 +225,7 @@ def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
 
 
 def test_accelerate_accumulates_clips_and_goes_on(tmp_path: Path) -> None:
-    """Losses and keys equal eager's, also after load_state, and the inner module is the model."""
+    """Losses and keys equal eager's, also after load_checkpoint_state, and the inner module is the model."""
     eager = with_accelerate(lambda net: net, tmp_path / "eager")
     ours = with_accelerate(ORTModule, tmp_path / "ours")
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)

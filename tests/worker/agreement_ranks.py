@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker.process_group.agreement import open_agreement
+from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 from tests.worker.leaving import leave
@@ -30,19 +30,19 @@ def main(rank: int, folder: Path) -> None:
     )
     group = DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu"))
     decided = []
-    with open_agreement(group) as agreed:
+    with accept_save_and_stop_requests(group) as agreed:
         for step in range(STEPS):
             if str(step) in plan:
                 agreed.add_request(RankRequest[plan[str(step)]])
-            agreed.send_request()
+            agreed.start_request_all_reduce()
             # The step's own communication, on the first group.
             dist.all_reduce(torch.ones(1000))
-            asked = agreed.finish_agreement()
+            asked = agreed.wait_for_agreed_request()
             if asked is RankRequest.SAVE:
-                agreed.clear_save_and_agree()
+                agreed.clear_save_request_and_agree()
             decided.append(asked.name)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            agreed.agree_now()
+            agreed.agree_on_request_now()
     (folder / f"profiled_{rank}.json").write_text(
         json.dumps([event.name for event in profiler.events()])
     )

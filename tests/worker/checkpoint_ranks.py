@@ -18,9 +18,12 @@ from torch import nn
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint.background import BackgroundTask
-from ortlaunch.worker.checkpoint.restore import load_checkpoint
-from ortlaunch.worker.checkpoint.snapshot import rank_snapshot
-from ortlaunch.worker.checkpoint.transaction import take_agreed_snapshot, write_snapshot
+from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state
+from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
+from ortlaunch.worker.checkpoint.transaction import (
+    take_snapshot_on_all_ranks,
+    write_snapshot_as_checkpoint,
+)
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -109,9 +112,9 @@ def steps(stepper: Stepper, group: DistributedContext, which: range) -> list[flo
         x = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(step))
         mine = x[group.rank * share : (group.rank + 1) * share]
         losses.append(
-            group.mean_over_ranks(float(stepper.micro_step({"x": mine}, is_last_of_step=True)))
+            group.mean_over_ranks(float(stepper.run_micro_batch({"x": mine}, is_last_of_step=True)))
         )
-        stepper.clip_and_step(RATE / (step + 1))
+        stepper.clip_step_and_clear_gradients(RATE / (step + 1))
     return losses
 
 
@@ -149,7 +152,9 @@ def interrupted(
     first = build(way, group)
     steps(first, group, range(SAVED))
     folder.mkdir(parents=True, exist_ok=True)
-    rank_snapshot(first.named_state(), {"step": SAVED}, group).write_files(folder)
+    snapshot_of_this_rank(first.named_state(), {"step": SAVED}, group).write_rank_file_and_index(
+        folder
+    )
     close(first)
     group.barrier()
     found["resumed"] = resumed(way, folder, group, losses[:SAVED])
@@ -168,12 +173,16 @@ def beside(
     apart = group.duplicate_on_new_group()
     straight = build(way, group)
     losses = steps(straight, group, range(SAVED))
-    taken = take_agreed_snapshot(run, group, straight, SAVED, {"step": SAVED}, copies_to_host=True)
-    written = BackgroundTask(lambda: write_snapshot(run, {}, apart, taken, SAVED, SAVED * SAMPLES))
+    taken = take_snapshot_on_all_ranks(
+        run, group, straight, SAVED, {"step": SAVED}, copies_to_host=True
+    )
+    written = BackgroundTask(
+        lambda: write_snapshot_as_checkpoint(run, {}, apart, taken, SAVED, SAVED * SAMPLES)
+    )
     losses += steps(straight, group, range(SAVED, STEPS))
     found = {"straight": (losses, weights(straight))}
     close(straight)
-    written.wait_and_raise()
+    written.wait_and_raise_its_error()
     return {**found, "resumed": resumed(way, run.checkpoint_folder(SAVED), group, losses[:SAVED])}
 
 
@@ -182,7 +191,7 @@ def resumed(
 ) -> tuple[list[float], list[float]]:
     """Resume a training, and return its losses and weights."""
     second = build(way, group)
-    state = load_checkpoint(folder, second.named_state(), group)
+    state = load_checkpoint_and_return_loop_state(folder, second.named_state(), group)
     after = steps(second, group, range(state["step"], STEPS))
     now = weights(second)
     close(second)

@@ -71,7 +71,7 @@ def exact(family: str, rows: list[dict[str, Tensor]]) -> tuple[float, dict[str, 
 
 def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]:
     """Return the relative differences of the loss and of each gradient, and facts of the run."""
-    from ortlaunch.worker.data import Batches, OwnSamples
+    from ortlaunch.worker.data import Batches, UserSamples
     from ortlaunch.worker.engine.engine import build_engine
     from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
@@ -90,7 +90,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     )
     planned = plan(made, [host("localhost", group.size)], launcher="torchrun")
     rows = samples(MICRO * group.size, family)
-    batches = Batches(OwnSamples(rows), planned.batch, made.seed)
+    batches = Batches(UserSamples(rows), planned.batch, made.seed)
     module = model(family)
     before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
     trained = LossModule(module)
@@ -110,7 +110,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
         # Smaller gradients are only rounding.
         if gradient.norm() > 1e-3 * max(each.norm() for each in gradients.values())
     }
-    truth = engine.engine_report().to_json()
+    truth = engine.engine_report_so_far().to_json()
     found = {
         "loss": abs(group.mean(float(loss)) - true_loss) / true_loss,
         "gradients": apart,
@@ -127,10 +127,10 @@ def main() -> None:
     """Run every requested case, and write the results on rank 0."""
     file, *asked = sys.argv[1:]
     if any(text.startswith("ort") for text in asked):
-        from ortlaunch.ortmodule.options import import_with_settings
+        from ortlaunch.ortmodule.options import import_ortmodule_with_settings
         from tests.makers import recipe
 
-        import_with_settings(recipe(engine={"name": "ort"}).engine)
+        import_ortmodule_with_settings(recipe(engine={"name": "ort"}).engine)
     import deepspeed
 
     from ortlaunch.rank import Rank

@@ -25,7 +25,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.model import matmul_precision
-from ortlaunch.worker.model.model import build_model
+from ortlaunch.worker.model.model import build_loss_module
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 from tests.worker.memory_ranks import NoData
@@ -35,7 +35,7 @@ OTHERS = {"optimizer": {"name": "adamw", "learning_rate": 1.0}, "train": {"max_s
           "engine": {"name": "eager", "chunked_loss": "off"}}  # fmt: skip
 
 
-MOVE = engine._move_model
+MOVE = engine._move_model_or_buffers_under_zero_3
 
 
 class FirstRank(DistributedContext):
@@ -101,9 +101,9 @@ def count(sections: dict[str, Any]) -> dict[str, int]:
             # weights.
             parameter.data = parameter.data.clone()
 
-    engine._move_model = move
+    engine._move_model_or_buffers_under_zero_3 = move
     with FakeTensorMode(allow_non_fake_inputs=True), counted:
-        built = build_model(recipe, NoData())  # type: ignore[arg-type]
+        built = build_loss_module(recipe, NoData())  # type: ignore[arg-type]
         size = counted.now
         made = engine.build_engine(recipe, settled, built, group, sample)
     found = {"built": size, "start": counted.peak, "left": counted.now}
@@ -119,7 +119,7 @@ def main(cases: dict[str, Any]) -> None:
 
     # Stand-ins: a device with space for a flat copy, no values, no addresses, and moves to where a
     # tensor already is.
-    matmul_precision.measure_mantissa_bits = lambda *_: 23
+    matmul_precision.measure_matmul_mantissa_bits = lambda *_: 23
     get_accelerator().available_memory = lambda *_: 2**60
     get_accelerator().is_fp16_supported = lambda: True
     FakeTensor.data_ptr = lambda self: 0  # type: ignore[method-assign]

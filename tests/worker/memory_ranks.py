@@ -20,12 +20,12 @@ import torch
 
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
-from ortlaunch.run_folder.records import as_json
-from ortlaunch.worker.checkpoint.snapshot import BUFFER, rank_snapshot
-from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
+from ortlaunch.run_folder.records import json_values_of_record
+from ortlaunch.worker.checkpoint.snapshot import BUFFER, snapshot_of_this_rank
+from ortlaunch.worker.data import Batches, samples_of_source_for_task  # noqa: F401  (imported before the fork)
 from ortlaunch.worker.engine.engine import build_engine
-from ortlaunch.worker.engine.memory_use import MemoryUse
-from ortlaunch.worker.model.model import build_model
+from ortlaunch.worker.engine.memory_use import RankMemoryMeter
+from ortlaunch.worker.model.model import build_loss_module
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 
@@ -59,27 +59,33 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     settled = plan(recipe, [Host("localhost", RANKS, tuple(range(RANKS)))], "torchrun")
     words = torch.arange(64).reshape(2, 32)
     sample = {"input_ids": words, "labels": words}
-    model = build_model(recipe, NoData())  # type: ignore[arg-type]
-    memory = MemoryUse(group.device, model)
+    model = build_loss_module(recipe, NoData())  # type: ignore[arg-type]
+    memory = RankMemoryMeter(group.device, model)
     engine = build_engine(recipe, settled, model, group, sample)
     for _ in range(2):
         for accumulation in range(ACCUMULATION):
-            engine.stepper.micro_step(
+            engine.stepper.run_micro_batch(
                 engine.to_device(sample), is_last_of_step=accumulation == ACCUMULATION - 1
             )
-        memory.count_live_tensors(engine.stepper)
-        engine.stepper.clip_and_step(1e-4)
-        memory.count_live_tensors(engine.stepper)
-    record = memory.memory_report(settled, group)
+        memory.count_live_tensors_in_first_two_steps(engine.stepper)
+        engine.stepper.clip_step_and_clear_gradients(1e-4)
+        memory.count_live_tensors_in_first_two_steps(engine.stepper)
+    record = memory.gather_memory_report(settled, group)
     assert settled.memory is not None
-    entries = rank_snapshot(engine.stepper.named_state(), {}, group).tensors
+    entries = snapshot_of_this_rank(engine.stepper.named_state(), {}, group).tensors
     saved = sum(flat.nbytes for key, _, flat in entries if not key.startswith(BUFFER))
     store.add("done", 1)
     # The first to exit would break the other's last message.
     while store.add("done", 0) < RANKS:
         time.sleep(0.01)
     (folder / f"{rank}.json").write_text(
-        json.dumps({**as_json(record), "saved": saved, "share": settled.memory.checkpoint // RANKS})
+        json.dumps(
+            {
+                **json_values_of_record(record),
+                "saved": saved,
+                "share": settled.memory.checkpoint // RANKS,
+            }
+        )
     )
     # Freeing a DistributedDataParallel now can block for ever: see
     # worker/process_group/distributed.py.

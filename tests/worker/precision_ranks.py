@@ -18,7 +18,7 @@ import torch
 
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker import tasks
 from ortlaunch.worker.process_group import distributed
@@ -60,13 +60,13 @@ def main() -> None:
         engine = session.engine
         batches = session.batches
         group = session.group
-        engine.stepper.micro_step(
+        engine.stepper.run_micro_batch(
             engine.to_device(batches.micro_batch(0, 0, group.rank)), is_last_of_step=True
         )
         engine.stepper.apply(1e-3)
         mine = {
             "engine": engine.record.engine.used,
-            "told": as_json(engine.record.matmul_precision),
+            "told": json_values_of_record(engine.record.matmul_precision),
             "inside": torch.get_float32_matmul_precision(),
             "product": plain_product(),
             "gradients": sum_of_gradients(engine, batches.micro_batch(1, 0, group.rank)),
@@ -83,7 +83,7 @@ def main() -> None:
         distributed.join_process_group = again
         tasks.run = look
         for _, _, run in runs:
-            worker.run_rank(run, rank, Watchdog(rank, run))
+            worker.join_ranks_and_run_task(run, rank, Watchdog(rank, run))
             after = torch.get_float32_matmul_precision()
             found[-1] = [{**each, "after": after} for each in found[-1]]
         if group.rank == 0:
@@ -95,7 +95,7 @@ def plan_of(run: RunDir) -> Any:
     """Return the plan in a run folder."""
     from ortlaunch.launch_plan import Plan
 
-    return Plan.from_json(run.plan.read_text(encoding="utf-8"))
+    return Plan.from_plan_json_text(run.plan.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier) ->
     begin: Any = {"step": 0, "positions": []}
     if checkpoint.exists():
         begin = read_own_json(checkpoint)
-    of.begin_at(begin["step"], begin["step"] * test_stream.GLOBAL)
+    of.begin_step_after_positions(begin["step"], begin["step"] * test_stream.GLOBAL)
     of.seek_streams(begin["positions"])
     meet.wait()
     with (folder / f"rank{rank}.jsonl").open("a") as taken:
         for step in itertools.count(begin["step"]):
             ids = of.micro_batch(step, 0, rank)["input_ids"].tolist()
-            found = [*zip(of.sample_indices(step, 0, rank), ids)]
+            found = [*zip(of.sample_indices_of_micro_batch(step, 0, rank), ids)]
             # As the sum of the gradients.
             meet.wait()
-            positions = of.release_before(of.positions_passed(step + 1))
+            positions = of.release_streamed_samples_before(of.positions_before_step(step + 1))
             taken.write(json.dumps({"step": step, "world": world, "taken": found}) + "\n")
             taken.flush()
             if rank == 0 and step % 3 == 2:

@@ -27,9 +27,12 @@ from ortlaunch.tasks import ShowDataRequest
 from ortlaunch.worker import alone
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data_audit import audit_parts, require_no_severe_findings
+from ortlaunch.worker.data_audit import (
+    audit_training_and_evaluation_samples,
+    require_no_severe_findings,
+)
 from ortlaunch.worker.tasks import show_data
-from ortlaunch.worker.tasks.show_data import raw_message_findings
+from ortlaunch.worker.tasks.show_data import system_message_and_role_findings
 from tests.makers import CUSTOM, bert
 from tests.worker.data.test_chats import cache
 
@@ -113,8 +116,12 @@ def tokenizer_here() -> str:
 
 def names(recipe: Recipe) -> set[str]:
     """Return the names of all findings."""
-    parts = audit_parts(LoadedData(recipe))
-    return {each.name for part in parts for each in (*part.findings, *raw_message_findings(recipe))}
+    parts = audit_training_and_evaluation_samples(LoadedData(recipe))
+    return {
+        each.name
+        for part in parts
+        for each in (*part.findings, *system_message_and_role_findings(recipe))
+    }
 
 
 def near(row: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +176,12 @@ def test_each_fault_is_named(
 def checked(recipe: Recipe) -> str:
     """Return the lines of a training on its data, if it may start."""
     data = LoadedData(recipe)
-    require_no_severe_findings(data, streams=True)
-    return "\n".join(line for part in audit_parts(data) for line in part.summary_lines())
+    require_no_severe_findings(data, audits_streams=True)
+    return "\n".join(
+        line
+        for part in audit_training_and_evaluation_samples(data)
+        for line in part.summary_lines()
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +217,7 @@ def test_an_example_is_where_a_row_differs(tmp_path: Path, cache: Any) -> None:
         end = {"eos_token": "<|im_end|>"}
         data = {**recipe.data.model_dump(), "train": train, "chat_template": None}
         data["special_tokens"] = end
-        found = audit_parts(
+        found = audit_training_and_evaluation_samples(
             LoadedData(recipe.model_copy(update={"data": Data.model_validate(data)}))
         )
         shown = {each.name: each.text.partition(", as ")[2] for each in found[0].findings}
@@ -229,7 +240,7 @@ def test_windows_of_text_are_no_near_duplicates(tmp_path: Path, cache: Any) -> N
     whole = recipe.model_copy(update={"data": Data.model_validate(data)})
     assert not names(whole) & {"near_duplicates"}
     # All of one length, and without padding.
-    line = audit_parts(LoadedData(whole))[0].summary_lines()[0]
+    line = audit_training_and_evaluation_samples(LoadedData(whole))[0].summary_lines()[0]
     assert line.startswith("data.train: 64 tokens a row, all learned (audit of ")
 
 
@@ -301,11 +312,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
             own.setattr("sys.path", [*sys.path])
             own.setattr("sys.stdin", io.StringIO(json.dumps(request._asdict())))
             own.setattr(os, "environ", {**os.environ})
-            own.setattr(alone, "die_with_parent", lambda *_: None)
+            own.setattr(alone, "request_signal_at_parent_end_or_exit", lambda *_: None)
             status = alone.main()
         return subprocess.CompletedProcess(command, status, *capsys.readouterr())
 
-    monkeypatch.setattr(tasks, "_run_task_process", run)
+    monkeypatch.setattr(tasks, "_run_task_with_request_as_input", run)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -13,9 +13,9 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest_checkpoint
-from ortlaunch.worker.data import Batches, OwnSamples
-from ortlaunch.worker.length import length_line, resolve_max_steps
+from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest_complete_checkpoint
+from ortlaunch.worker.data import Batches, UserSamples
+from ortlaunch.worker.length import resolve_max_steps_and_write_length, run_length_line
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
 
@@ -34,8 +34,8 @@ def checkpoint(run: RunDir, step: int, samples: int) -> None:
 def steps(run: RunDir, samples: int, **sections: Any) -> int:
     """Return the steps of a recipe with these sections."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    there = newest_checkpoint(run)
-    return resolve_max_steps(
+    there = newest_complete_checkpoint(run)
+    return resolve_max_steps_and_write_length(
         recipe(**sections), BATCH, run, group, samples, there and CompleteCheckpoint(*there)
     ).train.steps
 
@@ -68,7 +68,7 @@ def test_intervals_in_epochs_are_recorded_in_steps(tmp_path: Path) -> None:
         "evaluated_every": 2.5,
         "saved_every": 20.0,
     }
-    line = length_line(recipe(**sections), BATCH, 160)
+    line = run_length_line(recipe(**sections), BATCH, 160)
     assert line.endswith("evaluated every 0.25 epochs: 2.5 steps; saved every 2 epochs: 20 steps")
 
 
@@ -81,14 +81,16 @@ def test_intervals_in_epochs_do_not_drift(
 ) -> None:
     """An interval ends with the step that completes its samples, also after a resume."""
     whole = Batches(
-        OwnSamples([{}] * samples, is_mapping=True), BatchPlan(size, size, 1, 1, None), 7
+        UserSamples([{}] * samples, is_mapping=True), BatchPlan(size, size, 1, 1, None), 7
     )
-    assert [step for step in range(1, 14) if whole.completes_interval(step, every)] == expected
-    whole.begin_at(5, 5 * size)
-    assert [step for step in range(6, 14) if whole.completes_interval(step, every)] == [
+    assert [
+        step for step in range(1, 14) if whole.does_step_complete_interval(step, every)
+    ] == expected
+    whole.begin_step_after_positions(5, 5 * size)
+    assert [step for step in range(6, 14) if whole.does_step_complete_interval(step, every)] == [
         step for step in expected if step > 5
     ]
-    assert not whole.completes_interval(6, None)
+    assert not whole.does_step_complete_interval(6, None)
 
 
 def test_steps_that_were_given_are_taken(tmp_path: Path) -> None:
@@ -165,12 +167,12 @@ def test_a_warm_up_that_reaches_into_the_decay_of_the_epochs(tmp_path: Path) -> 
 
 def test_the_length_in_a_line() -> None:
     """The line has steps, samples and epochs, for any of them in the recipe."""
-    line = length_line(recipe(train={"max_steps": 1000}), BATCH, 1234)
+    line = run_length_line(recipe(train={"max_steps": 1000}), BATCH, 1234)
     assert line == "data: 1,234 samples; 1,000 steps of 16 are 16,000 samples, 13 epochs"
-    line = length_line(recipe(train={"max_steps": 100_000}), BATCH, 762)
+    line = run_length_line(recipe(train={"max_steps": 100_000}), BATCH, 762)
     assert line.endswith("1,600,000 samples, 2,100 epochs")
     # A resumed run with another batch: 13 steps of 16 and 17 of 32.
-    line = length_line(
+    line = run_length_line(
         recipe(train={"max_steps": 30}), BATCH._replace(global_samples=32), 919, 13, 208
     )
     assert line == (
@@ -178,7 +180,7 @@ def test_the_length_in_a_line() -> None:
         "0.818 epochs"
     )
     # A checkpoint beyond the steps that the recipe has now.
-    line = length_line(recipe(train={"max_steps": 30}), BATCH, 5, 50, 800)
+    line = run_length_line(recipe(train={"max_steps": 30}), BATCH, 5, 50, 800)
     assert line == (
         "data: 5 samples; 0 steps of 16 are 0 samples, 800 with those of the 50 steps before, "
         "160 epochs (a step takes samples up to 4 times)"

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import read_own_json
-from ortlaunch.worker.data.order import Order
-from ortlaunch.worker.data.own import collate_to_names, original_form
+from ortlaunch.worker.data.order import SampleOrder
+from ortlaunch.worker.data.own import batch_in_original_form, collate_to_named_tensors
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from tests.ort import needs_ort
@@ -65,7 +65,7 @@ class InOurOrder:
     """A batch sampler with the order of a run: each iteration is the next epoch."""
 
     def __init__(self, samples: int, seed: int) -> None:
-        self.order = Order(samples, seed)
+        self.order = SampleOrder(samples, seed)
         self.samples = samples
         self.epochs = 0
 
@@ -220,10 +220,12 @@ def test_rates_of_an_earlier_step() -> None:
     config: Any = SimpleNamespace(scheduler=cycle, interval="step", frequency=1)
     rates = TorchScheduler(optimizer, config)
     (group,) = optimizer.param_groups
-    first = [(rates.rates_at_step(step, 0), group["momentum"]) for step in range(8)]
+    first = [(rates.advance_and_read_rates(step, 0), group["momentum"]) for step in range(8)]
     # A run may multiply them by its own factor.
     group["lr"] = 5.0
-    assert [(rates.rates_at_step(step, 0), group["momentum"]) for step in range(3, 8)] == first[3:]
+    assert [
+        (rates.advance_and_read_rates(step, 0), group["momentum"]) for step in range(3, 8)
+    ] == first[3:]
     assert len({momentum for _, momentum in first}) > 3
     assert group["params"][0] is layer.weight
 
@@ -263,7 +265,6 @@ def test_a_value_that_a_graph_would_keep_is_refused(tmp_path: Path, model: str, 
     """On ort a training_step that reads the step's index fails before step 1; eager trains it."""
     with pytest.raises(EngineError, match=rf"{value}.*a graph keeps its first value.*eager"):
         run_here(tmp_path / "ort", made(model, "rows", "ort"))
-    torch.distributed.destroy_process_group()
     assert len(records(run_here(tmp_path / "eager", made(model, "rows")))) == 6
 
 
@@ -271,12 +272,12 @@ def test_batches_of_any_form() -> None:
     """A batch keeps its form: a tensor, a list, or a mapping; other values are refused."""
     one = torch.ones(2)
     for batch in (one, [one, one + 1], {"a": one, "labels": one + 1}):
-        named = collate_to_names(lambda _, batch=batch: batch, [])
+        named = collate_to_named_tensors(lambda _, batch=batch: batch, [])
         assert all(isinstance(each, torch.Tensor) for each in named.values())
-        torch.testing.assert_close(original_form(named), batch)
+        torch.testing.assert_close(batch_in_original_form(named), batch)
     for wrong in (3, [one, "text"], {"a": [one]}):
         with pytest.raises(DataError, match=r"data\.collate returns a tensor, or a list"):
-            collate_to_names(lambda _, wrong=wrong: wrong, [])
+            collate_to_named_tensors(lambda _, wrong=wrong: wrong, [])
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

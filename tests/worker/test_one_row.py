@@ -15,7 +15,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import read_own_json
-from ortlaunch.run_folder.reference import run_folder_page
+from ortlaunch.run_folder.reference import run_folder_manual_page_markdown
 from tests.makers import BERT, bert
 from tests.training import run_here
 
@@ -34,11 +34,11 @@ class LabelCount:
     def __init__(self, engine: Any) -> None:
         self.count = 0.0
 
-    def add(self, output: Any, labels: Mapping[str, Any], counts: bool) -> None:
+    def count_micro_batch(self, output: Any, labels: Mapping[str, Any], counts: bool) -> None:
         # -100 marks positions without a label.
         self.count += float((labels["labels"] != -100).sum()) if counts else 0.0
 
-    def read(self, group: Any, loss: float) -> dict[str, float]:
+    def metrics_over_ranks(self, group: Any, loss: float) -> dict[str, float]:
         return {"label_count": sum(count for (count,) in group.gather_numbers([self.count]))}
 
 
@@ -72,7 +72,7 @@ def test_a_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A row of METRICS is in metrics.jsonl, the log, evaluation.json, the docs and keep_best."""
-    assert "label_count" not in run_folder_page()
+    assert "label_count" not in run_folder_manual_page_markdown()
     monkeypatch.setitem(METRICS, "label_count", FAKE)
     recipe = small(tmp_path, checkpoint={"keep_best": {"metric": "label_count"}})
     run = run_here(tmp_path / "run", recipe)
@@ -87,7 +87,7 @@ def test_a_metric(
     assert read_own_json(run.evaluation)["label_count"] == count
     assert (
         "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |"
-        in run_folder_page()
+        in run_folder_manual_page_markdown()
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ortlaunch.other_tools.draft import is_recipe_key
-from ortlaunch.recipe.fields.field_lookup import section_keys
+from ortlaunch.recipe.fields.field_lookup import keys_accepted_by_section
 
 PAGE = (Path(__file__).parents[2] / "docs/optimum.md").read_text(encoding="utf-8")
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
@@ -24,7 +24,7 @@ def test_every_argument_has_a_row() -> None:
 def test_the_keys_are_the_recipes() -> None:
     """Each dotted name in the second column that begins with a section is a key of recipes."""
     said = {name for row in ROWS for name in re.findall(r"`([a-z_]+\.[a-z_.]+)", row[1])}
-    keys = {name for name in said if name.split(".")[0] in section_keys(())}
+    keys = {name for name in said if name.split(".")[0] in keys_accepted_by_section(())}
     # Guards against a pattern that matches nothing.
     assert len(keys) > 30
     assert {name for name in keys if not is_recipe_key(name)} == set()

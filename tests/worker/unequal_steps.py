@@ -108,7 +108,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     """Return the same of ortlaunch's training step, and how many passes the engine ran."""
     import torch
 
-    from ortlaunch.worker.data import Batches, OwnSamples
+    from ortlaunch.worker.data import Batches, UserSamples
     from ortlaunch.worker.engine.engine import build_engine
     from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
@@ -131,7 +131,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     planned = plan(
         made, [host("localhost", case.ranks)], launcher="torchrun" if case.ranks > 1 else "local"
     )
-    batches = Batches(OwnSamples(samples()), planned.batch, made.seed)
+    batches = Batches(UserSamples(samples()), planned.batch, made.seed)
     trained = LossModule(model())
     engine = build_engine(made, planned, trained, group, batches.micro_batch(0, 0, group.rank))
     nothing: Any = None
@@ -141,7 +141,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
         loss, stepped, _ = train_step(session, state)
         found["loss"].append(group.mean(float(loss)))
         found["norm"].append(stepped.gradient_norm)
-    truth = engine.engine_report().to_json()
+    truth = engine.engine_report_so_far().to_json()
     ran = {
         "ort": lambda: truth["onnxruntime"]["backward_passes"],
         "inductor": lambda: truth["inductor"]["graphs"],
@@ -155,10 +155,10 @@ def main() -> None:
     """Run every requested case, and write the results on rank 0."""
     file, name, *asked = sys.argv[1:]
     if name == "ort":
-        from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
+        from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
         from tests.makers import recipe
 
-        prepare_ortmodule(recipe(engine={"name": "ort"}).engine)
+        import_ortmodule_with_settings(recipe(engine={"name": "ort"}).engine)
     import deepspeed
     import torch
 

@@ -80,7 +80,9 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, config=config, dist_init_required=False
     )
-    applied = gradient_norm.fuse_gradient_norm(engine.optimizer) if ours else None
+    applied = (
+        gradient_norm.fuse_deepspeed_overflow_check_and_norm(engine.optimizer) if ours else None
+    )
     measured = counted(gradient_norm)
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32
     torch.manual_seed(1 + torch.distributed.get_rank())

@@ -110,7 +110,7 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
         theirs = steps(eager, eager, inputs)
     except Exception as error:
         return {"state": "no case", "why": brief(error)}
-    torch_calls.reset_counters()
+    torch_calls.reset_call_and_pass_counts()
     try:
         ours, named = advised(model, inputs)
     except Exception as error:
@@ -118,7 +118,9 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
     worst = max(difference(a, b) for a, b in zip(ours, theirs))
     # Rounding may separate two correct results: float64 then decides which of them is off.
     exact = bound(model, inputs, ours, theirs) if worst > LIMIT else []
-    operators = {name: found.forward for name, found in torch_calls.counts_of_called().items()}
+    operators = {
+        name: found.forward for name, found in torch_calls.call_counts_by_called_name().items()
+    }
     near = exact and all(mine <= max(LIMIT, 4 * eager) for mine, eager in exact)
     state = "trains" if worst <= LIMIT or near else "differs"
     # Only the written nets record whether they would train without torch operators.

@@ -12,11 +12,11 @@ def ranks() -> None:
     variables do not determine a rank.
     """
     from ortlaunch.errors import RankError
-    from ortlaunch.rank import detect_rank_and_launcher, explain_rank_variables
+    from ortlaunch.rank import rank_and_launcher_name_or_none, rank_variables_explanation_text
 
     # Printed first: the explanation helps most if no rank can be determined.
-    typer.echo(explain_rank_variables(os.environ))
+    typer.echo(rank_variables_explanation_text(os.environ))
     try:
-        detect_rank_and_launcher(os.environ)
+        rank_and_launcher_name_or_none(os.environ)
     except RankError as error:
         raise typer.Exit(error.exit_status) from None

@@ -46,7 +46,7 @@ def selftest(
     engine.name=ort. Exit status 1 if a check failed.
     """
     from ortlaunch.commands.selftest import SelftestRequest
-    from ortlaunch.commands.selftest import run_selftest as run
+    from ortlaunch.commands.selftest import train_with_each_launcher_and_compare as run
     from ortlaunch.doctor.finding import FAILED, findings_json, summarize_findings
     from ortlaunch.process import signals_to_handle
 

@@ -55,7 +55,7 @@ def train(
     from ortlaunch.commands import device
 
     request = DeviceRequest("train", str(artifacts), _path_text(checkpoint), _path_text(to), steps)
-    raise typer.Exit(device.start_device_verb(request, tuple(overrides or ())))
+    raise typer.Exit(device.run_device_verb_in_process(request, tuple(overrides or ())))
 
 
 @app.command(cls=Verb, short_help="Measure a checkpoint on data.evaluation.")
@@ -69,7 +69,7 @@ def evaluate(
     from ortlaunch.commands import device
 
     request = DeviceRequest("evaluate", str(artifacts), _path_text(checkpoint))
-    raise typer.Exit(device.start_device_verb(request, tuple(overrides or ())))
+    raise typer.Exit(device.run_device_verb_in_process(request, tuple(overrides or ())))
 
 
 @app.command(cls=Verb, short_help="Write a checkpoint as model.onnx.")
@@ -105,7 +105,7 @@ def import_checkpoint(
     """
     from ortlaunch.commands import device
 
-    raise typer.Exit(device.import_device_checkpoint(artifacts, checkpoint, run, step, to))
+    raise typer.Exit(device.import_device_checkpoint_into_run(artifacts, checkpoint, run, step, to))
 
 
 @app.command(cls=Verb, short_help="Average the weights of clients' checkpoints.")
@@ -131,7 +131,9 @@ def average(
     request = DeviceRequest(
         "average", str(artifacts), to=_path_text(to), checkpoints=tuple(map(str, checkpoints))
     )
-    raise typer.Exit(device.average_checkpoints(request._replace(weights=_parse_weights(weights))))
+    raise typer.Exit(
+        device.average_client_checkpoints(request._replace(weights=_parse_weights(weights)))
+    )
 
 
 def _path_text(path: Path | None) -> str | None:

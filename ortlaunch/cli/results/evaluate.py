@@ -52,7 +52,9 @@ def evaluate(
             "is a model; this option is for a RUN",
         )
         raise typer.Exit(
-            evaluate_model.evaluate_model(run, recipe, tuple(overrides or ()), as_json)
+            evaluate_model.evaluate_exported_model_in_process(
+                run, recipe, tuple(overrides or ()), as_json
+            )
         )
     _refuse_option(
         "--recipe" if recipe else "--json" if as_json else None,
@@ -61,11 +63,11 @@ def evaluate(
     )
     evaluation_arguments = run, step, tuple(overrides or ()), options
     if dry_run:
-        typer.echo(foreground.evaluation_command(*evaluation_arguments))
+        typer.echo(foreground.evaluation_command_text(*evaluation_arguments))
         return
     # If the output is a pipe whose reader ends, the evaluation continues.
     continue_without_output()
-    raise typer.Exit(foreground.evaluate_in_foreground(*evaluation_arguments))
+    raise typer.Exit(foreground.evaluate_checkpoint_in_foreground(*evaluation_arguments))
 
 
 def _refuse_option(option_name: str | None, given_path: Path, reason: str) -> None:

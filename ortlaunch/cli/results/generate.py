@@ -43,7 +43,7 @@ def generate(
     formats the prompt as a user's message, and the answer is printed on lines of its own.
     """
     from ortlaunch.api.models import GenerationRequest
-    from ortlaunch.api.models import generate_text as text_of
+    from ortlaunch.api.models import generate_text_in_process as text_of
 
     request = GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw)
     with exit_with_status_of_process():

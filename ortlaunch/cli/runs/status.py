@@ -12,9 +12,9 @@ import ortlaunch
 
 def resolve_and_print_run(name_or_path: Path) -> Path:
     """Return the folder of a run that is given by name; a path is returned unchanged."""
-    from ortlaunch.api.runs import resolve_run_name
+    from ortlaunch.api.runs import run_folder_by_name_or_path
 
-    run_folder = resolve_run_name(name_or_path)
+    run_folder = run_folder_by_name_or_path(name_or_path)
     if run_folder != name_or_path:
         print(f"run: {run_folder}", file=sys.stderr, flush=True)
     return run_folder
@@ -45,11 +45,13 @@ def status(
     Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
     from ortlaunch.output import output_columns
-    from ortlaunch.units import wrap_lines
+    from ortlaunch.units import wrap_long_lines_except_commands
 
     run_status = ortlaunch.Run(run).wait(check=False) if wait else ortlaunch.Run(run).status()
     status_text = run_status.to_json() if json else str(run_status)
-    typer.echo(status_text if json else wrap_lines(status_text, output_columns()))
+    typer.echo(
+        status_text if json else wrap_long_lines_except_commands(status_text, output_columns())
+    )
     if wait:
         raise typer.Exit(run_status.job.exit_status or 0)
 

@@ -39,17 +39,23 @@ def import_config(
     The recipe has the same report as comments.
     """
     from ortlaunch.errors import InputError
-    from ortlaunch.other_tools import import_config as turned
+    from ortlaunch.other_tools import convert_config_to_recipe as turned
     from ortlaunch.output import output_columns
-    from ortlaunch.resolve.shipped import locate_recipe
+    from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
     from ortlaunch.run_folder.folder import write_text_atomically
-    from ortlaunch.units import wrap_lines
+    from ortlaunch.units import wrap_long_lines_except_commands
 
     recipe_path = to or Path(f"{config.stem}-recipe.yaml")
     # An imported recipe may have been edited since.
     if recipe_path.exists():
         raise InputError(f"{recipe_path} exists already; give another file with --to")
     # Written only if the result is valid.
-    imported_recipe = turned(config, tool, locate_recipe(base) if base else None, overrides or [])
+    imported_recipe = turned(
+        config, tool, recipe_path_or_shipped_recipe(base) if base else None, overrides or []
+    )
     write_text_atomically(recipe_path, imported_recipe.commented_recipe())
-    typer.echo(wrap_lines(f"{imported_recipe}\nrecipe: {recipe_path}", output_columns()))
+    typer.echo(
+        wrap_long_lines_except_commands(
+            f"{imported_recipe}\nrecipe: {recipe_path}", output_columns()
+        )
+    )

@@ -20,18 +20,18 @@ Name = Annotated[
 @app.command("list", cls=Verb)
 def list_recipes() -> None:
     """List the shipped recipes: model, method, memory."""
-    from ortlaunch.resolve.catalog import shipped_recipe_table
+    from ortlaunch.resolve.catalog import shipped_recipe_table_lines
 
-    typer.echo("\n".join(shipped_recipe_table()))
+    typer.echo("\n".join(shipped_recipe_table_lines()))
 
 
 @app.command("show", cls=Verb)
 def show_recipe(name: Name) -> None:
     """Print a shipped recipe."""
-    from ortlaunch.resolve.shipped import find_shipped_recipe
+    from ortlaunch.resolve.shipped import shipped_recipe_path_or_refuse
 
     # Without another newline, so that `> my.yaml` is an exact copy.
-    typer.echo(find_shipped_recipe(name).read_text(encoding="utf-8"), nl=False)
+    typer.echo(shipped_recipe_path_or_refuse(name).read_text(encoding="utf-8"), nl=False)
 
 
 @app.command("copy", cls=Verb, short_help="Copy a shipped recipe with the files it needs.")
@@ -42,11 +42,11 @@ def copy_recipe(
     """Copy a shipped recipe, with what it extends and its modules; never over a file of yours."""
     import ortlaunch
     from ortlaunch.output import output_columns
-    from ortlaunch.resolve.shipped import copy_shipped_recipe
-    from ortlaunch.units import wrap_lines
+    from ortlaunch.resolve.shipped import copy_shipped_recipe_and_dependencies
+    from ortlaunch.units import wrap_long_lines_except_commands
 
-    copied = copy_shipped_recipe(name, target)
+    copied = copy_shipped_recipe_and_dependencies(name, target)
     typer.echo("\n".join(map(str, copied)))
     # A recipe for a GPU, or for data that are not here yet, has notes.
     for note in ortlaunch.validate(copied[0], elsewhere=True).notes:
-        typer.echo(wrap_lines(note, output_columns()), err=True)
+        typer.echo(wrap_long_lines_except_commands(note, output_columns()), err=True)

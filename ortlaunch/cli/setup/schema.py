@@ -22,10 +22,10 @@ def schema(
     if doctor:
         from ortlaunch.doctor.schema import findings_schema_text as text
     elif run_folder:
-        from ortlaunch.run_folder.reference import run_folder_page as text
+        from ortlaunch.run_folder.reference import run_folder_manual_page_markdown as text
     elif markdown:
-        from ortlaunch.recipe.manual.reference import recipe_markdown as text
+        from ortlaunch.recipe.manual.reference import recipe_manual_page_markdown as text
     else:
-        from ortlaunch.recipe.manual.schema import editor_schema_text as text
+        from ortlaunch.recipe.manual.schema import editor_schema_json_text as text
     # The text ends with a newline, and the files in docs/ must be equal to the byte.
     typer.echo(text(), nl=False)

@@ -56,10 +56,10 @@ def bench(
     plain PyTorch."""
     from ortlaunch.bench import command
     from ortlaunch.bench.measure import MeasurementLength
-    from ortlaunch.resolve.resolve import resolve_command
+    from ortlaunch.resolve.resolve import load_and_resolve_recipe
 
     profile_override = ["log.profile_steps=[1,6]"] if profile else []
-    resolved_run = resolve_command(
+    resolved_run = load_and_resolve_recipe(
         recipe, (*(overrides or ()), *profile_override), options, os.environ
     )
     # Empty: the bench itself chooses all engines.
@@ -68,5 +68,7 @@ def bench(
     # Hours of measurements must not end because the reader of the output has.
     continue_without_output()
     raise typer.Exit(
-        command.run_bench_command(resolved_run, engine_names, vary or (), length, out, picture)
+        command.measure_print_and_write_bench(
+            resolved_run, engine_names, vary or (), length, out, picture
+        )
     )

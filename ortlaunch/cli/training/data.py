@@ -16,7 +16,7 @@ app = typer.Typer(
 @app.command(cls=Verb, short_help="Read and tokenize a recipe's data into the cache.")
 def prepare(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Read and tokenize a recipe's data into the cache, as `train` does."""
-    from ortlaunch.commands.prepare_data import prepare_data as run
+    from ortlaunch.commands.prepare_data import tokenize_data_into_cache as run
 
     raise typer.Exit(run(ortlaunch.load(recipe, *(overrides or ()))))
 

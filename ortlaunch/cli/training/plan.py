@@ -35,11 +35,11 @@ def plan(
     ] = False,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
-    from ortlaunch.api.plans import plan_run
+    from ortlaunch.api.plans import resolve_run_for_planning
     from ortlaunch.output import output_columns
-    from ortlaunch.units import wrap_lines
+    from ortlaunch.units import wrap_long_lines_except_commands
 
-    planned_run = plan_run(recipe, tuple(overrides or ()), options, {})
+    planned_run = resolve_run_for_planning(recipe, tuple(overrides or ()), options, {})
     if predict:
         planned_run.predict_step_cost_into_cache()
     if diff is not None:
@@ -47,5 +47,7 @@ def plan(
         typer.echo("\n".join(changes) if changes else f"same plan as {diff}")
         return
     typer.echo(
-        planned_run.plan.to_json() if json else wrap_lines(str(planned_run), output_columns())
+        planned_run.plan.to_json()
+        if json
+        else wrap_long_lines_except_commands(str(planned_run), output_columns())
     )

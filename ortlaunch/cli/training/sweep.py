@@ -51,7 +51,9 @@ def run(
 
     # A sweep must not end because the reader of its output has.
     continue_without_output()
-    raise typer.Exit(foreground.sweep_in_foreground(recipe, overrides or (), options, run_dir))
+    raise typer.Exit(
+        foreground.run_sweep_and_print_result(recipe, overrides or (), options, run_dir)
+    )
 
 
 @app.command(cls=Verb, short_help="Print a table of the trials.")

@@ -76,5 +76,5 @@ def start(
         continue_without_output()
     values = ResumeOptions(*resume)
     raise typer.Exit(
-        foreground.train_in_foreground(recipe, overrides, options, run_dir, values, dry_run)
+        foreground.train_or_print_dry_run(recipe, overrides, options, run_dir, values, dry_run)
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import MANAGER, function_owner
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.source_guard import MANAGER, owning_class_or_module
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
@@ -20,13 +20,17 @@ def fix_deepcopy_and_pickle() -> None:
     ORT's `__getstate__` deletes the addresses of CUDA's allocator, and fails where they do not
     exist.
     """
-    wrap_method(function_owner(MANAGER), "__getstate__", _picklable_state)
+    replace_method_by_wrapper(
+        owning_class_or_module(MANAGER), "__getstate__", _state_without_graph_attributes
+    )
 
 
-def _picklable_state(original: AnyFunction, manager: Manager) -> dict[str, object]:
+def _state_without_graph_attributes(
+    original_getstate: AnyFunction, manager: Manager
+) -> dict[str, object]:
     for name in _ALLOCATOR_ADDRESSES:
         # ORT deletes these attributes from the state without a check that they exist.
         vars(manager).setdefault(name, None)
-    state = original(manager)
+    state = original_getstate(manager)
     # The copy builds its own graph, so facts about the original's graph would be wrong for it.
     return {name: value for name, value in state.items() if name not in _GRAPH_ATTRIBUTES}

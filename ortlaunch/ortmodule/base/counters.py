@@ -13,7 +13,7 @@ from ortlaunch.json_types import Json
 
 
 @dataclass
-class Tally:
+class ExportTally:
     """Counts of every ORTModule of this process.
 
     Unlike the passes that the witness counts, those of the engine's probe stay included.
@@ -32,18 +32,18 @@ class Tally:
     # A list and not a set, so that notes are printed in the order in which they arose.
     notes: list[str] = field(default_factory=list)
 
-    def add_note_once(self, text: str) -> None:
+    def add_end_note_once(self, note_text: str) -> None:
         """Add a note, once."""
-        if text not in self.notes:
-            self.notes.append(text)
+        if note_text not in self.notes:
+            self.notes.append(note_text)
 
-    def counts_record(self) -> Json:
+    def counts_and_notes_record(self) -> Json:
         """Return the counts for engine.json."""
         # Milliseconds are exact enough for a file that people read.
         return {**asdict(self), "export_seconds": round(self.export_seconds, 3)}
 
 
-tally = Tally()
+tally = ExportTally()
 while_building: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 """Returns a context that is open while a graph is exported or derived, or its session is made.
 

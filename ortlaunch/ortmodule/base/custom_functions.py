@@ -38,15 +38,15 @@ _COPIED_WEIGHTS_MESSAGE = (
 _SCHEMA_METHODS = ("infer_shape", "alias_input")
 
 
-def patch_custom_function_export() -> None:
+def patch_ort_export_of_custom_functions() -> None:
     """Pass boolean tensors to custom functions as booleans, and copy the arguments that they save."""
     exporter: Any = importlib.import_module(_EXPORTER_MODULE)
-    exporter._default_export = _wrap_default_export(exporter._default_export)
+    exporter._default_export = _wrap_export_with_boolean_variants(exporter._default_export)
 
 
-def _wrap_default_export(default_export: AnyFunction) -> AnyFunction:
-    @functools.wraps(default_export)
-    def export_with_booleans(g: Any, /, *arguments: Any, **keywords: object) -> Any:
+def _wrap_export_with_boolean_variants(ort_default_export: AnyFunction) -> AnyFunction:
+    @functools.wraps(ort_default_export)
+    def export_boolean_and_copying_variant(g: Any, /, *arguments: Any, **keywords: object) -> Any:
         name, function_class, convention, result_count, result_types, ranks, *inputs = arguments
         boolean_arguments = frozenset(
             i
@@ -59,14 +59,14 @@ def _wrap_default_export(default_export: AnyFunction) -> AnyFunction:
         # Functions of torch_calls already copy the tensors that they save.
         saves_ort_tensors = function_class.__module__ != torch_calls.__name__
         if not (boolean_arguments or boolean_results or saves_ort_tensors):
-            return default_export(g, *arguments, **keywords)
+            return ort_default_export(g, *arguments, **keywords)
         # ORT knows functions by name, and keeps the first one of a name.
         namesakes = _functions_by_name.setdefault(name, [])
         if function_class not in namesakes:
             namesakes.append(function_class)
         if namesake_index := namesakes.index(function_class):
             name = f"{name}[{namesake_index + 1}]"
-        function_class = _function_for_ort(
+        function_class = _create_function_class_for_ort(
             function_class, boolean_arguments, boolean_results, saves_ort_tensors
         )
         if boolean_arguments or boolean_results:
@@ -76,7 +76,7 @@ def _wrap_default_export(default_export: AnyFunction) -> AnyFunction:
         result_types = [
             Kind.UINT8 if result_type == Kind.BOOL else result_type for result_type in result_types
         ]
-        outputs = default_export(
+        outputs = ort_default_export(
             g,
             name,
             function_class,
@@ -96,20 +96,20 @@ def _wrap_default_export(default_export: AnyFunction) -> AnyFunction:
         ]
         return tuple(values) if isinstance(outputs, (list, tuple)) else values[0]
 
-    return export_with_booleans
+    return export_boolean_and_copying_variant
 
 
-def _function_for_ort(
-    function_class: Any,
-    boolean_arguments: frozenset[int],
-    boolean_results: frozenset[int],
-    saves_ort_tensors: bool,
+def _create_function_class_for_ort(
+    autograd_function_class: Any,
+    boolean_argument_positions: frozenset[int],
+    boolean_result_positions: frozenset[int],
+    may_save_ort_tensors: bool,
 ) -> Any:
     """Return the class that ORT calls in place of an autograd.Function.
 
-    boolean_arguments: positions of boolean arguments, which arrive as uint8.
-    boolean_results: positions of boolean results.
-    saves_ort_tensors: whether the function may keep tensors of ORT for its backward pass.
+    boolean_argument_positions: positions of boolean arguments, which arrive as uint8.
+    boolean_result_positions: positions of boolean results.
+    may_save_ort_tensors: whether the function may keep tensors of ORT for its backward pass.
     """
 
     import torch
@@ -121,35 +121,45 @@ def _function_for_ort(
     keeps_graph: list[bool] = []
     # ORT's own functions tell it which outputs are their arguments.
     separate_results = (
-        _unchanged_results if hasattr(function_class, "alias_input") else _copy_if_sharing_memory
+        _unchanged_results
+        if hasattr(autograd_function_class, "alias_input")
+        else _contiguous_results_in_own_memory
     )
 
-    def restore_booleans(args: tuple[Any, ...]) -> list[Any]:
+    def uint8_arguments_to_booleans(function_arguments: tuple[Any, ...]) -> list[Any]:
         """Return the arguments with the booleans restored."""
-        return [arg.bool() if i in boolean_arguments else arg for i, arg in enumerate(args)]
+        return [
+            arg.bool() if i in boolean_argument_positions else arg
+            for i, arg in enumerate(function_arguments)
+        ]
 
-    def booleans_to_uint8(outputs: Any) -> Any:
+    def boolean_results_to_uint8(function_results: Any) -> Any:
         """Return the outputs with booleans as uint8, the only form that ORT accepts."""
-        if not isinstance(outputs, tuple):
-            return outputs.byte() if boolean_results else outputs
+        if not isinstance(function_results, tuple):
+            return function_results.byte() if boolean_result_positions else function_results
         return tuple(
-            output.byte() if i in boolean_results else output for i, output in enumerate(outputs)
+            output.byte() if i in boolean_result_positions else output
+            for i, output in enumerate(function_results)
         )
 
-    def record_output_sizes(ctx: Any, outputs: Any) -> None:
+    def record_output_sizes_for_zero_filling(ctx: Any, function_results: Any) -> None:
         ctx._ortlaunch_outputs = [
             output.new_zeros(()).expand(output.shape) if isinstance(output, torch.Tensor) else None
-            for output in (outputs if isinstance(outputs, tuple) else (outputs,))
+            for output in (
+                function_results if isinstance(function_results, tuple) else (function_results,)
+            )
         ]
         # ORT would fill with zeros of the first batch's sizes.
         FunctionCtx.set_materialize_grads(ctx, False)
 
-    @torch_calls.record_errors()
+    @torch_calls.record_and_reraise_errors()
     def forward(ctx: Any, *args: Any) -> Any:
         forward_arguments = (
             tree_map_only(torch.Tensor, _clone_tensor, args) if keeps_graph else args
         )
-        results = function_class.forward(ctx, *restore_booleans(forward_arguments))
+        results = autograd_function_class.forward(
+            ctx, *uint8_arguments_to_booleans(forward_arguments)
+        )
         outputs = separate_results(results, args)
         # Outputs are marked as the tensors that they are.
         marked_ids = [id(tensor) for tensor in ctx.non_differentiable or ()]
@@ -157,19 +167,21 @@ def _function_for_ort(
         ctx.mark_non_differentiable(
             *(output for result, output in pairs if id(result) in marked_ids)
         )
-        record_output_sizes(ctx, outputs)
-        if saves_ort_tensors and _copy_saved_tensors(ctx, args):
+        record_output_sizes_for_zero_filling(ctx, outputs)
+        if may_save_ort_tensors and _copy_saved_and_detect_own_graph(ctx, args):
             keeps_graph.append(True)
-        return booleans_to_uint8(outputs)
+        return boolean_results_to_uint8(outputs)
 
-    @torch_calls.record_errors()
+    @torch_calls.record_and_reraise_errors()
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        function_class.setup_context(ctx, tuple(restore_booleans(inputs)), output)
-        record_output_sizes(ctx, output)
-        if saves_ort_tensors:
-            _copy_saved_tensors(ctx, inputs)
+        autograd_function_class.setup_context(
+            ctx, tuple(uint8_arguments_to_booleans(inputs)), output
+        )
+        record_output_sizes_for_zero_filling(ctx, output)
+        if may_save_ort_tensors:
+            _copy_saved_and_detect_own_graph(ctx, inputs)
 
-    @torch_calls.record_errors()
+    @torch_calls.record_and_reraise_errors()
     def backward(ctx: Any, *gradients: Any) -> Any:
         if getattr(ctx, "_ortlaunch_fills", True):
             gradients = tuple(
@@ -179,12 +191,16 @@ def _function_for_ort(
                 for gradient, sample in zip(gradients, ctx._ortlaunch_outputs)
             )
         try:
-            input_gradients = separate_results(function_class.backward(ctx, *gradients), gradients)
+            input_gradients = separate_results(
+                autograd_function_class.backward(ctx, *gradients), gradients
+            )
         except RuntimeError as error:
             if "appears to not have been used in the graph" not in str(error):
                 raise
-            raise RuntimeError(_COPIED_WEIGHTS_MESSAGE.format(function_class.__name__)) from error
-        if not saves_ort_tensors:
+            raise RuntimeError(
+                _COPIED_WEIGHTS_MESSAGE.format(autograd_function_class.__name__)
+            ) from error
+        if not may_save_ort_tensors:
             return input_gradients
         input_gradients = (
             input_gradients if isinstance(input_gradients, tuple) else (input_gradients,)
@@ -197,29 +213,31 @@ def _function_for_ort(
 
     # torch has two styles of autograd.Function: forward with a ctx, or forward without one and a
     # separate setup_context.
-    if function_class.setup_context is torch.autograd.Function.setup_context:
+    if autograd_function_class.setup_context is torch.autograd.Function.setup_context:
         forward_methods: dict[str, AnyFunction] = {"forward": forward}
     else:
         forward_methods = {
-            "forward": lambda *args: booleans_to_uint8(
-                separate_results(function_class.forward(*restore_booleans(args)), args)
+            "forward": lambda *args: boolean_results_to_uint8(
+                separate_results(
+                    autograd_function_class.forward(*uint8_arguments_to_booleans(args)), args
+                )
             ),
             "setup_context": set_up,
         }
     members = {
         **{name: staticmethod(method) for name, method in forward_methods.items()},
         "backward": staticmethod(backward),
-        "__module__": function_class.__module__,
-        "__qualname__": function_class.__qualname__,
+        "__module__": autograd_function_class.__module__,
+        "__qualname__": autograd_function_class.__qualname__,
     }
     schema_methods = {
-        name: staticmethod(getattr(function_class, name))
+        name: staticmethod(getattr(autograd_function_class, name))
         for name in _SCHEMA_METHODS
-        if hasattr(function_class, name)
+        if hasattr(autograd_function_class, name)
     }
     # ORT registers only classes whose metaclass is that of torch.autograd.Function.
     ort_function_class: Any = types.new_class(
-        function_class.__name__,
+        autograd_function_class.__name__,
         (torch.autograd.Function,),
         {},
         lambda body: body.update(members, **schema_methods),
@@ -233,7 +251,7 @@ def _record_zero_filling(ctx: Any, value: bool) -> None:
     ctx._ortlaunch_fills = value
 
 
-def _copy_saved_tensors(ctx: Any, args: tuple[Any, ...]) -> bool:
+def _copy_saved_and_detect_own_graph(ctx: Any, forward_arguments: tuple[Any, ...]) -> bool:
     """Copy the tensors that a forward pass saved and that share the memory of its arguments.
 
     ORT gives that memory to other nodes before the backward pass. From the second pass on, ORT's
@@ -248,7 +266,9 @@ def _copy_saved_tensors(ctx: Any, args: tuple[Any, ...]) -> bool:
     from torch.utils._pytree import tree_map_only
 
     argument_addresses = {
-        arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)
+        arg.untyped_storage().data_ptr()
+        for arg in forward_arguments
+        if isinstance(arg, torch.Tensor)
     }
     graph_leaves: list[torch.Tensor] = []
 
@@ -257,7 +277,7 @@ def _copy_saved_tensors(ctx: Any, args: tuple[Any, ...]) -> bool:
             return value
         # Such as `x.detach().requires_grad_()`.
         is_own_leaf = value.requires_grad and not value._is_view()
-        if is_own_leaf and not any(value is arg for arg in args):
+        if is_own_leaf and not any(value is arg for arg in forward_arguments):
             graph_leaves.append(value)
             return value
         return _clone_tensor(value)
@@ -271,18 +291,20 @@ def _copy_saved_tensors(ctx: Any, args: tuple[Any, ...]) -> bool:
         arg.new_zeros(()).expand(arg.shape)
         if isinstance(arg, torch.Tensor) and arg.requires_grad
         else None
-        for arg in args
+        for arg in forward_arguments
     ]
     return bool(graph_leaves)
 
 
-def _copy_if_sharing_memory(results: Any, arguments: tuple[Any, ...]) -> Any:
+def _contiguous_results_in_own_memory(results: Any, function_arguments: tuple[Any, ...]) -> Any:
     """Return contiguous results that share no memory with what was given, as ORT takes them."""
     import torch
     from torch.utils._pytree import tree_map_only
 
     argument_addresses = {
-        value.untyped_storage().data_ptr() for value in arguments if isinstance(value, torch.Tensor)
+        value.untyped_storage().data_ptr()
+        for value in function_arguments
+        if isinstance(value, torch.Tensor)
     }
     return tree_map_only(
         torch.Tensor,
@@ -311,7 +333,7 @@ _inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default
 
 
 @contextlib.contextmanager
-def set_autograd_inlining(is_inlined: bool) -> Iterator[None]:
+def inline_or_call_custom_functions(is_inlined: bool) -> Iterator[None]:
     """Set how exports in this with-block treat custom autograd functions.
 
     Args:
@@ -330,30 +352,30 @@ def set_autograd_inlining(is_inlined: bool) -> Iterator[None]:
         support_module.enable_custom_autograd_support(were_called)
 
 
-def wrap_with_inlining_choice(export: AnyFunction) -> AnyFunction:
-    """Return an export that inlines only inside of `inlining(True)`.
+def wrap_export_with_inlining_choice(torch_export: AnyFunction) -> AnyFunction:
+    """Return an export that inlines only inside of `inline_or_call_custom_functions(True)`.
 
     Where it cannot export a call, it raises the reason.
     """
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_without_inlining(*args: object, **kwargs: object) -> object:
         try:
-            return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
+            return torch_export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
         except RuntimeError as error:
             # The text with which torch's exporter refuses an autograd function that nothing
             # handles.
             if "Couldn't export Python operator" in str(error):
-                raise_interop_missing(error)
+                raise_interop_extension_missing(error)
             raise
 
     return export_without_inlining
 
 
-def raise_interop_missing(original_error: Exception | None = None) -> None:
+def raise_interop_extension_missing(causing_error: Exception | None = None) -> None:
     """Raise RuntimeError with the reason why custom autograd functions cannot be in the graph here."""
     raise RuntimeError(
-        f"{f'{original_error}: ' if original_error else ''}custom autograd functions inside ORT's graph need "
+        f"{f'{causing_error}: ' if causing_error else ''}custom autograd functions inside ORT's graph need "
         f"{extensions.INTEROP}, which `ortlaunch setup` could not build here: "
-        f"{extensions.interop_refusal_reason()}"
-    ) from original_error
+        f"{extensions.reason_interop_is_unbuildable_or_empty()}"
+    ) from causing_error

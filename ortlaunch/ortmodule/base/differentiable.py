@@ -59,7 +59,8 @@ INPUTS_WITHOUT_GRADIENT: dict[str, Sequence[int]] = {
 }  # fmt: skip
 # Inputs for which torch computes a gradient and ORT does not: the exponent, the bounds.
 _WRONG_INPUTS: dict[str, Sequence[int]] = {"Pow": (1,), "Clip": (1, 2)}
-# Gradients of a scatter are right or wrong by its `reduction` (see GradientPaths._inputs_with_wrong_gradient).
+# Gradients of a scatter are right or wrong by its `reduction` (see
+# GradientPaths._inputs_with_missing_or_wrong_gradient).
 _PARTLY_CORRECT = {*_WRONG_INPUTS, "ScatterElements", "ScatterND"}
 SILENTLY_WRONG = {*_PARTLY_CORRECT, "LeakyRelu"}
 """Operators whose gradient may be wrong without an error from ORT."""
@@ -73,14 +74,14 @@ class GradientPaths:
     device: cpu or cuda; their kernels differ.
     """
 
-    def __init__(self, is_trained: Callable[[str], bool], device_type: str) -> None:
-        self._is_trained = is_trained
+    def __init__(self, is_trained_input_name: Callable[[str], bool], device_type: str) -> None:
+        self._is_trained = is_trained_input_name
         self._device = device_type
         self._reached_by_id: dict[int, bool] = {}
 
-    def reaches_trained_input(self, value: torch.Value) -> bool:
+    def depends_on_trained_input(self, graph_value: torch.Value) -> bool:
         """Return whether a value of the graph depends, with a gradient, on a trained input."""
-        pending = [value]
+        pending = [graph_value]
         while pending:
             current_value = pending[-1]
             unresolved_inputs = (
@@ -88,7 +89,7 @@ class GradientPaths:
                 if current_value.unique() in self._reached_by_id
                 else [
                     i
-                    for i in _differentiable_inputs(current_value)
+                    for i in _inputs_that_gradient_passes_to(current_value)
                     if i.unique() not in self._reached_by_id
                 ]
             )
@@ -97,133 +98,143 @@ class GradientPaths:
                 continue
             pending.pop()
             if current_value.unique() not in self._reached_by_id:
-                self._reached_by_id[current_value.unique()] = self._depends_on_trained(
+                self._reached_by_id[current_value.unique()] = self._depends_by_resolved_inputs(
                     current_value
                 )
-        return self._reached_by_id[value.unique()]
+        return self._reached_by_id[graph_value.unique()]
 
-    def _depends_on_trained(self, value: torch.Value) -> bool:
+    def _depends_by_resolved_inputs(self, graph_value: torch.Value) -> bool:
         """Return whether a value with known inputs depends on a trained input."""
-        if value.node().kind() == "prim::Param":
-            return self._is_trained(value.debugName())
+        if graph_value.node().kind() == "prim::Param":
+            return self._is_trained(graph_value.debugName())
         return any(
             self._reached_by_id[input_value.unique()]
-            for input_value in _differentiable_inputs(value)
+            for input_value in _inputs_that_gradient_passes_to(graph_value)
         )
 
-    def first_blocking_operator(
-        self, new_nodes: Sequence[torch.Node], outputs: Iterable[torch.Value | None]
+    def name_of_operator_blocking_gradient_or_empty(
+        self, new_graph_nodes: Sequence[torch.Node], output_values: Iterable[torch.Value | None]
     ) -> str:
         """Return the first ONNX operator among new nodes that blocks ORT's gradient, or "".
 
-        new_nodes: nodes that the exporter has just written.
-        outputs: results of these nodes.
+        new_graph_nodes: nodes that the exporter has just written.
+        output_values: results of these nodes.
         """
         if all(
-            _has_correct_gradient(node, self._device)
+            _ort_derives_correctly(node, self._device)
             and _operator_name(node) not in _PARTLY_CORRECT
-            for node in new_nodes
+            for node in new_graph_nodes
         ):
             return ""
         # The search ends at the new nodes: older ones were checked when they were written.
-        new_value_ids = {value.unique() for node in new_nodes for value in node.outputs()}
-        pending = [value for value in outputs if value is not None and _is_float(value)]
+        new_value_ids = {value.unique() for node in new_graph_nodes for value in node.outputs()}
+        pending = [
+            value
+            for value in output_values
+            if value is not None and _is_float_or_unknown_type(value)
+        ]
         visited_ids: set[int] = set()
         while pending:
             value = pending.pop()
             if value.unique() in visited_ids or value.unique() not in new_value_ids:
                 continue
             visited_ids.add(value.unique())
-            input_values = list(_differentiable_inputs(value))
+            input_values = list(_inputs_that_gradient_passes_to(value))
             lost_inputs = (
-                self._inputs_with_wrong_gradient(value.node())
-                if _has_correct_gradient(value.node(), self._device)
+                self._inputs_with_missing_or_wrong_gradient(value.node())
+                if _ort_derives_correctly(value.node(), self._device)
                 else input_values
             )
-            if any(map(self.reaches_trained_input, lost_inputs)):
+            if any(map(self.depends_on_trained_input, lost_inputs)):
                 return _operator_name(value.node())
             pending += input_values
         return ""
 
-    def _inputs_with_wrong_gradient(self, node: torch.Node) -> list[torch.Value]:
+    def _inputs_with_missing_or_wrong_gradient(self, graph_node: torch.Node) -> list[torch.Value]:
         """Return the inputs of a derived operator whose gradient ORT omits or computes wrongly."""
-        name = _operator_name(node)
-        inputs = list(node.inputs())
+        name = _operator_name(graph_node)
+        inputs = list(graph_node.inputs())
         # ORT does not sum up the gradient of a broadcast exponent or base.
-        if name == "Pow" and not _is_nonzero_number(inputs[1]):
+        if name == "Pow" and not _is_single_nonzero_constant(inputs[1]):
             return inputs
-        if name in ("ScatterElements", "ScatterND") and "reduction" in node.attributeNames():
+        if name in ("ScatterElements", "ScatterND") and "reduction" in graph_node.attributeNames():
             # Other reductions (mul, min, max) have no correct gradient at all.
             return {"none": [], "add": inputs[:1]}.get(
-                _text_attribute(node, "reduction", "none"), inputs
+                _text_attribute_or_default(graph_node, "reduction", "none"), inputs
             )
         return [
             inputs[position] for position in _WRONG_INPUTS.get(name, ()) if position < len(inputs)
         ]
 
 
-def is_valid_onnx(node: torch.Node) -> bool:
+def is_valid_onnx_transpose_or_norm(graph_node: torch.Node) -> bool:
     """Return whether a node that the exporter wrote is valid ONNX.
 
     The exporter also writes a LayerNormalization without weights, and negative dimensions.
     """
-    if _operator_name(node) == "Transpose" and "perm" in node.attributeNames():
-        return min(getattr(node, "is")("perm"), default=0) >= 0
-    return _operator_name(node) != "LayerNormalization" or not any(
-        input_value.node().mustBeNone() for input_value in node.inputs()
+    if _operator_name(graph_node) == "Transpose" and "perm" in graph_node.attributeNames():
+        return min(getattr(graph_node, "is")("perm"), default=0) >= 0
+    return _operator_name(graph_node) != "LayerNormalization" or not any(
+        input_value.node().mustBeNone() for input_value in graph_node.inputs()
     )
 
 
-def _has_correct_gradient(node: torch.Node, device_type: str) -> bool:
+def _ort_derives_correctly(graph_node: torch.Node, device_type: str) -> bool:
     """Return whether ORT derives a node correctly, by its operator, attributes and rank.
 
     ORT's gradient builders and kernels ignore some attributes of their operators.
     """
-    name = _operator_name(node)
+    name = _operator_name(graph_node)
     if (
         # ORT's gradient takes the sign of the output, which equals the input's only for alpha >= 0.
-        name == "LeakyRelu" and "alpha" in node.attributeNames()
+        name == "LeakyRelu" and "alpha" in graph_node.attributeNames()
     ):
-        return bool(node.f("alpha") >= 0)
+        return bool(graph_node.f("alpha") >= 0)
     if name in ("GRU", "LSTM"):
-        return _text_attribute(node, "direction", "forward") == "forward"
+        return _text_attribute_or_default(graph_node, "direction", "forward") == "forward"
     # Without a bias the gradient node has two outputs of one name.
     if name == "LayerNormalization":
-        return len(list(node.inputs())) > 2 and is_valid_onnx(node)
+        return len(list(graph_node.inputs())) > 2 and is_valid_onnx_transpose_or_norm(graph_node)
     # Without keepdims their gradient uses an Unsqueeze of an older opset.
     if name in ("ReduceL2", "ReduceLogSumExp"):
-        return "keepdims" not in node.attributeNames() or bool(node.i("keepdims"))
+        return "keepdims" not in graph_node.attributeNames() or bool(graph_node.i("keepdims"))
     if name == "Pad":
-        return _text_attribute(node, "mode", "constant") == "constant"
+        return _text_attribute_or_default(graph_node, "mode", "constant") == "constant"
     if name in (
         "AveragePool",
         "MaxPool",
     ):
         # For other ranks, or with the positions as second output, ORT gives a wrong shape or
         # crashes.
-        return _first_input_rank(node) == 4 and node.outputsSize() == 1
+        return _first_input_rank_or_none(graph_node) == 4 and graph_node.outputsSize() == 1
     if name == "ConvTranspose":
         return device_type != "cpu"
-    if name == "Conv" and "group" in node.attributeNames() and int(node.i("group")) > 1:
+    if name == "Conv" and "group" in graph_node.attributeNames() and int(graph_node.i("group")) > 1:
         # On the CPU, the gradient of a grouped Conv3d overwrites other tensors.
-        return device_type != "cpu" or _first_input_rank(node) != 5
+        return device_type != "cpu" or _first_input_rank_or_none(graph_node) != 5
     return name in _DERIVED_OPERATORS
 
 
-def _text_attribute(node: torch.Node, attribute_name: str, default_text: str) -> str:
-    return str(node.s(attribute_name)) if attribute_name in node.attributeNames() else default_text
+def _text_attribute_or_default(
+    graph_node: torch.Node, attribute_name: str, default_text: str
+) -> str:
+    return (
+        str(graph_node.s(attribute_name))
+        if attribute_name in graph_node.attributeNames()
+        else default_text
+    )
 
 
-def _first_input_rank(node: torch.Node) -> int | None:
+def _first_input_rank_or_none(graph_node: torch.Node) -> int | None:
     """Return the rank of a node's first input, or None if it is unknown."""
-    value_type = next(node.inputs()).type()
+    value_type = next(graph_node.inputs()).type()
     rank: int | None = value_type.dim() if isinstance(value_type, torch._C.TensorType) else None
     return rank
 
 
-def _differentiable_inputs(value: torch.Value) -> list[torch.Value]:
+def _inputs_that_gradient_passes_to(graph_value: torch.Value) -> list[torch.Value]:
     """Return the values that a value is computed from, where a gradient can pass."""
-    node = value.node()
+    node = graph_value.node()
     # An If has no data inputs: its branches use values of the surrounding graph.
     if any(True for _ in node.blocks()):
         return [
@@ -234,7 +245,7 @@ def _differentiable_inputs(value: torch.Value) -> list[torch.Value]:
         ]
     stopped_positions = (
         _ALL_POSITIONS
-        if _is_cast_to_number(node) or _is_detached(node)
+        if _is_cast_to_non_float(node) or _is_detached(node)
         else INPUTS_WITHOUT_GRADIENT.get(_operator_name(node), ())
     )
     return [
@@ -244,9 +255,9 @@ def _differentiable_inputs(value: torch.Value) -> list[torch.Value]:
     ]
 
 
-def _is_nonzero_number(value: torch.Value) -> bool:
+def _is_single_nonzero_constant(graph_value: torch.Value) -> bool:
     """Return whether a value is one known number other than 0."""
-    node = value.node()
+    node = graph_value.node()
     while node.kind() == "onnx::Cast":
         node = node.input().node()
     constant = (
@@ -257,21 +268,26 @@ def _is_nonzero_number(value: torch.Value) -> bool:
     return bool(constant.numel() == 1 and constant.item() != 0)
 
 
-def _is_cast_to_number(node: torch.Node) -> bool:
+def _is_cast_to_non_float(graph_node: torch.Node) -> bool:
     # ONNX's types 1, 10, 11 and 16 are float, float16, double and bfloat16.
     """Return whether a node casts to a type other than floating point."""
-    return bool(node.kind() == "onnx::Cast" and node.i("to") not in (1, 10, 11, 16))
+    return bool(graph_node.kind() == "onnx::Cast" and graph_node.i("to") not in (1, 10, 11, 16))
 
 
 def _is_detached(node: torch.Node) -> bool:
     """Return whether a node is one that elementwise_forms.detach writes."""
-    return _operator_name(node) == "ATen" and _text_attribute(node, "operator", "") == "clone"
+    return (
+        _operator_name(node) == "ATen"
+        and _text_attribute_or_default(node, "operator", "") == "clone"
+    )
 
 
-def _is_float(value: torch.Value) -> bool:
+def _is_float_or_unknown_type(graph_value: torch.Value) -> bool:
     """Return whether a value is floating point, or of unknown type."""
     scalar_type = (
-        value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
+        graph_value.type().scalarType()
+        if isinstance(graph_value.type(), torch._C.TensorType)
+        else None
     )
     return scalar_type is None or scalar_type in _FLOATS
 

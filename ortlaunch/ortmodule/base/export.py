@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     )
 
 
-Facts = dict[str, Any]
+TraceFacts = dict[str, Any]
 """Facts that a trace of a model showed, by name."""
 
 
-class Export(NamedTuple):
+class ExportContext(NamedTuple):
     """ORT's arguments of an export, by ortmodule's names for them."""
 
     module: nn.Module
@@ -34,30 +34,30 @@ class Export(NamedTuple):
     """ORT's ModelInfoForExport."""
     options: RuntimeOptions
     """ORT's _RuntimeOptions of this module; settings.attached_settings returns the Settings in it."""
-    facts: Facts
+    facts: TraceFacts
     """Facts that a trace of the model showed, beside the graph."""
 
 
-def export_from_arguments(arguments: Kwargs) -> Export:
+def export_context_from_ort_arguments(ort_arguments: Kwargs) -> ExportContext:
     """Return the Export for the arguments of ORT's `_export_model` or `_get_exported_model`."""
     # ORT passes its GraphTransitionManager (`self`) under this name, because it keeps ZeRO stage
     # 3's parameters.
-    graph_manager = arguments["stage3_param_handle"]
-    info = arguments["model_info_for_export"]
-    return Export(
-        arguments["flattened_module"],
+    graph_manager = ort_arguments["stage3_param_handle"]
+    info = ort_arguments["model_info_for_export"]
+    return ExportContext(
+        ort_arguments["flattened_module"],
         info.export_mode == torch.onnx.TrainingMode.TRAINING,
-        arguments["device"],
-        arguments["flatten_module_inputs"],
+        ort_arguments["device"],
+        ort_arguments["flatten_module_inputs"],
         info,
         graph_manager._runtime_options,
-        facts_of_last_trace(graph_manager),
+        get_or_create_newest_trace_facts(graph_manager),
     )
 
 
-def facts_of_last_trace(graph_manager: GraphTransitionManager) -> Facts:
+def get_or_create_newest_trace_facts(graph_manager: GraphTransitionManager) -> TraceFacts:
     """Return the facts of the newest trace of a GraphTransitionManager's model."""
-    facts: Facts = vars(graph_manager).setdefault("_ortlaunch_traced", {})
+    facts: TraceFacts = vars(graph_manager).setdefault("_ortlaunch_traced", {})
     return facts
 
 

@@ -1,7 +1,7 @@
 """The contents of a graph that ONNX Runtime executes: its nodes by operator, and calls out of ORT.
 
 Nodes are counted apart for the forward and the backward pass. The graph is read as the session runs
-it, after every optimization; `replace_nodes` also changes the nodes of a graph before that. The
+it, after every optimization; `replace_and_name_graph_nodes` also changes the nodes of a graph before that. The
 module does not depend on ORTModule.
 """
 
@@ -38,7 +38,7 @@ class ShapeInferenceError(RuntimeError):
 
 
 @dataclass
-class GraphContents:
+class GraphNodeCounts:
     """The nodes of one graph by operator, and the number of passes of each half."""
 
     training: bool
@@ -58,14 +58,14 @@ class GraphContents:
     backward_passes: int = field(default=0)
 
     @property
-    def nodes_run(self) -> int:
+    def executed_node_count(self) -> int:
         """The number of nodes executed so far."""
         return (
             self.forward.total() * self.forward_passes
             + self.backward.total() * self.backward_passes
         )
 
-    def graph_record(self) -> Json:
+    def node_and_operator_counts_record(self) -> Json:
         """Return the entry for engine.json: totals, frequent operators, and every call out of ORT."""
         halves = (
             {"forward": self.forward, "backward": self.backward}
@@ -88,39 +88,41 @@ class GraphContents:
         }
 
 
-def count_graph_nodes(
-    model: onnx.ModelProto, is_training: bool, is_memory_efficient: bool
-) -> GraphContents:
+def count_nodes_of_both_passes(
+    saved_onnx_model: onnx.ModelProto, is_training: bool, uses_memory_efficient_order: bool
+) -> GraphNodeCounts:
     """Count the nodes of an executed graph.
 
-    model: an onnx.ModelProto that a session saved; its nodes are in ORT's default order.
-    is_memory_efficient: the session runs the nodes in ORT's memory-efficient order, in which nodes
+    saved_onnx_model: an onnx.ModelProto that a session saved; its nodes are in ORT's default order.
+    uses_memory_efficient_order: the session runs the nodes in ORT's memory-efficient order, in which nodes
         that only the backward pass needs come after the forward pass.
     """
-    nodes = list(model.graph.node)
+    nodes = list(saved_onnx_model.graph.node)
     names = [node.op_type for node in nodes]
     forward_indices = set(range(len(nodes)))
-    if is_training and is_memory_efficient:
-        forward_indices = _forward_node_indices(nodes, names.index(_YIELD))
+    if is_training and uses_memory_efficient_order:
+        forward_indices = _needed_and_shape_reading_node_indices(nodes, names.index(_YIELD))
     elif is_training:
         forward_indices = set(range(names.index(_YIELD)))
     backward_indices = set(range(len(nodes))) - forward_indices
-    return GraphContents(
+    return GraphNodeCounts(
         is_training,
         Counter(names[i] for i in forward_indices if names[i] != _YIELD),
         Counter(names[i] for i in backward_indices if names[i] != _YIELD),
-        aten=_count_calls(nodes, "operator", "ATen"),
-        python=_count_calls(nodes, "func_name", "PythonOp", "PythonOpGrad"),
-        triton=_count_calls(nodes, "func_name", "TritonOp"),
+        aten=_count_calls_by_function_name(nodes, "operator", "ATen"),
+        python=_count_calls_by_function_name(nodes, "func_name", "PythonOp", "PythonOpGrad"),
+        triton=_count_calls_by_function_name(nodes, "func_name", "TritonOp"),
     )
 
 
-def _forward_node_indices(nodes: Sequence[onnx.NodeProto], yield_index: int) -> set[int]:
+def _needed_and_shape_reading_node_indices(
+    onnx_nodes: Sequence[onnx.NodeProto], yield_index: int
+) -> set[int]:
     """Return `yield_index`, the nodes that it needs, and the nodes that read the shapes of their results.
 
     ORT reads shapes as soon as it can, so these run in the forward half.
     """
-    index_by_output = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    index_by_output = {name: i for i, node in enumerate(onnx_nodes) for name in node.output if name}
     needed_indices: set[int] = set()
     pending = [yield_index]
     while pending:
@@ -128,40 +130,42 @@ def _forward_node_indices(nodes: Sequence[onnx.NodeProto], yield_index: int) -> 
         if i not in needed_indices:
             needed_indices.add(i)
             pending.extend(
-                index_by_output[name] for name in nodes[i].input if name in index_by_output
+                index_by_output[name] for name in onnx_nodes[i].input if name in index_by_output
             )
-    shape_indices = (i for i, node in enumerate(nodes) if node.op_type in ("Shape", "Size"))
+    shape_indices = (i for i, node in enumerate(onnx_nodes) if node.op_type in ("Shape", "Size"))
     # The output of the YieldOp is the gradient with which the backward pass begins.
     needed = needed_indices - {yield_index}
     return needed_indices | {
         i
         for i in shape_indices
-        if all(index_by_output.get(name) in needed for name in nodes[i].input)
+        if all(index_by_output.get(name) in needed for name in onnx_nodes[i].input)
     }
 
 
-def _count_calls(
-    nodes: Sequence[onnx.NodeProto], name_attribute: str, *operator_types: str
+def _count_calls_by_function_name(
+    onnx_nodes: Sequence[onnx.NodeProto], name_attribute_name: str, *calling_operator_types: str
 ) -> Counter[str]:
     return Counter(
-        _text_attribute_or_operator(node, name_attribute)
-        for node in nodes
-        if node.op_type in operator_types
+        _text_attribute_or_operator_type(node, name_attribute_name)
+        for node in onnx_nodes
+        if node.op_type in calling_operator_types
     )
 
 
-def _text_attribute_or_operator(node: onnx.NodeProto, attribute_name: str) -> str:
+def _text_attribute_or_operator_type(onnx_node: onnx.NodeProto, attribute_name: str) -> str:
     return next(
         (
             str(attribute.s.decode())
-            for attribute in node.attribute
+            for attribute in onnx_node.attribute
             if attribute.name == attribute_name
         ),
-        node.op_type,
+        onnx_node.op_type,
     )
 
 
-def replace_nodes(graph: onnx.GraphProto, new_nodes: Iterable[onnx.NodeProto]) -> None:
+def replace_and_name_graph_nodes(
+    onnx_graph: onnx.GraphProto, new_nodes: Iterable[onnx.NodeProto]
+) -> None:
     """Replace the nodes of an onnx.GraphProto.
 
     The new list may contain the graph's own nodes.
@@ -175,5 +179,5 @@ def replace_nodes(graph: onnx.GraphProto, new_nodes: Iterable[onnx.NodeProto]) -
         copies[-1].CopyFrom(node)
         # ORT names the copies that it makes for recomputation after the nodes.
         copies[-1].name = node.name or next(filter(None, node.output), "")
-    graph.ClearField("node")
-    graph.node.extend(copies)
+    onnx_graph.ClearField("node")
+    onnx_graph.node.extend(copies)

@@ -163,7 +163,7 @@ class Manager(Protocol):
     _runtime_inspector: Inspector
     _runtime_options: RuntimeOptions
     _ortlaunch_folder: str
-    # A graphs._GraphKey. That module imports this one, so the type cannot be imported here.
+    # A graphs._GraphValidity. That module imports this one, so the type cannot be imported here.
     _ortlaunch_key: Any
     _ortlaunch_norms: dict[str, Any]
     _ortlaunch_session_options: SessionOptions

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def set_environment_variables(**variables: str) -> Iterator[None]:
+def set_environment_variables_temporarily(**value_by_name: str) -> Iterator[None]:
     """Set environment variables for the length of a with-block, and restore them afterwards."""
-    previous_values = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    previous_values = {name: os.environ.get(name) for name in value_by_name}
+    os.environ.update(value_by_name)
     try:
         yield
     finally:
@@ -33,7 +33,7 @@ def set_environment_variables(**variables: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hide_package(package_name: str) -> Iterator[None]:
+def hide_package_unless_loaded(package_name: str) -> Iterator[None]:
     """Let imports of an optional package fail inside a with-block, unless it is loaded already."""
     is_hidden = package_name not in sys.modules
     if is_hidden:
@@ -45,38 +45,40 @@ def hide_package(package_name: str) -> Iterator[None]:
             del sys.modules[package_name]
 
 
-def wrap_method(method_owner: object, method_name: str, wrapper: AnyFunction) -> None:
+def replace_method_by_wrapper(
+    method_owner: object, method_name: str, call_with_original: AnyFunction
+) -> None:
     """Replace a method of a class, or a function of a module.
 
-    Calls go to `around(original, *args, **kwargs)`.
+    Calls go to `call_with_original(original, *args, **kwargs)`.
     """
     original = getattr(method_owner, method_name)
 
     @functools.wraps(original)
     def call_wrapper(*args: object, **kwargs: object) -> object:
-        return wrapper(original, *args, **kwargs)
+        return call_with_original(original, *args, **kwargs)
 
     setattr(method_owner, method_name, call_wrapper)
 
 
-def replace_ort_export(replacement: AnyFunction) -> None:
-    """Let ORT call `replacement` instead of `torch.onnx.export`. Other callers still get torch's own."""
+def replace_torch_export_for_ort(export_function: AnyFunction) -> None:
+    """Let ORT call `export_function` instead of `torch.onnx.export`. Other callers still get torch's own."""
     ort_module: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._graph_transition_manager"
     )
     # Only this module of ORT exports. It finds `torch.onnx.export` through its global `torch`,
     # replaced here.
     ort_module.torch = ModuleView(
-        ort_module.torch, onnx=ModuleView(ort_module.torch.onnx, export=replacement)
+        ort_module.torch, onnx=ModuleView(ort_module.torch.onnx, export=export_function)
     )
 
 
 class ModuleView:
     """A stand-in for a module, given to one importing module: the same names, some replaced."""
 
-    def __init__(self, module: object, **replacements: object) -> None:
+    def __init__(self, original_module: object, **replacements: object) -> None:
         self.__dict__.update(replacements)
-        self._module = module
+        self._module = original_module
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 _YIELD = b"YieldOp"
 
 
-def nodes_by_provider(model_file: str, session: OrtSession) -> dict[str, int]:
+def count_nodes_by_execution_provider(
+    graph_file: str, executed_session: OrtSession
+) -> dict[str, int]:
     """Count the nodes of an executed graph on each execution provider of its session.
 
     Builds another session of the same graph, and runs nothing.
 
     Args:
-        model_file: file of the graph that the session saved.
-        session: an onnxruntime.InferenceSession, or its binding.
+        graph_file: file of the graph that the session saved.
+        executed_session: an onnxruntime.InferenceSession, or its binding.
     """
     import onnxruntime
     from onnxruntime.tools.ort_format_model.ort_flatbuffers_py.fbs.InferenceSession import (
@@ -37,7 +39,7 @@ def nodes_by_provider(model_file: str, session: OrtSession) -> dict[str, int]:
     providers = [
         # Of the provider's options, this session needs only the device.
         (name, {key: value for key, value in provider_options.items() if key == "device_id"})
-        for name, provider_options in session.get_provider_options().items()
+        for name, provider_options in executed_session.get_provider_options().items()
     ]
     # The first session has already optimized the graph.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -47,7 +49,7 @@ def nodes_by_provider(model_file: str, session: OrtSession) -> dict[str, int]:
     options.add_session_config_entry("session.save_model_format", "ORT")
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as folder:
         options.optimized_model_filepath = str(Path(folder, "placed.ort"))
-        onnxruntime.InferenceSession(model_file, options, providers=providers)
+        onnxruntime.InferenceSession(graph_file, options, providers=providers)
         graph = Saved.GetRootAs(Path(options.optimized_model_filepath).read_bytes()).Model().Graph()
     nodes = [graph.Nodes(node_index) for node_index in range(graph.NodesLength())]
     return dict(

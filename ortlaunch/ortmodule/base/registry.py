@@ -25,7 +25,7 @@ class Repair(NamedTuple):
     """Applies the changes beyond an export's steps (pipeline.py); False: nothing was to be done."""
 
 
-def apply_known_repairs(repairs: Sequence[Repair], *omitted_names: str) -> None:
+def apply_fitting_repairs_once(repairs: Sequence[Repair], *omitted_names: str) -> None:
     """Apply each repair once in a process, where all of its sources are known.
 
     omitted_names: names of repairs to omit, for tests.
@@ -37,27 +37,27 @@ def apply_known_repairs(repairs: Sequence[Repair], *omitted_names: str) -> None:
         unapplied_reason = (
             "left out"
             if repair.name in omitted_names
-            else source_guard.unfitting_sources_reason(repair.sources)
+            else source_guard.source_mismatch_text_or_empty(repair.sources)
         )
         if unapplied_reason:
-            record_unapplied(repair.name, unapplied_reason)
+            record_unapplied_repair(repair.name, unapplied_reason)
         elif repair.install() is not False:
             _applied.append(repair.name)
 
 
-def applied_repairs() -> tuple[str, ...]:
+def applied_repair_names() -> tuple[str, ...]:
     """Return the names of the repairs in force, in the order of application.
 
-    Empty before `import_ortmodule`.
+    Empty before `import_repaired_ortmodule`.
     """
     return tuple(_applied)
 
 
-def unapplied_repair_reasons() -> dict[str, str]:
+def reason_by_unapplied_repair() -> dict[str, str]:
     """Return the repairs that were not applied, with the reason."""
     return dict(_not_applied)
 
 
-def record_unapplied(repair_name: str, reason: str) -> None:
-    """Add a repair to `unapplied_repair_reasons`."""
+def record_unapplied_repair(repair_name: str, reason: str) -> None:
+    """Add a repair to `reason_by_unapplied_repair`."""
     _not_applied[repair_name] = reason

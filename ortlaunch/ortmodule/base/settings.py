@@ -15,8 +15,8 @@ from ortlaunch.errors import EngineError
 class SettingError(EngineError):
     """A setting that does not fit this stack, this model or an earlier ORTModule."""
 
-    def __init__(self, setting_name: str, problem: str) -> None:
-        super().__init__(f"Settings.{setting_name}: {problem}")
+    def __init__(self, setting_name: str, problem_text: str) -> None:
+        super().__init__(f"Settings.{setting_name}: {problem_text}")
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,17 @@ _VALID_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
-def qualified_function_name(function: Callable[..., object]) -> str:
+def module_and_qualified_name(function_or_callable: Callable[..., object]) -> str:
     """Return `module:function`; of a callable object, its class."""
-    named_object = function if hasattr(function, "__qualname__") else type(function)
+    named_object = (
+        function_or_callable
+        if hasattr(function_or_callable, "__qualname__")
+        else type(function_or_callable)
+    )
     return f"{named_object.__module__}:{named_object.__qualname__}"
 
 
-def attached_settings(ort_object: object) -> Settings:
+def settings_of_ort_object_or_defaults(ort_object: object) -> Settings:
     """Return the settings of one of ORT's managers or options.
 
     An ORTModule that ORT's own class made has the defaults.

@@ -76,17 +76,19 @@ TORCH_SOURCE_TEXTS = {
 _HASH_DIGITS = 16
 
 
-def unfitting_sources_reason(function_names: Sequence[str]) -> str:
+def source_mismatch_text_or_empty(qualified_function_names: Sequence[str]) -> str:
     """Return why a repair of these functions does not fit the installed packages; empty if it does."""
-    torch_names = [name for name in function_names if name.startswith("torch.")]
+    torch_names = [name for name in qualified_function_names if name.startswith("torch.")]
     changed_names = [
         name
         for name in torch_names
-        if not all(text in source_on_disk(name) for text in TORCH_SOURCE_TEXTS[name])
+        if not all(
+            text in function_source_on_disk_or_empty(name) for text in TORCH_SOURCE_TEXTS[name]
+        )
     ]
     if changed_names:
         return f"the source of {', '.join(changed_names)} is not as in the torch that it is written for"
-    ort_names = [name for name in function_names if name not in torch_names]
+    ort_names = [name for name in qualified_function_names if name not in torch_names]
     if not ort_names:
         return ""
     import onnxruntime
@@ -98,7 +100,9 @@ def unfitting_sources_reason(function_names: Sequence[str]) -> str:
             "installed"
         )
     changed_names = [
-        name for name in ort_names if source_hash(source_on_disk(name)) != KNOWN_SOURCE_HASHES[name]
+        name
+        for name in ort_names
+        if short_source_hash(function_source_on_disk_or_empty(name)) != KNOWN_SOURCE_HASHES[name]
     ]
     return (
         f"the source of {', '.join(changed_names)} is not that of {ORT_VERSION}"
@@ -107,7 +111,7 @@ def unfitting_sources_reason(function_names: Sequence[str]) -> str:
     )
 
 
-def function_owner(qualified_name: str) -> Any:
+def owning_class_or_module(qualified_name: str) -> Any:
     """Return the class of a function, or its module if the name has no class."""
     module_name, _, class_name = qualified_name.partition(":")
     owner_module: Any = _import_module(module_name)
@@ -115,7 +119,7 @@ def function_owner(qualified_name: str) -> Any:
 
 
 @functools.cache
-def source_on_disk(qualified_name: str) -> str:
+def function_source_on_disk_or_empty(qualified_name: str) -> str:
     """Return the source on disk of a function, from its `def` to its last line, or an empty string.
 
     The file is read, not the object, because a repair may already have replaced the object. The
@@ -124,7 +128,7 @@ def source_on_disk(qualified_name: str) -> str:
     """
     module_name, _, path_in_module = qualified_name.partition(":")
     try:
-        node, lines = _parse_module(module_name)
+        node, lines = _syntax_tree_and_source_lines(module_name)
         if hasattr(_import_module(module_name), path_in_module) and path_in_module not in {
             getattr(child, "name", None) for child in node.body
         }:
@@ -137,13 +141,13 @@ def source_on_disk(qualified_name: str) -> str:
     return "\n".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :]
 
 
-def source_hash(source_text: str) -> str:
+def short_source_hash(source_text: str) -> str:
     """Return the first digits of the text's sha256."""
     return hashlib.sha256(source_text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
 @functools.cache
-def _parse_module(module_name: str) -> tuple[Any, list[str]]:
+def _syntax_tree_and_source_lines(module_name: str) -> tuple[Any, list[str]]:
     """Return the syntax tree and the lines of a module."""
     text = inspect.getsource(_import_module(module_name))
     return ast.parse(text), text.split("\n")

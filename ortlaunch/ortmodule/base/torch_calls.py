@@ -25,18 +25,18 @@ TensorFunction = Callable[..., Sequence[torch.Tensor]]
 _title_numbers = itertools.count()
 
 
-def tensor_getter(property_name: str) -> AnyFunction:
+def tensor_property_getter(property_name: str) -> AnyFunction:
     """Return the function that reads a property of tensors, as `__torch_function__` receives it."""
     return getattr(torch.Tensor, property_name).__get__
 
 
-def tensor_setter(property_name: str) -> AnyFunction:
+def tensor_property_setter(property_name: str) -> AnyFunction:
     """Return the function that sets a property of tensors, as `__torch_function__` receives it."""
     return getattr(torch.Tensor, property_name).__set__
 
 
 @contextlib.contextmanager
-def pause_tracing() -> Iterator[None]:
+def pause_tracing_and_torch_function() -> Iterator[None]:
     """Hide calls of torch inside the with-block from the tracer and from `__torch_function__`."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # not in torch's stub
@@ -48,7 +48,7 @@ def pause_tracing() -> Iterator[None]:
 
 
 @dataclass
-class CallCounts:
+class TorchCallCounts:
     """Number and duration of an operator's or layer's calls from ORT's graphs, on this rank's
     thread.
     """
@@ -58,20 +58,20 @@ class CallCounts:
     seconds: float = 0.0
 
 
-counts_by_name: dict[str, CallCounts] = {}
+counts_by_name: dict[str, TorchCallCounts] = {}
 """Calls in this process, by operator or layer."""
-pass_counts = CallCounts()
+pass_counts = TorchCallCounts()
 """Passes of ORT's graphs themselves."""
 
 
-def counts_of_called() -> dict[str, CallCounts]:
+def call_counts_by_called_name() -> dict[str, TorchCallCounts]:
     """Return the operators and layers that were called from a graph."""
     return {
         name: call_counts for name, call_counts in counts_by_name.items() if call_counts.forward
     }
 
 
-def torch_share_of_pass_time() -> float:
+def torch_fraction_of_pass_time() -> float:
     """Return the share of calls of torch in the time of ORT's passes, from 0 to 1."""
     return (
         sum(call_counts.seconds for call_counts in counts_by_name.values()) / pass_counts.seconds
@@ -80,29 +80,29 @@ def torch_share_of_pass_time() -> float:
     )
 
 
-def reset_counters() -> None:
+def reset_call_and_pass_counts() -> None:
     """Set all counters to zero."""
-    restore_counters({})
+    restore_call_and_pass_counts({})
 
 
-def copy_counters() -> dict[str, CallCounts]:
-    """Return a copy of the counters, for `restore_counters`."""
+def copy_call_and_pass_counts() -> dict[str, TorchCallCounts]:
+    """Return a copy of the counters, for `restore_call_and_pass_counts`."""
     return {
         name: replace(call_counts)
         for name, call_counts in {**counts_by_name, "": pass_counts}.items()
     }
 
 
-def restore_counters(saved_counts: dict[str, CallCounts]) -> None:
-    """Set every counter back; a counter that is not in `saved_counts` becomes zero."""
+def restore_call_and_pass_counts(saved_counts_by_name: dict[str, TorchCallCounts]) -> None:
+    """Set every counter back; a counter that is not in `saved_counts_by_name` becomes zero."""
     for name, call_counts in {**counts_by_name, "": pass_counts}.items():
-        vars(call_counts).update(vars(saved_counts.get(name, CallCounts())))
+        vars(call_counts).update(vars(saved_counts_by_name.get(name, TorchCallCounts())))
 
 
 @contextlib.contextmanager
-def measure_pass() -> Iterator[None]:
+def measure_seconds_of_pass() -> Iterator[None]:
     """Measure one pass of an ORT graph."""
-    with _add_seconds(pass_counts):
+    with _add_seconds_of_block(pass_counts):
         yield
 
 
@@ -111,7 +111,7 @@ recorded_errors: list[Exception] = []
 
 
 @contextlib.contextmanager
-def record_errors() -> Iterator[None]:
+def record_and_reraise_errors() -> Iterator[None]:
     """Keep an error of a call, which ORT would not pass on."""
     try:
         yield
@@ -120,39 +120,44 @@ def record_errors() -> Iterator[None]:
         raise
 
 
-def create_call_function(
-    call_name: str,
-    operation: TensorFunction,
-    kept_positions: frozenset[int],
-    own_weights: Sequence[torch.Tensor] = (),
-    forward_context: Any = contextlib.nullcontext,
+def create_torch_call_function_class(
+    counted_name: str,
+    tensor_operation: TensorFunction,
+    unchanged_input_positions: frozenset[int],
+    unlisted_weights: Sequence[torch.Tensor] = (),
+    open_forward_context: Any = contextlib.nullcontext,
     copies: bool = False,
 ) -> Any:
     """Return a torch.autograd.Function with a unique name, for ORT to call.
 
-    operation: takes tensors and returns tensors.
-    kept_positions: positions of inputs that ORT keeps unchanged until the backward pass: weights, and inputs
+    tensor_operation: takes tensors and returns tensors.
+    unchanged_input_positions: positions of inputs that ORT keeps unchanged until the backward pass: weights, and inputs
         of the model.
-    own_weights: weights that `operation` reads without a parameter for them; they are passed as the last inputs,
+    unlisted_weights: weights that `tensor_operation` reads without a parameter for them; they are
+        passed as the last inputs,
         so that they get their gradients.
-    forward_context: returns a context for each forward pass.
-    copies: whether `operation` saves nothing of its inputs but copies. The outputs are then copied, too,
+    open_forward_context: returns a context for each forward pass.
+    copies: whether `tensor_operation` saves nothing of its inputs but copies. The outputs are then copied, too,
         and no hook sees what torch saves: a transform of torch.func allows no hooks.
     """
-    call_counts = counts_by_name.setdefault(call_name, CallCounts())
+    call_counts = counts_by_name.setdefault(counted_name, TorchCallCounts())
 
     def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         # The exporter calls the function once to trace it; this is no call from a graph.
         is_exporting = torch.jit.is_tracing()
         with (
-            _add_seconds(CallCounts() if is_exporting else call_counts),
-            record_errors(),
-            forward_context(),
+            _add_seconds_of_block(TorchCallCounts() if is_exporting else call_counts),
+            record_and_reraise_errors(),
+            open_forward_context(),
         ):
             call_counts.forward += not is_exporting
-            outputs = _run_and_keep_graph(
-                ctx, operation, inputs, None if copies else kept_positions, own_weights
+            outputs = _run_detached_and_keep_graph(
+                ctx,
+                tensor_operation,
+                inputs,
+                None if copies else unchanged_input_positions,
+                unlisted_weights,
             )
             ctx.mark_non_differentiable(
                 *(output for output in outputs if not output.is_floating_point())
@@ -160,11 +165,11 @@ def create_call_function(
         return outputs if len(outputs) > 1 else outputs[0]
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        with count_call(call_name, is_backward=True):
-            input_gradients = _input_gradients(ctx, gradients)
+        with count_and_measure_torch_call(counted_name, is_backward=True):
+            input_gradients = _derive_input_gradients_and_drop_graph(ctx, gradients)
         return input_gradients if len(input_gradients) > 1 else input_gradients[0]
 
-    title = f"{call_name}_{next(_title_numbers)}"
+    title = f"{counted_name}_{next(_title_numbers)}"
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     identity = {"__module__": __name__, "__qualname__": title}
     return types.new_class(
@@ -173,17 +178,17 @@ def create_call_function(
 
 
 @contextlib.contextmanager
-def count_call(call_name: str, is_backward: bool = False) -> Iterator[None]:
+def count_and_measure_torch_call(counted_name: str, is_backward: bool = False) -> Iterator[None]:
     """Count and measure one call of torch from a graph, and note its error."""
-    call_counts = counts_by_name.setdefault(call_name, CallCounts())
+    call_counts = counts_by_name.setdefault(counted_name, TorchCallCounts())
     call_counts.forward += not is_backward
     call_counts.backward += is_backward
-    with _add_seconds(call_counts), record_errors():
+    with _add_seconds_of_block(call_counts), record_and_reraise_errors():
         yield
 
 
 @contextlib.contextmanager
-def _add_seconds(call_counts: CallCounts) -> Iterator[None]:
+def _add_seconds_of_block(call_counts: TorchCallCounts) -> Iterator[None]:
     began = time.perf_counter()
     try:
         yield
@@ -191,58 +196,59 @@ def _add_seconds(call_counts: CallCounts) -> Iterator[None]:
         call_counts.seconds += time.perf_counter() - began
 
 
-def _run_and_keep_graph(
+def _run_detached_and_keep_graph(
     ctx: Any,
-    operation: TensorFunction,
-    inputs: Sequence[torch.Tensor],
-    kept_positions: frozenset[int] | None,
-    own_weights: Sequence[torch.Tensor],
+    tensor_operation: TensorFunction,
+    input_tensors: Sequence[torch.Tensor],
+    unchanged_input_positions: frozenset[int] | None,
+    unlisted_weights: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Run the function on detached inputs, and keep its graph for the backward pass.
 
-    kept_positions: as in `create_call_function`; None if `operation` saves nothing of its inputs but copies.
+    unchanged_input_positions: as in `create_torch_call_function_class`; None if `tensor_operation`
+        saves nothing of its inputs but copies.
     """
-    operand_count = len(inputs) - len(own_weights)
+    operand_count = len(input_tensors) - len(unlisted_weights)
     gradient_flags = [
         needs_gradient_by_ort and input_tensor.is_floating_point()
-        for needs_gradient_by_ort, input_tensor in zip(ctx.needs_input_grad, inputs)
+        for needs_gradient_by_ort, input_tensor in zip(ctx.needs_input_grad, input_tensors)
     ]
     # Memory that an output must not share.
-    input_addresses = set(map(_memory_address, inputs))
+    input_addresses = set(map(_storage_address_or_tensor_id, input_tensors))
     ctx.leaves = ()
     ctx.results = ()
     ctx.wanted = gradient_flags
     # Autocast would cast a second time; a layer that torch runs opens its own.
-    with torch.autocast(inputs[0].device.type if inputs else "cpu", enabled=False):
+    with torch.autocast(input_tensors[0].device.type if input_tensors else "cpu", enabled=False):
         if not any(gradient_flags):
             with torch.no_grad():
                 return tuple(
-                    _output_in_own_memory(result, input_addresses)
-                    for result in operation(*inputs[:operand_count])
+                    _contiguous_output_in_own_memory(result, input_addresses)
+                    for result in tensor_operation(*input_tensors[:operand_count])
                 )
         leaves = [
             input_tensor.detach().requires_grad_(needs_gradient)
-            for input_tensor, needs_gradient in zip(inputs[:operand_count], gradient_flags)
+            for input_tensor, needs_gradient in zip(input_tensors[:operand_count], gradient_flags)
         ]
-        if kept_positions is None:
+        if unchanged_input_positions is None:
             with torch.enable_grad():
-                results = tuple(operation(*leaves))
+                results = tuple(tensor_operation(*leaves))
             # torch may have saved any of them.
-            input_addresses |= set(map(_memory_address, results))
+            input_addresses |= set(map(_storage_address_or_tensor_id, results))
         else:
             saved_copies = _SavedCopies(
                 {
-                    _memory_address(input_tensor)
-                    for i, input_tensor in enumerate(inputs)
-                    if i not in kept_positions
+                    _storage_address_or_tensor_id(input_tensor)
+                    for i, input_tensor in enumerate(input_tensors)
+                    if i not in unchanged_input_positions
                 }
             )
             with torch.enable_grad(), saved_copies:
-                results = tuple(operation(*leaves))
+                results = tuple(tensor_operation(*leaves))
             input_addresses |= saved_copies.saved_addresses
-    ctx.leaves = [*leaves, *own_weights]
+    ctx.leaves = [*leaves, *unlisted_weights]
     ctx.results = results
-    return tuple(_output_in_own_memory(result, input_addresses) for result in results)
+    return tuple(_contiguous_output_in_own_memory(result, input_addresses) for result in results)
 
 
 class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
@@ -253,7 +259,7 @@ class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
         copies: dict[Any, torch.Tensor] = {}
 
         def copy_if_temporary(tensor: torch.Tensor) -> torch.Tensor:
-            address = _memory_address(tensor)
+            address = _storage_address_or_tensor_id(tensor)
             # Saved as it is; its memory is remembered, because an output must not share it.
             if address not in temporary_addresses:
                 self.saved_addresses.add(address)
@@ -273,17 +279,19 @@ class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(copy_if_temporary, lambda tensor: tensor)
 
 
-def _memory_address(tensor: torch.Tensor) -> int:
+def _storage_address_or_tensor_id(tensor: torch.Tensor) -> int:
     """Return an identifier of a tensor's memory."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
-def _output_in_own_memory(tensor: torch.Tensor, used_addresses: set[int]) -> torch.Tensor:
+def _contiguous_output_in_own_memory(
+    result_tensor: torch.Tensor, used_addresses: set[int]
+) -> torch.Tensor:
     """Return a tensor in the form that ORT requires of an output: contiguous, in memory of its own.
 
     used_addresses: memory in use by other tensors; the memory of the result is added.
     """
-    plain = tensor.detach()
+    plain = result_tensor.detach()
     # Of nothing torch takes any strides for contiguous, and ORT those of its own alone.
     if not plain.numel():
         return plain.new_empty(plain.shape)
@@ -295,13 +303,13 @@ def _output_in_own_memory(tensor: torch.Tensor, used_addresses: set[int]) -> tor
         and plain.numel() * plain.element_size() == plain.untyped_storage().nbytes()
     )
     # `owns_memory` is false for a slice: a view that is contiguous, but in a larger memory.
-    if not owns_memory or _memory_address(plain) in used_addresses:
+    if not owns_memory or _storage_address_or_tensor_id(plain) in used_addresses:
         plain = plain.clone(memory_format=torch.contiguous_format)
-    used_addresses.add(_memory_address(plain))
+    used_addresses.add(_storage_address_or_tensor_id(plain))
     return plain
 
 
-def _input_gradients(
+def _derive_input_gradients_and_drop_graph(
     ctx: Any, output_gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the inputs that need one, and None for the others."""
@@ -317,23 +325,23 @@ def _input_gradients(
         results, gradients = zip(*pairs)
         gradient_iterator = iter(torch.autograd.grad(results, leaves, gradients, allow_unused=True))
     ctx.results = ()
-    used_addresses = {_memory_address(g) for g in output_gradients if g is not None} | set(
-        map(_memory_address, ctx.leaves)
-    )
+    used_addresses = {
+        _storage_address_or_tensor_id(g) for g in output_gradients if g is not None
+    } | set(map(_storage_address_or_tensor_id, ctx.leaves))
     return tuple(
-        _gradient_or_zeros(next(gradient_iterator), leaf, used_addresses)
+        _contiguous_gradient_or_zeros(next(gradient_iterator), leaf, used_addresses)
         if needs_gradient
         else None
         for leaf, needs_gradient in zip(ctx.leaves, ctx.wanted)
     )
 
 
-def _gradient_or_zeros(
+def _contiguous_gradient_or_zeros(
     gradient: torch.Tensor | None, leaf: torch.Tensor, used_addresses: set[int]
 ) -> torch.Tensor:
     """Return a gradient for ORT, which requires zeros in place of None."""
     return (
         torch.zeros_like(leaf, memory_format=torch.contiguous_format)
         if gradient is None
-        else _output_in_own_memory(gradient, used_addresses)
+        else _contiguous_output_in_own_memory(gradient, used_addresses)
     )

@@ -24,70 +24,84 @@ _OUTPUT_TYPES = {
 }
 
 
-def has_kernel(node: onnx.NodeProto, type_by_name: Mapping[str, str], opset: int) -> bool:
+def has_cuda_kernel_for_types(
+    onnx_node: onnx.NodeProto, type_by_tensor_name: Mapping[str, str], onnx_opset: int
+) -> bool:
     """Return whether an onnx.NodeProto can run on CUDA.
 
     Args:
-        node: the operator's node.
-        type_by_name: the types of the graph's tensors, by tensor name.
-        opset: the version of ONNX's operators that the model uses.
+        onnx_node: the operator's node.
+        type_by_tensor_name: the types of the graph's tensors, by tensor name.
+        onnx_opset: the version of ONNX's operators that the model uses.
     """
-    node_types = [type_by_name.get(name, "") for name in (*node.input, *node.output) if name]
+    node_types = [
+        type_by_tensor_name.get(name, "") for name in (*onnx_node.input, *onnx_node.output) if name
+    ]
     # int64 inputs after the first one are sizes and axes, which have constraints of their own.
     required_types = {
         *node_types[:1],
         *(type_name for type_name in node_types if type_name != "int64"),
     } - {""}
     # ORT's own operators (com.microsoft) have version 1 only.
-    version = 1 if node.domain else opset
+    version = 1 if onnx_node.domain else onnx_opset
     return any(
         first_version <= version <= (last_version or version)
         and any("any" in kernel or required_types <= kernel for kernel in kernels)
-        for first_version, last_version, kernels in _kernels_by_operator().get(
-            (node.domain, node.op_type), ()
+        for first_version, last_version, kernels in _read_versioned_kernel_types_by_operator().get(
+            (onnx_node.domain, onnx_node.op_type), ()
         )
     )
 
 
-def tensor_types(graph: onnx.GraphProto) -> dict[str, str]:
+def inferred_type_by_tensor_name(onnx_graph: onnx.GraphProto) -> dict[str, str]:
     """Return the types of the tensors of an onnx.GraphProto, by tensor name."""
     type_by_name = {
-        value.name: _type_name(value.type.tensor_type.elem_type)
-        for value in (*graph.value_info, *graph.input, *graph.output)
+        value.name: _lower_case_type_name(value.type.tensor_type.elem_type)
+        for value in (*onnx_graph.value_info, *onnx_graph.input, *onnx_graph.output)
     }
-    type_by_name.update({tensor.name: _type_name(tensor.data_type) for tensor in graph.initializer})
-    for node in graph.node:
+    type_by_name.update(
+        {tensor.name: _lower_case_type_name(tensor.data_type) for tensor in onnx_graph.initializer}
+    )
+    for node in onnx_graph.node:
         # ORT omits tensors of unknown shape from value_info, so their types are inferred.
         for name in node.output[:1]:
-            type_by_name[name] = type_by_name.get(name) or _infer_output_type(node, type_by_name)
+            type_by_name[name] = type_by_name.get(name) or _infer_first_output_type_or_empty(
+                node, type_by_name
+            )
     return type_by_name
 
 
-def _infer_output_type(node: onnx.NodeProto, type_by_name: Mapping[str, str]) -> str:
+def _infer_first_output_type_or_empty(
+    onnx_node: onnx.NodeProto, type_by_name: Mapping[str, str]
+) -> str:
     """Return the type of a node's first output; an empty string if unknown.
 
     The type is the operator's own, else that of an attribute, else that of the first input that is
     not bool.
     """
     attribute_types = (
-        _type_name(attribute.t.data_type or attribute.i)
-        for attribute in node.attribute
+        _lower_case_type_name(attribute.t.data_type or attribute.i)
+        for attribute in onnx_node.attribute
         if attribute.name in ("value", "to")
     )
     input_types = (
-        type_by_name[name] for name in node.input if type_by_name.get(name, "bool") != "bool"
+        type_by_name[name] for name in onnx_node.input if type_by_name.get(name, "bool") != "bool"
     )
-    return _OUTPUT_TYPES.get(node.op_type) or next(attribute_types, "") or next(input_types, "")
+    return (
+        _OUTPUT_TYPES.get(onnx_node.op_type) or next(attribute_types, "") or next(input_types, "")
+    )
 
 
-def _type_name(type_code: int) -> str:
+def _lower_case_type_name(type_code: int) -> str:
     from onnx import TensorProto
 
     return str(TensorProto.DataType.Name(type_code)).lower() if type_code else ""
 
 
 @functools.cache
-def _kernels_by_operator() -> dict[tuple[str, str], list[tuple[int, int, list[set[str]]]]]:
+def _read_versioned_kernel_types_by_operator() -> dict[
+    tuple[str, str], list[tuple[int, int, list[set[str]]]]
+]:
     """Return the kernels by (domain, operator name).
 
     Each entry holds the operator's first version, its last version (0: still current), and one set

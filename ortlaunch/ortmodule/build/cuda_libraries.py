@@ -30,7 +30,7 @@ PROVIDER = "CUDAExecutionProvider"
 _CHECK_SECONDS = 300
 
 
-class Library(NamedTuple):
+class CudaLibrary(NamedTuple):
     """A shared library, its folder in site-packages/nvidia, and the package that provides it."""
 
     name: str
@@ -40,16 +40,16 @@ class Library(NamedTuple):
 
 # In the order in which they need one another (readelf -d libonnxruntime_providers_cuda.so).
 LIBRARIES = (
-    Library("libcudart.so.11.0", "cuda_runtime", "nvidia-cuda-runtime-cu11"),
-    Library("libcublasLt.so.11", "cublas", "nvidia-cublas-cu11"),
-    Library("libcublas.so.11", "cublas", "nvidia-cublas-cu11"),
-    Library("libcurand.so.10", "curand", "nvidia-curand-cu11"),
-    Library("libcufft.so.10", "cufft", "nvidia-cufft-cu11"),
-    Library("libcudnn.so.8", "cudnn", "nvidia-cudnn-cu11"),
+    CudaLibrary("libcudart.so.11.0", "cuda_runtime", "nvidia-cuda-runtime-cu11"),
+    CudaLibrary("libcublasLt.so.11", "cublas", "nvidia-cublas-cu11"),
+    CudaLibrary("libcublas.so.11", "cublas", "nvidia-cublas-cu11"),
+    CudaLibrary("libcurand.so.10", "curand", "nvidia-curand-cu11"),
+    CudaLibrary("libcufft.so.10", "cufft", "nvidia-cufft-cu11"),
+    CudaLibrary("libcudnn.so.8", "cudnn", "nvidia-cudnn-cu11"),
 )
 
 
-def missing_libraries() -> list[Library]:
+def missing_cuda_libraries() -> list[CudaLibrary]:
     """Return the libraries that neither an installed package nor the dynamic linker provides.
 
     Nothing is loaded.
@@ -57,34 +57,35 @@ def missing_libraries() -> list[Library]:
     return [
         library
         for library in LIBRARIES
-        if _installed_library_path(library) is None and not _is_in_system(library)
+        if _installed_library_path_or_none(library) is None
+        and not _does_linker_find_library(library)
     ]
 
 
-def install_command_text(absent: list[Library]) -> str:
+def cuda_install_command_text(missing: list[CudaLibrary]) -> str:
     """Return the command that installs the missing libraries."""
-    packages = " ".join(dict.fromkeys(library.package for library in absent))
+    packages = " ".join(dict.fromkeys(library.package for library in missing))
     return f'pip install "ortlaunch[ort-cuda]" (or: pip install --no-deps {packages})'
 
 
-def load_libraries() -> None:
+def load_installed_cuda_libraries() -> None:
     """Load the libraries into this process, so that onnxruntime's CUDA provider finds them.
 
     Libraries without an installed package are skipped.
     """
     for library in LIBRARIES:
-        path = _installed_library_path(library)
+        path = _installed_library_path_or_none(library)
         if path is not None:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-def check_gpu_in_subprocess() -> str:
+def reason_ort_fails_on_gpu_or_empty() -> str:
     """Return why ONNX Runtime does not run on this process's GPU; empty if it does."""
-    if absent := missing_libraries():
+    if absent := missing_cuda_libraries():
         names = ", ".join(library.name for library in absent)
         return (
             f"the CUDA libraries of onnxruntime-training are not installed ({names}). "
-            f"Type: {install_command_text(absent)}"
+            f"Type: {cuda_install_command_text(absent)}"
         )
     # In a subprocess: where a library or the driver is absent, ORT may abort the process.
     command = start.module_command("ortlaunch.ortmodule.build.cuda_libraries")
@@ -112,12 +113,12 @@ def check_gpu_in_subprocess() -> str:
     )
 
 
-def cuda_toolkit_folder(search_path: str) -> str:
+def cuda_toolkit_folder_or_empty(executable_search_path: str) -> str:
     """Return the folder of the CUDA toolkit; empty if there is none.
 
-    CUDA_HOME and CUDA_PATH come first, then nvcc's folder on `search_path`, then /usr/local/cuda.
+    CUDA_HOME and CUDA_PATH come first, then nvcc's folder on `executable_search_path`, then /usr/local/cuda.
     """
-    nvcc = Path(shutil.which("nvcc", path=search_path) or "/usr/local/cuda/bin/nvcc")
+    nvcc = Path(shutil.which("nvcc", path=executable_search_path) or "/usr/local/cuda/bin/nvcc")
     # nvcc on PATH may be a link or a script outside the toolkit.
     homes = (nvcc.parents[1], nvcc.resolve().parents[1], Path("/usr/local/cuda"))
     complete_homes = (
@@ -126,43 +127,46 @@ def cuda_toolkit_folder(search_path: str) -> str:
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or next(complete_homes, "")
 
 
-def cuda_include_folders(cuda_version: str) -> list[str]:
+def installed_cuda_include_folders(cuda_version: str) -> list[str]:
     """Return the include folders that torch's wheels for this CUDA version provide."""
     folder_pattern = (
         "c*" if cuda_version.startswith("12.") else f"cu{cuda_version.partition('.')[0]}"
     )
     return [
         str(path)
-        for folder in _nvidia_folders()
+        for folder in _nvidia_folders_in_site_packages()
         for path in sorted(folder.glob(f"{folder_pattern}/include"))
     ]
 
 
-def _installed_library_path(library: Library) -> Path | None:
-    paths = (folder / library.folder / "lib" / library.name for folder in _nvidia_folders())
+def _installed_library_path_or_none(cuda_library: CudaLibrary) -> Path | None:
+    paths = (
+        folder / cuda_library.folder / "lib" / cuda_library.name
+        for folder in _nvidia_folders_in_site_packages()
+    )
     return next((path for path in paths if path.exists()), None)
 
 
-def _nvidia_folders() -> Iterator[Path]:
+def _nvidia_folders_in_site_packages() -> Iterator[Path]:
     """Yield the folders `nvidia` of site-packages, a namespace that several packages share."""
     spec = importlib.util.find_spec("nvidia")
     yield from map(Path, (spec.submodule_search_locations or []) if spec else [])
 
 
-def _is_in_system(library: Library) -> bool:
+def _does_linker_find_library(cuda_library: CudaLibrary) -> bool:
     """Return whether the dynamic linker finds the library."""
     folders = [
         *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)),
         # The run path of the wheel's CUDA provider.
         "/usr/local/cuda-11.8/lib",
     ]
-    return any(Path(folder, library.name).exists() for folder in folders) or _is_in_linker_cache(
-        library
-    )
+    return any(
+        Path(folder, cuda_library.name).exists() for folder in folders
+    ) or _does_linker_cache_have_library(cuda_library)
 
 
-def _is_in_linker_cache(library: Library) -> bool:
-    stem, _, version = library.name.removeprefix("lib").partition(".so.")
+def _does_linker_cache_have_library(cuda_library: CudaLibrary) -> bool:
+    stem, _, version = cuda_library.name.removeprefix("lib").partition(".so.")
     library_name = ctypes.util.find_library(stem)
     return library_name is not None and library_name.endswith(f".so.{version}")
 
@@ -177,9 +181,9 @@ def _serialized_relu_model() -> bytes:
     return serialized
 
 
-def main() -> int:
+def compute_one_relu_on_cuda() -> int:
     """Compute one Relu on CUDA; return 0 if ONNX Runtime ran it there."""
-    load_libraries()
+    load_installed_cuda_libraries()
     import numpy
     import onnxruntime
 
@@ -193,4 +197,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compute_one_relu_on_cuda())

@@ -81,9 +81,12 @@ static at::Tensor tensor_from_capsule(PyObject* capsule) {
 _INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "custom_function_fw")
 
 
-def _silent_error_changes(pass_name: str) -> tuple[tuple[str, str], ...]:
+def _replacements_that_silence_errors(forward_or_backward: str) -> tuple[tuple[str, str], ...]:
     """Return the changes after which an error in a function is raised alone, and not printed too."""
-    printing_line = f'    std::cerr << "custom_function_{pass_name}_runner failed with " << e.what() << std::endl;\n'
+    printing_line = (
+        f'    std::cerr << "custom_function_{forward_or_backward}_runner failed with '
+        '" << e.what() << std::endl;\n'
+    )
     return (
         (
             "    if (PyErr_Occurred()) {\n      PyErr_Print();",
@@ -152,7 +155,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         "custom_function_bw.cc": (
             ("#include <torch/extension.h>", ""),
             ("torch::utils::tensor_fromDLPack(", "tensor_from_capsule("),
-            *_silent_error_changes("backward"),
+            *_replacements_that_silence_errors("backward"),
         ),
         "custom_function_fw.h": (("#include <torch/extension.h>", ""),),
         "custom_function_fw.cc": (
@@ -206,7 +209,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
                 'and mark_dirty infos." << std::endl;',
                 "",
             ),
-            *_silent_error_changes("forward"),
+            *_replacements_that_silence_errors("forward"),
         ),
         "torch_interop_utils.cc": (
             (
@@ -250,7 +253,7 @@ class UnknownSource(ValueError):
     """An installed source file differs from the one that the changes were written for."""
 
 
-def adapt_sources(extension_name: str, source_folder: Path) -> None:
+def replace_texts_in_copied_sources(extension_name: str, source_folder: Path) -> None:
     """Change the copy of an extension's sources in `source_folder` so that it builds on every torch.
 
     Raises:
@@ -258,23 +261,25 @@ def adapt_sources(extension_name: str, source_folder: Path) -> None:
     """
     for file, replacements in _CHANGES.get(extension_name, {}).items():
         path = source_folder / file
-        path.write_text(_text_with_replacements(path, replacements))
+        path.write_text(_replaced_text_or_refuse(path, replacements))
     if extension_name in _LOADING_CODE:
         with open(source_folder / "setup.py", "a") as setup:
             setup.write(_LOADING_CODE[extension_name])
 
 
-def source_revision() -> str:
+def checksum_of_source_changes() -> str:
     """Return a checksum of this file; builds of another revision are not reused."""
     return f"{zlib.crc32(Path(__file__).read_bytes()):08x}"
 
 
-def _text_with_replacements(path: Path, replacements: tuple[tuple[str, str], ...]) -> str:
-    text = path.read_text() if path.is_file() else ""
-    for old_text, new_text in replacements:
+def _replaced_text_or_refuse(
+    source_path: Path, old_and_new_texts: tuple[tuple[str, str], ...]
+) -> str:
+    text = source_path.read_text() if source_path.is_file() else ""
+    for old_text, new_text in old_and_new_texts:
         if text.count(old_text) != 1:
             raise UnknownSource(
-                f"ORT's {path.name} has {text.count(old_text)} times, instead of once: "
+                f"ORT's {source_path.name} has {text.count(old_text)} times, instead of once: "
                 f"{old_text.strip()[:120]!r}"
             )
         text = text.replace(old_text, new_text)

@@ -25,11 +25,11 @@ from pathlib import Path
 
 from ortlaunch import machine
 from ortlaunch.cache import (
-    cache_root,
-    make_cache_folder,
-    reason_seal_is_invalid,
+    cache_root_without_creating,
+    create_private_cache_folder,
+    reason_files_differ_from_checksum_record,
     require_not_writable_by_others,
-    seal_files,
+    write_checksum_record_and_protect_files,
 )
 from ortlaunch.errors import MissingDependency, OrtlaunchError
 from ortlaunch.ortmodule.build import cuda_libraries, extension_sources
@@ -45,7 +45,7 @@ _FIRST_WITHOUT_VOLTA = 13
 INTEROP = "torch_interop_utils"
 
 
-def ort_package_name() -> str:
+def installed_ort_package_name_or_refuse() -> str:
     """Return the name of the installed onnxruntime-training wheel; read package metadata only.
 
     Raises:
@@ -55,10 +55,12 @@ def ort_package_name() -> str:
     training = installed_versions(EXTRA_BY_PACKAGE)
     others = installed_versions(_OTHER_WHEELS)
     if not training:
-        raise MissingDependency(_install_hint())
+        raise MissingDependency(_ort_install_hint())
     name, found_version = next(iter(training.items()))
     if len(training) + len(others) > 1:
-        raise MissingDependency(_clash_hint({**training, **others}, EXTRA_BY_PACKAGE[name]))
+        raise MissingDependency(
+            _clashing_packages_hint({**training, **others}, EXTRA_BY_PACKAGE[name])
+        )
     if found_version != ORT_VERSION:
         raise MissingDependency(
             f"the repairs of ORTModule are for {name} {ORT_VERSION}, and {found_version} is installed. "
@@ -68,7 +70,7 @@ def ort_package_name() -> str:
 
 
 @functools.cache
-def installed_version(package_name: str) -> str | None:
+def installed_version_or_none(package_name: str) -> str | None:
     """Return the version of an installed package from its metadata; None if it is not installed."""
     try:
         return importlib.metadata.version(package_name)
@@ -81,33 +83,35 @@ def installed_versions(package_names: Iterable[str]) -> dict[str, str]:
     return {
         package_name: package_version
         for package_name in package_names
-        if (package_version := installed_version(package_name))
+        if (package_version := installed_version_or_none(package_name))
     }
 
 
 def extension_cache_folder() -> Path:
     """Return the extensions' folder for this Python, torch, ORT and machine; it may not exist."""
-    return cache_root() / "extensions" / _cache_key()
+    return cache_root_without_creating() / "extensions" / _extension_cache_key()
 
 
-def required_extensions() -> list[str]:
+def required_extension_names() -> list[str]:
     """Return the names of the extensions that ORT uses with the installed versions."""
     names = ["aten_op_executor", INTEROP]
-    if _torch_and_ort_cuda() is not None:
+    if _cuda_versions_of_torch_and_ort_or_none() is not None:
         names += ["torch_gpu_allocator", "fused_ops"]
     return names
 
 
-def missing_extensions() -> list[str]:
+def missing_or_damaged_extension_names() -> list[str]:
     """Return the names of the required extensions that are absent from the cache or damaged.
 
     torch_interop_utils is left out if its build failed for this torch.
     """
-    refusal = interop_refusal_reason()
-    return [name for name in _unbuilt_extensions() if not (name == INTEROP and refusal)]
+    refusal = reason_interop_is_unbuildable_or_empty()
+    return [
+        name for name in _unbuilt_or_damaged_extension_names() if not (name == INTEROP and refusal)
+    ]
 
 
-def interop_refusal_reason() -> str:
+def reason_interop_is_unbuildable_or_empty() -> str:
     """Return why torch_interop_utils could not be built for this torch.
 
     The text is empty if the extension is built, or if no build was tried.
@@ -121,22 +125,24 @@ def interop_refusal_reason() -> str:
     )
 
 
-def _unbuilt_extensions() -> list[str]:
+def _unbuilt_or_damaged_extension_names() -> list[str]:
     """Return the names of all required extensions that are absent from the cache or damaged."""
-    return [name for name in required_extensions() if _damage_reason(name)]
-
-
-def damage_descriptions() -> list[str]:
-    """Return a description of each built extension that changed after the build."""
     return [
-        description
-        for name in required_extensions()
-        if (extension_cache_folder() / f"{name}.so").exists()
-        and (description := _damage_reason(name))
+        name for name in required_extension_names() if _reason_extension_is_unsafe_or_empty(name)
     ]
 
 
-def _damage_reason(extension_name: str) -> str:
+def damaged_extension_descriptions() -> list[str]:
+    """Return a description of each built extension that changed after the build."""
+    return [
+        description
+        for name in required_extension_names()
+        if (extension_cache_folder() / f"{name}.so").exists()
+        and (description := _reason_extension_is_unsafe_or_empty(name))
+    ]
+
+
+def _reason_extension_is_unsafe_or_empty(extension_name: str) -> str:
     """Return why an extension must not be loaded; empty if it may be.
 
     Loading a truncated library would end the process by SIGBUS.
@@ -146,12 +152,12 @@ def _damage_reason(extension_name: str) -> str:
     """
     folder = extension_cache_folder()
     # Folders that do not exist yet cannot belong to another user.
-    for path in filter(Path.is_dir, (cache_root(), folder.parent, folder)):
+    for path in filter(Path.is_dir, (cache_root_without_creating(), folder.parent, folder)):
         require_not_writable_by_others(path)
-    return reason_seal_is_invalid(folder / f"{extension_name}.seal")
+    return reason_files_differ_from_checksum_record(folder / f"{extension_name}.seal")
 
 
-def build_missing_extensions() -> list[str]:
+def build_missing_extensions_under_lock() -> list[str]:
     """Build the missing extensions into the cache and return their names.
 
     A file lock makes two builders of one cache wait for each other.
@@ -161,19 +167,19 @@ def build_missing_extensions() -> list[str]:
     """
     import filelock
 
-    if not _unbuilt_extensions():
+    if not _unbuilt_or_damaged_extension_names():
         return []
-    _require_tools()
+    _require_build_tools()
     folder = extension_cache_folder()
     try:
-        make_cache_folder("extensions", folder.name)
+        create_private_cache_folder("extensions", folder.name)
         with filelock.FileLock(folder / ".lock"):
             # Another process may have built them while this one waited for the lock.
-            names = _unbuilt_extensions()
-            _compile_extensions(names, folder)
+            names = _unbuilt_or_damaged_extension_names()
+            _compile_extensions_into_folder(names, folder)
             for library in (folder / f"{name}.so" for name in names):
                 if library.exists():
-                    seal_files(library.with_suffix(".seal"), [library])
+                    write_checksum_record_and_protect_files(library.with_suffix(".seal"), [library])
     except OSError as error:
         raise MissingDependency(
             f"cannot write the cache folder {folder}: {error}. "
@@ -182,50 +188,51 @@ def build_missing_extensions() -> list[str]:
     return names
 
 
-def main() -> int:
+def build_extensions_and_print_errors() -> int:
     """Run the build of `ortlaunch setup`, in a process of its own; return the exit status."""
     try:
-        _announce_and_build()
+        _build_and_print_progress()
     except OrtlaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     return 0
 
 
-def _announce_and_build() -> None:
-    names = _unbuilt_extensions()
+def _build_and_print_progress() -> None:
+    names = _unbuilt_or_damaged_extension_names()
     folder = extension_cache_folder()
     start = time.monotonic()
     if not names:
-        print(f"{', '.join(required_extensions())}: already built in {folder}")
+        print(f"{', '.join(required_extension_names())}: already built in {folder}")
         return
-    for description in damage_descriptions():
+    for description in damaged_extension_descriptions():
         print(f"{description}; building it again")
     print(
-        f"building {', '.join(names)} for torch {_torch_version()} and {ort_package_name()} "
+        f"building {', '.join(names)} for torch {_installed_torch_version_or_refuse()} and "
+        f"{installed_ort_package_name_or_refuse()} "
         f"{ORT_VERSION} ...",
         flush=True,
     )
-    build_missing_extensions()
+    build_missing_extensions_under_lock()
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")
-    if interop_refusal_reason():
+    if reason_interop_is_unbuildable_or_empty():
         print(
             f"{INTEROP} could not be built, so ORTModule refuses custom autograd functions: "
-            f"{interop_refusal_reason()}"
+            f"{reason_interop_is_unbuildable_or_empty()}"
         )
 
 
 # ------------------------------------------------------------------------------- installed versions
 
 
-def _torch_version() -> str:
-    torch_version = installed_version("torch")
+def _installed_torch_version_or_refuse() -> str:
+    torch_version = installed_version_or_none("torch")
     if torch_version is None:
         raise MissingDependency("torch is not installed. Type: pip install torch")
     return torch_version
 
 
-def _install_hint() -> str:
+def _ort_install_hint() -> str:
     if sys.version_info[:2] > NEWEST_PYTHON:
         return (
             "onnxruntime-training has no wheel for a Python newer than 3.11, and this is "
@@ -237,15 +244,17 @@ def _install_hint() -> str:
     )
 
 
-def _clash_hint(found_versions: dict[str, str], extra: str) -> str:
-    packages_text = " and ".join(f"{name} {version}" for name, version in found_versions.items())
+def _clashing_packages_hint(version_by_package: dict[str, str], pip_extra: str) -> str:
+    packages_text = " and ".join(
+        f"{name} {version}" for name, version in version_by_package.items()
+    )
     return (
         f"{packages_text} are installed together, and each overwrites the other's files: keep one. "
-        f'Type: pip uninstall -y {" ".join(found_versions)} && pip install "ortlaunch[{extra}]"'
+        f'Type: pip uninstall -y {" ".join(version_by_package)} && pip install "ortlaunch[{pip_extra}]"'
     )
 
 
-def _package_folder(package_name: str) -> Path:
+def _installed_package_folder(package_name: str) -> Path:
     """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(package_name)
     folders = spec.submodule_search_locations if spec else None
@@ -257,40 +266,45 @@ def _package_folder(package_name: str) -> Path:
     return Path(folders[0])
 
 
-def _string_constant(file: Path, constant_name: str) -> str | None:
+def _read_string_constant_or_none(python_file: Path, constant_name: str) -> str | None:
     """Return a string constant at the top level of a file, read without importing its package."""
     match = re.search(
-        rf"^{constant_name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", file.read_text(), re.MULTILINE
+        rf"^{constant_name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", python_file.read_text(), re.MULTILINE
     )
     return match[1] if match else None
 
 
-def _torch_and_ort_cuda() -> tuple[str, str] | None:
+def _cuda_versions_of_torch_and_ort_or_none() -> tuple[str, str] | None:
     """Return the CUDA versions of torch and of ORT if both are CUDA builds, else None."""
-    if ort_package_name() != "onnxruntime-training":
+    if installed_ort_package_name_or_refuse() != "onnxruntime-training":
         return None
-    torch_cuda = _string_constant(_package_folder("torch") / "version.py", "cuda")
-    ort_cuda = _string_constant(
-        _package_folder("onnxruntime") / "capi" / "build_and_package_info.py", "cuda_version"
+    torch_cuda = _read_string_constant_or_none(
+        _installed_package_folder("torch") / "version.py", "cuda"
+    )
+    ort_cuda = _read_string_constant_or_none(
+        _installed_package_folder("onnxruntime") / "capi" / "build_and_package_info.py",
+        "cuda_version",
     )
     return (torch_cuda, ort_cuda) if torch_cuda and ort_cuda else None
 
 
-def _cache_key() -> str:
+def _extension_cache_key() -> str:
     # If ORT and torch are both absent, the error about ORT is the more useful one, because ORT has
     # wheels for few versions of Python. So its package is determined first.
-    ort = f"{ort_package_name()}-{ORT_VERSION}"
+    ort = f"{installed_ort_package_name_or_refuse()}-{ORT_VERSION}"
     python_tag = sys.implementation.cache_tag or "python"
-    cuda = _torch_and_ort_cuda()
-    gpu_architectures = (re.sub(r"[^\w.+]+", "-", _gpu_architectures(cuda[0])),) if cuda else ()
+    cuda = _cuda_versions_of_torch_and_ort_or_none()
+    gpu_architectures = (
+        (re.sub(r"[^\w.+]+", "-", _gpu_architectures_to_compile_for(cuda[0])),) if cuda else ()
+    )
     platform = sysconfig.get_platform()
     return "_".join(
         (
             python_tag,
-            f"torch-{_torch_version()}",
+            f"torch-{_installed_torch_version_or_refuse()}",
             ort,
             platform,
-            extension_sources.source_revision(),
+            extension_sources.checksum_of_source_changes(),
             *gpu_architectures,
         )
     )
@@ -299,53 +313,57 @@ def _cache_key() -> str:
 # ---------------------------------------------------------------------------------------- the build
 
 
-def _search_path() -> str:
+def _executable_search_path() -> str:
     # In a virtual environment that was not activated, ninja is beside python and not on PATH.
     python_folders = (sysconfig.get_path("scripts"), os.path.dirname(sys.executable))
     return os.pathsep.join((*python_folders, os.environ.get("PATH", os.defpath)))
 
 
-def _require_tools() -> None:
-    if lacking := list(_lacking_tools()):
+def _require_build_tools() -> None:
+    if lacking := list(_missing_build_tool_hints()):
         raise MissingDependency(
             f"building ORT's torch extensions needs: {'; '.join(lacking)}. "
             "Then type: ortlaunch setup"
         )
 
 
-def _lacking_tools() -> Iterator[str]:
+def _missing_build_tool_hints() -> Iterator[str]:
     compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
-    if shutil.which(compiler, path=_search_path()) is None:
+    if shutil.which(compiler, path=_executable_search_path()) is None:
         yield f"a C++ compiler ({compiler} was not found; apt-get install g++, or set CXX)"
-    if shutil.which("ninja", path=_search_path()) is None:
+    if shutil.which("ninja", path=_executable_search_path()) is None:
         yield "ninja (pip install ninja)"
     if importlib.util.find_spec("setuptools") is None:
         yield "setuptools (pip install setuptools)"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield "Python's C headers (apt-get install python3-dev)"
-    if _torch_and_ort_cuda() and not cuda_libraries.cuda_toolkit_folder(_search_path()):
+    if (
+        _cuda_versions_of_torch_and_ort_or_none()
+        and not cuda_libraries.cuda_toolkit_folder_or_empty(_executable_search_path())
+    ):
         yield (
-            f"CUDA's compiler (nvcc {(_torch_and_ort_cuda() or ('',))[0]} was not found; set CUDA_HOME)"
+            f"CUDA's compiler (nvcc {(_cuda_versions_of_torch_and_ort_or_none() or ('',))[0]} "
+            "was not found; set CUDA_HOME)"
         )
 
 
-def _compile_extensions(names: list[str], folder: Path) -> None:
-    """Compile the extensions in parallel in a temporary folder, then copy each into `folder`."""
+def _compile_extensions_into_folder(extension_names: list[str], cache_folder: Path) -> None:
+    """Compile the extensions in parallel in a temporary folder, then copy each into `cache_folder`."""
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as temporary:
-        build_folder_by_name = {name: Path(temporary) / name for name in names}
+        build_folder_by_name = {name: Path(temporary) / name for name in extension_names}
         problem_by_name = {
             name: problem
             for name, build_folder in build_folder_by_name.items()
-            if (problem := _copy_sources(name, build_folder))
+            if (problem := _copy_and_adapt_sources_or_error_text(name, build_folder))
         }
         process_by_name = {
-            name: _start_build(build_folder)
+            name: _start_build_process(build_folder)
             for name, build_folder in build_folder_by_name.items()
             if name not in problem_by_name
         }
         problem_by_name.update(
             {
-                name: _build_failure_message(name, build_folder_by_name[name])
+                name: _read_build_failure_message(name, build_folder_by_name[name])
                 for name, process in process_by_name.items()
                 if process.wait() != 0
             }
@@ -355,48 +373,53 @@ def _compile_extensions(names: list[str], folder: Path) -> None:
             problem for name, problem in problem_by_name.items() if name != INTEROP
         ]:
             raise MissingDependency(required_problems[0])
-        for name in names:
+        for name in extension_names:
             if name in problem_by_name:
-                (folder / f"{name}.refused").write_text(
-                    _write_refusal_log(problem_by_name[name], folder / f"{name}.log")
+                (cache_folder / f"{name}.refused").write_text(
+                    _write_refusal_log_and_get_summary(
+                        problem_by_name[name], cache_folder / f"{name}.log"
+                    )
                 )
             else:
-                _copy_into_cache(
+                _copy_atomically_into_cache(
                     next(build_folder_by_name[name].glob(f"build/lib*/{name}*.so")),
-                    folder / f"{name}.so",
+                    cache_folder / f"{name}.so",
                 )
 
 
-def _copy_sources(extension_name: str, build_folder: Path) -> str:
+def _copy_and_adapt_sources_or_error_text(extension_name: str, build_folder: Path) -> str:
     """Copy an extension's sources out of the wheel and adapt them; return an error, or ""."""
     source_folder = next(
-        _package_folder("onnxruntime").glob(
+        _installed_package_folder("onnxruntime").glob(
             f"training/ortmodule/torch_cpp_extensions/*/{extension_name}"
         )
     )
     shutil.copytree(source_folder, build_folder, ignore=shutil.ignore_patterns("__pycache__"))
     try:
-        extension_sources.adapt_sources(extension_name, build_folder)
+        extension_sources.replace_texts_in_copied_sources(extension_name, build_folder)
     except extension_sources.UnknownSource as error:
-        return f"{error}. Type: pip install --force-reinstall --no-deps {ort_package_name()}=={ORT_VERSION}"
+        return (
+            f"{error}. Type: pip install --force-reinstall --no-deps "
+            f"{installed_ort_package_name_or_refuse()}=={ORT_VERSION}"
+        )
     return ""
 
 
-def _start_build(build_folder: Path) -> subprocess.Popen[bytes]:
+def _start_build_process(build_folder: Path) -> subprocess.Popen[bytes]:
     with open(build_folder / "build.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "setup.py", "build"],
             cwd=build_folder,
-            env={**os.environ, **_build_environment()},
+            env={**os.environ, **_build_environment_variables()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
 
 
-def _build_environment() -> dict[str, str]:
+def _build_environment_variables() -> dict[str, str]:
     values = {
-        "PATH": _search_path(),
+        "PATH": _executable_search_path(),
         "MAX_JOBS": os.environ.get("MAX_JOBS") or str(machine.usable_core_count()),
     }
     # Newer setuptools use CFLAGS in place of Python's flags and older ones add CFLAGS to them, so
@@ -405,22 +428,25 @@ def _build_environment() -> dict[str, str]:
     values["CFLAGS"] = (
         f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
     )
-    cuda = _torch_and_ort_cuda()
+    cuda = _cuda_versions_of_torch_and_ort_or_none()
     if cuda is not None:
         # torch_cpp_extensions/install.py sets these variables for the extensions' setup.py.
         values["ONNXRUNTIME_CUDA_VERSION"] = cuda[1]
-        values["TORCH_CUDA_ARCH_LIST"] = _gpu_architectures(cuda[0])
-        values["CUDA_HOME"] = cuda_libraries.cuda_toolkit_folder(_search_path())
+        values["TORCH_CUDA_ARCH_LIST"] = _gpu_architectures_to_compile_for(cuda[0])
+        values["CUDA_HOME"] = cuda_libraries.cuda_toolkit_folder_or_empty(_executable_search_path())
         # Searched last, for toolkits without the headers of cuBLAS, cuSPARSE and cuSOLVER.
         values["CPATH"] = os.pathsep.join(
-            filter(None, (os.environ.get("CPATH"), *cuda_libraries.cuda_include_folders(cuda[0])))
+            filter(
+                None,
+                (os.environ.get("CPATH"), *cuda_libraries.installed_cuda_include_folders(cuda[0])),
+            )
         )
         values["ONNXRUNTIME_ROCM_VERSION"] = ""
         values["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] = "-lineinfo,-O3,--use_fast_math,--threads,0"
     return values
 
 
-def _gpu_architectures(cuda_version: str) -> str:
+def _gpu_architectures_to_compile_for(cuda_version: str) -> str:
     """Return the GPU architectures to compile for.
 
     They are TORCH_CUDA_ARCH_LIST, else all that this CUDA supports.
@@ -430,33 +456,33 @@ def _gpu_architectures(cuda_version: str) -> str:
     return os.environ.get("TORCH_CUDA_ARCH_LIST") or f"{oldest};8.0;8.6;9.0+PTX"
 
 
-def _copy_into_cache(built_file: Path, destination: Path) -> None:
+def _copy_atomically_into_cache(built_file: Path, destination_file: Path) -> None:
     # Copied beside the destination, then renamed: a reader never sees half a file, and the
     # temporary folder may be on another file system.
-    temporary_file = destination.with_name(f".{destination.name}.{os.getpid()}")
+    temporary_file = destination_file.with_name(f".{destination_file.name}.{os.getpid()}")
     try:
         shutil.copyfile(built_file, temporary_file)
-        os.replace(temporary_file, destination)
+        os.replace(temporary_file, destination_file)
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary_file.unlink()
 
 
-def _build_failure_message(extension_name: str, build_folder: Path) -> str:
+def _read_build_failure_message(extension_name: str, build_folder: Path) -> str:
     """Return the compiler's last lines and the final error, without setuptools' traceback."""
     log = (build_folder / "build.log").read_text(errors="replace")
     compiler, _, traceback = log.partition("Traceback (most recent call last):")
     lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]
     return (
-        f"building {extension_name} for torch {_torch_version()} failed. The last lines:\n"
+        f"building {extension_name} for torch {_installed_torch_version_or_refuse()} failed. The last lines:\n"
         + "\n".join(lines)
     )
 
 
-def _write_refusal_log(problem: str, log_file: Path) -> str:
+def _write_refusal_log_and_get_summary(problem_text: str, log_file: Path) -> str:
     """Write a failed build's output to `log_file`; return its error line and the path of the log."""
-    log_file.write_text(problem)
-    lines = problem.splitlines()
+    log_file.write_text(problem_text)
+    lines = problem_text.splitlines()
     return (
         f"{next((line for line in lines if ' error: ' in line), lines[-1]).strip()} "
         f"(complete output: {log_file})"
@@ -464,4 +490,4 @@ def _write_refusal_log(problem: str, log_file: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(build_extensions_and_print_errors())

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ortlaunch.ortmodule.deepspeed.sources import unknown_source_reason
+from ortlaunch.ortmodule.deepspeed.sources import reason_deepspeed_source_is_unknown_or_empty
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
-from ortlaunch.ortmodule.deepspeed.zero_types import Sharded
+from ortlaunch.ortmodule.deepspeed.zero_types import ZeroOneOrTwoOptimizer
 
 # The methods of the optimizer that are replaced.
 _REPLACED_METHODS = (
@@ -40,7 +40,9 @@ class GradientNormProvider(NamedTuple):
     why: str
 
 
-def fuse_gradient_norm(optimizer: Sharded) -> GradientNormProvider:
+def fuse_deepspeed_overflow_check_and_norm(
+    deepspeed_optimizer: ZeroOneOrTwoOptimizer,
+) -> GradientNormProvider:
     """Replace those methods of this optimizer that read all gradients.
 
     An optimizer that is not supported stays unchanged.
@@ -48,46 +50,61 @@ def fuse_gradient_norm(optimizer: Sharded) -> GradientNormProvider:
     Returns:
         Whether the methods were replaced; if not, why.
     """
-    if reason := _unsupported_reason(optimizer):
+    if reason := _reason_optimizer_is_unsupported_or_empty(deepspeed_optimizer):
         return GradientNormProvider(False, None, reason)
-    fused_pass = _FusedPass(optimizer)
-    # Set on the instance only. `restore_deepspeed_norm` deletes them, and the class's own methods show again.
+    fused_pass = _FusedNormMethods(deepspeed_optimizer)
+    # Set on the instance only. `restore_deepspeed_norm_methods` deletes them, and the class's own methods show again.
     for name in _REPLACED_METHODS:
-        setattr(optimizer, name, getattr(fused_pass, name))
+        setattr(deepspeed_optimizer, name, getattr(fused_pass, name))
     return GradientNormProvider(True, "ortlaunch", "")
 
 
-def restore_deepspeed_norm(optimizer: object) -> None:
+def restore_deepspeed_norm_methods(fused_optimizer: object) -> None:
     """Restore DeepSpeed's own methods of the optimizer."""
     for name in _REPLACED_METHODS:
-        vars(optimizer).pop(name, None)
+        vars(fused_optimizer).pop(name, None)
 
 
-def _unsupported_reason(optimizer: Sharded) -> str:
+def _reason_optimizer_is_unsupported_or_empty(deepspeed_optimizer: ZeroOneOrTwoOptimizer) -> str:
     """Return why this optimizer is left unchanged, or ""."""
     # Local imports: DeepSpeed is optional.
     import deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     # The exact type: a subclass may override methods that the fused pass relies on.
-    if type(optimizer) is not DeepSpeedZeroOptimizer:
-        return f"only ZeRO 1 and 2 are supported, not {type(optimizer).__name__}"
-    if source_reason := unknown_source_reason(DeepSpeedZeroOptimizer):
+    if type(deepspeed_optimizer) is not DeepSpeedZeroOptimizer:
+        return f"only ZeRO 1 and 2 are supported, not {type(deepspeed_optimizer).__name__}"
+    if source_reason := reason_deepspeed_source_is_unknown_or_empty(DeepSpeedZeroOptimizer):
         return f"DeepSpeed {deepspeed.__version__} is not supported: {source_reason}"
-    if any(name in vars(optimizer) for name in _REPLACED_METHODS):
+    if any(name in vars(deepspeed_optimizer) for name in _REPLACED_METHODS):
         return "the optimizer is modified already"
     return next(
-        (reason for is_present, reason in _unsupported_properties(optimizer) if is_present), ""
+        (
+            reason
+            for is_present, reason in _presence_and_reason_of_unsupported_properties(
+                deepspeed_optimizer
+            )
+            if is_present
+        ),
+        "",
     )
 
 
-def _unsupported_properties(optimizer: Sharded) -> list[tuple[bool, str]]:
+def _presence_and_reason_of_unsupported_properties(
+    deepspeed_optimizer: ZeroOneOrTwoOptimizer,
+) -> list[tuple[bool, str]]:
     """Return (found, reason) for each property that the fused pass does not support."""
-    parameters = [parameter for group in optimizer.bit16_groups for parameter in group]
+    parameters = [parameter for group in deepspeed_optimizer.bit16_groups for parameter in group]
     return [
-        (optimizer.cpu_offload, "with CPU offload DeepSpeed measures gradients as it copies them"),
-        (optimizer.has_moe_layers, "mixtures of experts are not supported"),
-        (optimizer.model_parallel_group is not None, "model parallelism is not supported"),
+        (
+            deepspeed_optimizer.cpu_offload,
+            "with CPU offload DeepSpeed measures gradients as it copies them",
+        ),
+        (deepspeed_optimizer.has_moe_layers, "mixtures of experts are not supported"),
+        (
+            deepspeed_optimizer.model_parallel_group is not None,
+            "model parallelism is not supported",
+        ),
         (
             any(getattr(p, "ds_pipe_replicated", False) for p in parameters),
             "pipeline parallelism is not supported",
@@ -103,11 +120,11 @@ def _unsupported_properties(optimizer: Sharded) -> list[tuple[bool, str]]:
     ]
 
 
-class _FusedPass:
+class _FusedNormMethods:
     """The replacement methods, and the sums of squares that the check keeps for the norm."""
 
-    def __init__(self, optimizer: Sharded) -> None:
-        self.optimizer = optimizer
+    def __init__(self, deepspeed_optimizer: ZeroOneOrTwoOptimizer) -> None:
+        self.optimizer = deepspeed_optimizer
         # One entry per parameter group with gradients on this rank, until its norm is computed.
         self.kept_squares: list[tuple[_TensorVersions, Tensor]] = []
 
@@ -120,7 +137,7 @@ class _FusedPass:
             gradients = [
                 gradient for gradient in optimizer.averaged_gradients[i] if gradient is not None
             ]
-            norm_gradients, other_gradients = _split_counted_gradients(
+            norm_gradients, other_gradients = _split_into_counted_and_padding_gradients(
                 gradients, optimizer.params_in_partition[i]
             )
             squares = [
@@ -130,18 +147,18 @@ class _FusedPass:
             if squares[0] is not None:
                 self.kept_squares.append((_TensorVersions(norm_gradients), squares[0]))
             sums += [square for square in squares if square is not None]
-        return self._has_non_finite(sums)
+        return self._has_inf_or_nan_sum(sums)
 
     def has_overflow_serial(self, params: Sequence[torch.nn.Parameter]) -> Tensor:
         """Return a bool tensor of shape (1,): whether the `grad` of a parameter has inf or nan."""
         gradients = [parameter.grad for parameter in params if parameter.grad is not None]
-        return self._has_non_finite([float64_sum_of_squares(gradients)] if gradients else [])
+        return self._has_inf_or_nan_sum([float64_sum_of_squares(gradients)] if gradients else [])
 
-    def _has_non_finite(self, sums: list[Tensor]) -> Tensor:
-        if not sums:
+    def _has_inf_or_nan_sum(self, float64_sums: list[Tensor]) -> Tensor:
+        if not float64_sums:
             return torch.zeros(1, dtype=torch.bool, device=self._device())
         # The sum is float64, so it is finite exactly if all elements are.
-        return torch.stack(sums).isfinite().all().logical_not().reshape(1)
+        return torch.stack(float64_sums).isfinite().all().logical_not().reshape(1)
 
     def get_grad_norm_direct(
         self,
@@ -161,19 +178,19 @@ class _FusedPass:
             return norm
         import deepspeed.comm as dist
 
-        norm_gradients, _ = _split_counted_gradients(gradients, params)
-        total = self._take_or_compute_squares(norm_gradients).float()
+        norm_gradients, _ = _split_into_counted_and_padding_gradients(gradients, params)
+        total = self._take_kept_or_compute_sum_of_squares(norm_gradients).float()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
         total = total.sqrt()
         return total.masked_fill_(total.isfinite().logical_not(), -1.0)
 
-    def _take_or_compute_squares(self, norm_gradients: list[Tensor]) -> Tensor:
+    def _take_kept_or_compute_sum_of_squares(self, norm_gradients: list[Tensor]) -> Tensor:
         """Return the sum of squares that the check has kept for these gradients, or compute it.
 
         A kept sum is used once.
         """
         for i, (tensor_versions, squares) in enumerate(self.kept_squares):
-            if tensor_versions.matches_tensors(norm_gradients):
+            if tensor_versions.are_same_unchanged_tensors(norm_gradients):
                 del self.kept_squares[i]
                 return squares
         return (
@@ -195,15 +212,15 @@ class _TensorVersions:
         # Weak references, so that no gradient is kept alive; torch counts changes in `_version`.
         self.tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
 
-    def matches_tensors(self, tensors: Sequence[Tensor]) -> bool:
-        return len(tensors) == len(self.tensors) and all(
+    def are_same_unchanged_tensors(self, compared_tensors: Sequence[Tensor]) -> bool:
+        return len(compared_tensors) == len(self.tensors) and all(
             version == tensor._version and reference() is tensor
-            for tensor, (reference, version) in zip(tensors, self.tensors)
+            for tensor, (reference, version) in zip(compared_tensors, self.tensors)
         )
 
 
-def _split_counted_gradients(
-    gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter]
+def _split_into_counted_and_padding_gradients(
+    gradients: Sequence[Tensor], partition_parameters: Sequence[torch.nn.Parameter]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return (counted gradients, others: padding and surplus).
 
@@ -215,4 +232,7 @@ def _split_counted_gradients(
     padding_gradients = [
         gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)
     ]
-    return real_gradients[: len(params)], [*real_gradients[len(params) :], *padding_gradients]
+    return real_gradients[: len(partition_parameters)], [
+        *real_gradients[len(partition_parameters) :],
+        *padding_gradients,
+    ]

@@ -58,7 +58,7 @@ _CHANGES = {
 }
 
 
-def known_function_hashes() -> dict[str, dict[str, str]]:
+def known_function_hashes_by_release() -> dict[str, dict[str, str]]:
     """Return release -> function -> fingerprint, with all functions for each release."""
     hashes_by_release: dict[str, dict[str, str]] = {}
     release_hashes: dict[str, str] = {}
@@ -67,10 +67,10 @@ def known_function_hashes() -> dict[str, dict[str, str]]:
     return hashes_by_release
 
 
-def unknown_source_reason(optimizer_class: type) -> str:
+def reason_deepspeed_source_is_unknown_or_empty(optimizer_class: type) -> str:
     """Return why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
-    hashes_by_release = known_function_hashes()
-    installed_hashes = installed_function_hashes(
+    hashes_by_release = known_function_hashes_by_release()
+    installed_hashes = installed_hash_by_function_name(
         optimizer_class, set().union(*hashes_by_release.values())
     )
     changed_by_release = {
@@ -93,7 +93,9 @@ def unknown_source_reason(optimizer_class: type) -> str:
     )
 
 
-def installed_function_hashes(optimizer_class: type, function_names: set[str]) -> dict[str, str]:
+def installed_hash_by_function_name(
+    optimizer_class: type, function_names: set[str]
+) -> dict[str, str]:
     """Return the fingerprints of the named methods of the optimizer, or functions of its module."""
     module = sys.modules[optimizer_class.__module__]
     functions = {
@@ -101,27 +103,27 @@ def installed_function_hashes(optimizer_class: type, function_names: set[str]) -
         for name in function_names
     }
     return {
-        name: function_hash(function)
+        name: function_source_hash_or_empty(function)
         for name, function in functions.items()
         if function is not None
     }
 
 
-def function_hash(function: Any) -> str:
+def function_source_hash_or_empty(function: Any) -> str:
     """Return the first 16 hex digits of the sha256 of a function's source, or "" without one."""
     try:
         source = textwrap.dedent(inspect.getsource(function)).strip()
     except (OSError, TypeError):
         return ""
-    return source_guard.source_hash(source)
+    return source_guard.short_source_hash(source)
 
 
 if __name__ == "__main__":
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     for name, value in sorted(
-        installed_function_hashes(
-            DeepSpeedZeroOptimizer, set().union(*known_function_hashes().values())
+        installed_hash_by_function_name(
+            DeepSpeedZeroOptimizer, set().union(*known_function_hashes_by_release().values())
         ).items()
     ):
         print(name, value)

@@ -21,34 +21,38 @@ _BLOCK_ELEMENTS = 2**20
 _SMALLEST_MEAN = 1e-30
 
 
-def float64_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+def float64_sum_of_squares(dense_tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of all elements of all tensors.
 
     Args:
-        tensors: at least one, all on one device; float32, float16 or bfloat16, dense, of any shape,
+        dense_tensors: at least one, all on one device; float32, float16 or bfloat16, dense, of any shape,
             empty ones included.
 
     Returns:
         A float64 scalar on their device; inf or nan if an element is.
     """
-    nonempty_tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    nonempty_tensors = [tensor.detach() for tensor in dense_tensors if tensor.numel()]
     if not nonempty_tensors:
-        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+        return torch.zeros((), dtype=torch.float64, device=dense_tensors[0].device)
     total = (
-        _sum_on_cpu(nonempty_tensors)
+        _sum_squares_by_rows_on_cpu(nonempty_tensors)
         if nonempty_tensors[0].device.type == "cpu"
-        else _sum_on_accelerator(nonempty_tensors)
+        else _sum_squares_by_one_kernel(nonempty_tensors)
     )
     smallest_exact = _SMALLEST_MEAN * sum(tensor.numel() for tensor in nonempty_tensors)
     # Float32 squares of finite elements overflow from 1e19 on, and become 0 below 1e-19: in both
     # cases the sum is computed again.
-    return total if smallest_exact <= float(total) < math.inf else _sum_in_float64(nonempty_tensors)
+    return (
+        total
+        if smallest_exact <= float(total) < math.inf
+        else _sum_squares_in_float64(nonempty_tensors)
+    )
 
 
-def _sum_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
+def _sum_squares_by_rows_on_cpu(cpu_tensors: Sequence[Tensor]) -> Tensor:
     norms = []
     remainders = []
-    for tensor in tensors:
+    for tensor in cpu_tensors:
         flat_tensor = tensor.reshape(-1)
         whole_rows_end = flat_tensor.numel() // _ROW_ELEMENTS * _ROW_ELEMENTS
         # On CPU, PyTorch's `_foreach_norm` loops over tensors. Norms of the rows of one matrix take
@@ -61,18 +65,20 @@ def _sum_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(norms).double().square().sum()
 
 
-def _sum_on_accelerator(tensors: Sequence[Tensor]) -> Tensor:
+def _sum_squares_by_one_kernel(gpu_tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares by one kernel over all tensors."""
     # The kernel itself sums pieces of 64k elements in a tree.
     return (
-        torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+        torch.stack(torch._foreach_norm(list(gpu_tensors), 2, dtype=torch.float32))
         .double()
         .square()
         .sum()
     )
 
 
-def _sum_in_float64(tensors: Sequence[Tensor]) -> Tensor:
+def _sum_squares_in_float64(nonempty_tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares in float64: slower, but 1e38 squared is still finite there."""
-    blocks = [block for tensor in tensors for block in tensor.reshape(-1).split(_BLOCK_ELEMENTS)]
+    blocks = [
+        block for tensor in nonempty_tensors for block in tensor.reshape(-1).split(_BLOCK_ELEMENTS)
+    ]
     return torch.stack([block.double().square().sum() for block in blocks]).sum()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Unsharded(Protocol):
+class UnshardedMasterWeights(Protocol):
     """FP16_UnfusedOptimizer: a float32 master weight for each parameter."""
 
     fp16_groups: Sequence[Sequence[Tensor]]
@@ -20,7 +20,7 @@ class Unsharded(Protocol):
     optimizer: torch.optim.Optimizer
 
 
-class Sharded(Protocol):
+class ZeroOneOrTwoOptimizer(Protocol):
     """DeepSpeedZeroOptimizer (ZeRO 1 and 2) and BF16_Optimizer."""
 
     averaged_gradients: dict[int, Sequence[Tensor | None]]
@@ -41,23 +41,23 @@ class Sharded(Protocol):
     def update_lp_params(self) -> None: ...
 
 
-class Gathering(Protocol):
+class ZeroThreeParameter(Protocol):
     """A parameter of ZeRO 3."""
 
     ds_numel: int
 
-    def all_gather(self, parameters: Sequence[Gathering]) -> object: ...
+    def all_gather(self, parameters: Sequence[ZeroThreeParameter]) -> object: ...
     def partition_numel(self) -> int: ...
 
 
-class Partitioned(Protocol):
+class ZeroThreeOptimizer(Protocol):
     """DeepSpeedZeroOptimizer_Stage3 (ZeRO 3)."""
 
     fp16_groups: Sequence[Sequence[Tensor]]
     fp32_partitioned_groups_flat: Sequence[Tensor]
     grad_position: dict[int, tuple[int, int, int]]
     optimizer: torch.optim.Optimizer
-    persistent_parameters: Sequence[Gathering]
+    persistent_parameters: Sequence[ZeroThreeParameter]
     sub_group_to_group_id: dict[int, int]
 
     def get_param_id(self, parameter: Tensor) -> int: ...

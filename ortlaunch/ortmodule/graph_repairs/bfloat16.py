@@ -14,9 +14,14 @@ import onnx
 from onnx import TensorProto, helper
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.graph import replace_nodes
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, MANAGER, TRAINING, function_owner
+from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.source_guard import (
+    EVALUATION,
+    MANAGER,
+    TRAINING,
+    owning_class_or_module,
+)
 from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import Rewriting
 
@@ -33,49 +38,65 @@ _ATEN_CALLS: dict[str, tuple[str, tuple[object, ...]]] = {
     "SigmoidGrad": ("sigmoid_backward", ()),
     "QuickGelu": ("silu", ()),
 }
-# ORT's session fuses nodes after `give_every_node_a_kernel` has run; these fusions make operators without a kernel.
+# ORT's session fuses nodes after `give_every_bfloat16_node_a_kernel` has run; these fusions make
+# operators without a kernel.
 _FUSIONS = "QuickGeluFusion;GeluFusion;BiasSoftmaxFusion;SkipLayerNormFusion"
 
 
-def install_bfloat16_repairs() -> None:
+def install_bfloat16_repairs_for_gpu_graphs() -> None:
     """Complete each graph that is built for a GPU."""
     for manager in (TRAINING, EVALUATION):
-        wrap_method(function_owner(manager), "_build_graph", _build_and_complete_graph)
-    wrap_method(function_owner(MANAGER), "_get_session_config", _disable_fusions)
+        replace_method_by_wrapper(
+            owning_class_or_module(manager),
+            "_build_graph",
+            _build_graph_and_complete_kernels_on_gpu,
+        )
+    replace_method_by_wrapper(
+        owning_class_or_module(MANAGER),
+        "_get_session_config",
+        _session_config_without_kernelless_fusions,
+    )
 
 
-def correct_bfloat16_casts(model: onnx.ModelProto) -> None:
+def correct_type_code_of_bfloat16_casts(exported_model: onnx.ModelProto) -> None:
     """Correct the type of the casts to bfloat16 that torch's exporter writes.
 
     The exporter writes 15 for them, which is complex128; ORT has no such tensors. Source:
     scalarTypeToONNXTypeMap of torch/csrc/jit/passes/onnx/scalar_type_analysis.cpp.
     """
-    for node in model.graph.node:
+    for node in exported_model.graph.node:
         for attribute in node.attribute if node.op_type == "Cast" else ():
             if attribute.i == TensorProto.COMPLEX128:
                 attribute.i = TensorProto.BFLOAT16
 
 
-def _build_and_complete_graph(original: AnyFunction, manager: Manager, *args: object) -> None:
-    original(manager, *args)
+def _build_graph_and_complete_kernels_on_gpu(
+    original_build: AnyFunction, manager: Manager, *args: object
+) -> None:
+    original_build(manager, *args)
     # Only after ORT has built the graph, because its gradient brings new nodes.
     if manager._device.type == "cuda":
-        give_every_node_a_kernel(manager._onnx_models.optimized_model)
+        give_every_bfloat16_node_a_kernel(manager._onnx_models.optimized_model)
 
 
-def _disable_fusions(original: AnyFunction, manager: Manager) -> object:
-    config = original(manager)
+def _session_config_without_kernelless_fusions(
+    original_get_config: AnyFunction, manager: Manager
+) -> object:
+    config = original_get_config(manager)
     if (
         manager._device.type == "cuda"
         and _TYPE_NAME
-        in cuda_kernels.tensor_types(manager._onnx_models.optimized_model.graph).values()
+        in cuda_kernels.inferred_type_by_tensor_name(
+            manager._onnx_models.optimized_model.graph
+        ).values()
     ):
         config[0].add_session_config_entry("optimization.disable_specified_optimizers", _FUSIONS)
     return config
 
 
-def give_every_node_a_kernel(
-    model: onnx.ModelProto, has_kernel: Callable[..., bool] = cuda_kernels.has_kernel
+def give_every_bfloat16_node_a_kernel(
+    onnx_model: onnx.ModelProto,
+    has_cuda_kernel: Callable[..., bool] = cuda_kernels.has_cuda_kernel_for_types,
 ) -> None:
     """Give every node of an onnx.ModelProto that reads or writes bfloat16 a kernel.
 
@@ -86,17 +107,17 @@ def give_every_node_a_kernel(
     # Both strings are names of ONNX's default domain.
     opset = next(
         opset_entry.version
-        for opset_entry in model.opset_import
+        for opset_entry in onnx_model.opset_import
         if opset_entry.domain in ("", "ai.onnx")
     )
-    type_by_name = cuda_kernels.tensor_types(model.graph)
-    rewriting = Rewriting(model.graph)
+    type_by_name = cuda_kernels.inferred_type_by_tensor_name(onnx_model.graph)
+    rewriting = Rewriting(onnx_model.graph)
     replaced_operators = set()
-    for node in model.graph.node:
+    for node in onnx_model.graph.node:
         bfloat16_names = {
             name for name in (*node.input, *node.output) if type_by_name.get(name) == _TYPE_NAME
         }
-        if not bfloat16_names or has_kernel(node, type_by_name, opset):
+        if not bfloat16_names or has_cuda_kernel(node, type_by_name, opset):
             rewriting.nodes.append(node)
             continue
         # First choice: torch's operator on bfloat16. Second: ORT's own in float32.
@@ -106,9 +127,11 @@ def give_every_node_a_kernel(
             node.op_type != "QuickGelu" or [attribute.f for attribute in node.attribute] == [1]
         ):
             operator, other_arguments = _ATEN_CALLS[node.op_type]
-            rewriting.add_call(operator, [*node.input, *other_arguments], node.output)
-        elif has_kernel(node, {**type_by_name, **dict.fromkeys(bfloat16_names, "float")}, opset):
-            _add_node_in_float32(rewriting, node, bfloat16_names)
+            rewriting.add_torch_call(operator, [*node.input, *other_arguments], node.output)
+        elif has_cuda_kernel(
+            node, {**type_by_name, **dict.fromkeys(bfloat16_names, "float")}, opset
+        ):
+            _add_node_between_float32_casts(rewriting, node, bfloat16_names)
         else:
             raise RuntimeError(
                 "Could not find an implementation for "
@@ -117,17 +140,17 @@ def give_every_node_a_kernel(
                 "float32. Train in fp16, or use the model without ORTModule"
             )
     if replaced_operators:
-        tally.add_note_once(
+        tally.add_end_note_once(
             "bfloat16: by torch or in float32, without a CUDA kernel in ONNX Runtime: "
             f"{', '.join(sorted(replaced_operators))}"
         )
-        replace_nodes(model.graph, rewriting.nodes)
+        replace_and_name_graph_nodes(onnx_model.graph, rewriting.nodes)
         # 16 is onnx.TensorProto.BFLOAT16.
-        model.graph.value_info.extend(rewriting.untyped_output_infos(16))
+        onnx_model.graph.value_info.extend(rewriting.type_infos_of_untyped_torch_outputs(16))
 
 
-def _add_node_in_float32(
-    rewriting: Rewriting, node: onnx.NodeProto, bfloat16_names: set[str]
+def _add_node_between_float32_casts(
+    graph_rewriting: Rewriting, bfloat16_node: onnx.NodeProto, bfloat16_names: set[str]
 ) -> None:
     """Add a node with its bfloat16 tensors cast to float32 and back.
 
@@ -135,16 +158,20 @@ def _add_node_in_float32(
     """
     # Casts back to bfloat16, which follow the node.
     casts_after = []
-    for position, name in enumerate(node.input):
+    for position, name in enumerate(bfloat16_node.input):
         if name in bfloat16_names:
-            node.input[position] = f"{node.output[0]}_float_{position}"
-            rewriting.nodes.append(
-                helper.make_node("Cast", [name], [node.input[position]], to=TensorProto.FLOAT)
+            bfloat16_node.input[position] = f"{bfloat16_node.output[0]}_float_{position}"
+            graph_rewriting.nodes.append(
+                helper.make_node(
+                    "Cast", [name], [bfloat16_node.input[position]], to=TensorProto.FLOAT
+                )
             )
-    for position, name in enumerate(node.output):
+    for position, name in enumerate(bfloat16_node.output):
         if name in bfloat16_names:
-            node.output[position] = f"{name}_float"
+            bfloat16_node.output[position] = f"{name}_float"
             casts_after.append(
-                helper.make_node("Cast", [node.output[position]], [name], to=TensorProto.BFLOAT16)
+                helper.make_node(
+                    "Cast", [bfloat16_node.output[position]], [name], to=TensorProto.BFLOAT16
+                )
             )
-    rewriting.nodes += [node, *casts_after]
+    graph_rewriting.nodes += [bfloat16_node, *casts_after]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ortlaunch.ortmodule.base import patching
-from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.graph import replace_nodes
-from ortlaunch.ortmodule.base.source_guard import TRANSITION, function_owner
+from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owning_class_or_module
 
 if TYPE_CHECKING:
     import onnx
@@ -50,19 +50,29 @@ def keep_broadcast_sizes() -> None:
     inference = importlib.import_module(
         "onnxruntime.tools.symbolic_shape_infer"
     ).SymbolicShapeInference
-    patching.wrap_method(inference, "_broadcast_shapes", _broadcast_known_sizes)
-    patching.wrap_method(inference, "_check_merged_dims", _merge_equal_sizes)
-    patching.wrap_method(inference, "_onnx_infer_single_node", _infer_with_broadcast_sizes)
-    patching.wrap_method(inference, "_infer_PythonOp", _infer_with_separate_sizes)
-    patching.wrap_method(function_owner(TRANSITION), "_infer_shapes", _infer_and_hide_shapes)
+    patching.replace_method_by_wrapper(
+        inference, "_broadcast_shapes", _broadcast_shape_or_new_symbols
+    )
+    patching.replace_method_by_wrapper(inference, "_check_merged_dims", _merge_sizes_if_known_equal)
+    patching.replace_method_by_wrapper(
+        inference, "_onnx_infer_single_node", _infer_node_and_set_broadcast_sizes
+    )
+    patching.replace_method_by_wrapper(
+        inference, "_infer_PythonOp", _infer_python_op_with_separate_sizes
+    )
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(TRANSITION), "_infer_shapes", _infer_shapes_and_hide_ambiguous_ones
+    )
 
 
-def record_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
+def write_export_batch_sizes_into_metadata(
+    export_context: ExportContext, exported_model: onnx.ModelProto
+) -> None:
     """Write the sizes of this batch into the graph, by the names of its inputs' dimensions."""
-    input_names = export.info.onnx_graph_input_names
+    input_names = export_context.info.onnx_graph_input_names
     tensor_inputs = {
         name: value
-        for name, value in zip(input_names, export.inputs)
+        for name, value in zip(input_names, export_context.inputs)
         if isinstance(value, torch.Tensor)
     }
     sizes = {
@@ -71,11 +81,11 @@ def record_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
         for name, value in tensor_inputs.items()
         for i, size in enumerate(value.shape)
     }
-    model.metadata_props.add(key=_SIZES_KEY, value=json.dumps(sizes))
+    exported_model.metadata_props.add(key=_SIZES_KEY, value=json.dumps(sizes))
 
 
-def _broadcast_known_sizes(
-    original: AnyFunction,
+def _broadcast_shape_or_new_symbols(
+    original_broadcast: AnyFunction,
     inference: ShapeInference,
     first_shape: Sequence[object],
     second_shape: Sequence[object],
@@ -88,31 +98,34 @@ def _broadcast_known_sizes(
         [1] * (rank - len(second_shape)) + list(second_shape),
     )
     return [
-        original(inference, [size], [other])[0] if 1 in (size, other) or _are_equal(inference, (size, other))
-        else _symbol_for_either_size(inference, size, other)
+        original_broadcast(inference, [size], [other])[0]
+        if 1 in (size, other) or _are_equal_in_export_batch(inference, (size, other))
+        else _create_or_get_symbol_for_either_size(inference, size, other)
         for size, other in pairs
-    ]  # fmt: skip
+    ]
 
 
-def _merge_equal_sizes(
-    original: AnyFunction,
+def _merge_sizes_if_known_equal(
+    original_merge: AnyFunction,
     inference: ShapeInference,
-    dims: Sequence[object],
+    sizes_to_merge: Sequence[object],
     allow_broadcast: bool = True,
 ) -> None:
     """Merge sizes in ORT's inference only if they are known to be equal."""
-    if not allow_broadcast or _are_equal(inference, [dim for dim in dims if dim not in (0, 1)]):
-        original(inference, dims, allow_broadcast=allow_broadcast)
+    if not allow_broadcast or _are_equal_in_export_batch(
+        inference, [dim for dim in sizes_to_merge if dim not in (0, 1)]
+    ):
+        original_merge(inference, sizes_to_merge, allow_broadcast=allow_broadcast)
 
 
-def _infer_with_broadcast_sizes(
-    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
+def _infer_node_and_set_broadcast_sizes(
+    original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer a node, then set the sizes that the single node's inference leaves open.
 
     ORT would set them by merging the sizes of the inputs.
     """
-    original(inference, node)
+    original_infer(inference, node)
     if node.op_type not in _BROADCASTING or node.output[0] not in inference.known_vi_:
         return
     tensor_type = inference.known_vi_[node.output[0]].type.tensor_type
@@ -128,11 +141,11 @@ def _infer_with_broadcast_sizes(
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
 
 
-def _infer_with_separate_sizes(
-    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
+def _infer_python_op_with_separate_sizes(
+    original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer a function's outputs, and name the sizes of each: ORT names those of all alike."""
-    original(inference, node)
+    original_infer(inference, node)
     # The first output is the function's context.
     for output_index, name in enumerate(node.output[2:], 2):
         dims = inference.known_vi_[name].type.tensor_type.shape.dim
@@ -142,28 +155,28 @@ def _infer_with_separate_sizes(
                 dim.dim_param = str(new_name)
 
 
-def _are_equal(inference: ShapeInference, dims: Sequence[object]) -> bool:
-    if len(set(dims)) < 2:
+def _are_equal_in_export_batch(inference: ShapeInference, compared_sizes: Sequence[object]) -> bool:
+    if len(set(compared_sizes)) < 2:
         return True
-    values = [_size_in_export_batch(inference, dim) for dim in dims]
+    values = [_size_in_export_batch_or_none(inference, dim) for dim in compared_sizes]
     return None not in values and len(set(values)) == 1
 
 
-def _size_in_export_batch(inference: ShapeInference, dim: Any) -> int | None:
+def _size_in_export_batch_or_none(inference: ShapeInference, symbolic_size: Any) -> int | None:
     """Return the value of a size in the batch of the export, or None if it is unknown."""
-    if not isinstance(dim, str):
-        return None if dim is None else int(dim)
-    size_by_name = _sizes_of_export_batch(inference)
-    if dim in size_by_name:
-        return size_by_name[dim]
+    if not isinstance(symbolic_size, str):
+        return None if symbolic_size is None else int(symbolic_size)
+    size_by_name = _read_or_cache_size_by_dim_name(inference)
+    if symbolic_size in size_by_name:
+        return size_by_name[symbolic_size]
     # A computed size is a SymPy formula; its symbols are sizes of inputs.
-    formula = inference.symbolic_dims_.get(dim)
+    formula = inference.symbolic_dims_.get(symbolic_size)
     if formula is None or any(str(symbol) not in size_by_name for symbol in formula.free_symbols):
         return None
     return int(formula.subs({symbol: size_by_name[str(symbol)] for symbol in formula.free_symbols}))
 
 
-def _sizes_of_export_batch(inference: ShapeInference) -> dict[str, int]:
+def _read_or_cache_size_by_dim_name(inference: ShapeInference) -> dict[str, int]:
     size_by_name: dict[str, int] | None = vars(inference).get("_ortlaunch_sizes")
     if size_by_name is None:
         metadata = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
@@ -174,13 +187,15 @@ def _sizes_of_export_batch(inference: ShapeInference) -> dict[str, int]:
     return size_by_name
 
 
-def _symbol_for_either_size(inference: ShapeInference, size: object, other_size: object) -> str:
+def _create_or_get_symbol_for_either_size(
+    inference: ShapeInference, first_size: object, second_size: object
+) -> str:
     """Return a symbolic size for a dimension that has one of two sizes."""
     sympy: Any = importlib.import_module("sympy")
     name_by_sizes: dict[Any, str] = vars(inference).setdefault("_ortlaunch_either", {})
     # The same two sizes always give the same name, or equal results would count as different.
     name = name_by_sizes.setdefault(
-        frozenset((size, other_size)), f"broadcast_size_{len(name_by_sizes)}"
+        frozenset((first_size, second_size)), f"broadcast_size_{len(name_by_sizes)}"
     )
     inference.symbolic_dims_[name] = sympy.Symbol(name, integer=True, nonnegative=True)
     return name
@@ -189,16 +204,18 @@ def _symbol_for_either_size(inference: ShapeInference, size: object, other_size:
 # -------------------------------------------------------------------------------------------- in the graph
 
 
-def _infer_and_hide_shapes(original: AnyFunction, model: onnx.ModelProto) -> object:
+def _infer_shapes_and_hide_ambiguous_ones(
+    original_infer: AnyFunction, model: onnx.ModelProto
+) -> object:
     """Hide shapes from ORT's gradient builder where sizes that may differ meet.
 
     If one of the shapes is unknown, ORT's gradient reads the sizes in each pass.
     """
-    inferred = original(model)
+    inferred = original_infer(model)
     graph = inferred.graph
     nodes = []
     values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
-    shape_by_name = {name: _sizes_of_value(value) for name, value in values.items()}
+    shape_by_name = {name: _sizes_or_none_without_shape(value) for name, value in values.items()}
     shape_by_name.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
     constant_names = {tensor.name for tensor in graph.initializer if tensor.name not in values}
     for node in graph.node:
@@ -207,30 +224,35 @@ def _infer_and_hide_shapes(original: AnyFunction, model: onnx.ModelProto) -> obj
             node.input and constant_names.issuperset(node.input)
         ):
             constant_names.update(node.output)
-        for position in _positions_to_hide(node, shape_by_name):
-            nodes += hide_shape(node, position)
+        for position in _positions_of_inputs_to_hide_shape_of(node, shape_by_name):
+            nodes += read_input_through_reshape_nodes(node, position)
         positions = [
             position
-            for position in _broadcast_where_inputs(node, shape_by_name)
+            for position in _positions_where_may_broadcast(node, shape_by_name)
             if node.input[position] not in constant_names
         ]
         if positions:
-            nodes += _expand_inputs(node, positions, shape_by_name)
+            nodes += _expand_where_inputs_by_nodes(node, positions, shape_by_name)
         nodes.append(node)
     if len(nodes) != len(graph.node):
-        replace_nodes(graph, nodes)
+        replace_and_name_graph_nodes(graph, nodes)
     return inferred
 
 
-def hide_shape(node: onnx.NodeProto, position: int) -> list[onnx.NodeProto]:
+def read_input_through_reshape_nodes(
+    reading_node: onnx.NodeProto, input_position: int
+) -> list[onnx.NodeProto]:
     """Pass an input of a node through a Reshape to the shape that it has in each pass.
 
     The Reshape hides the shape from ORT, and changes no values.
     """
     from onnx import helper
 
-    reshaped_name = f"{node.output[0]}_ortlaunch_{position}"
-    input_name, node.input[position] = node.input[position], reshaped_name
+    reshaped_name = f"{reading_node.output[0]}_ortlaunch_{input_position}"
+    input_name, reading_node.input[input_position] = (
+        reading_node.input[input_position],
+        reshaped_name,
+    )
     return [
         helper.make_node("Shape", [input_name], [f"{reshaped_name}_shape"]),
         # Without allowzero, a size of 0 would mean "as in the input".
@@ -240,59 +262,61 @@ def hide_shape(node: onnx.NodeProto, position: int) -> list[onnx.NodeProto]:
     ]
 
 
-def _broadcast_where_inputs(node: onnx.NodeProto, shape_by_name: ShapeByName) -> list[int]:
+def _positions_where_may_broadcast(
+    onnx_node: onnx.NodeProto, shape_by_value_name: ShapeByName
+) -> list[int]:
     """Return the inputs that a Where broadcasts or may broadcast.
 
     ORT's gradient for such an input has the size of the result.
     """
-    if node.op_type != "Where":
+    if onnx_node.op_type != "Where":
         return []
-    result_shape = shape_by_name.get(node.output[0])
+    result_shape = shape_by_value_name.get(onnx_node.output[0])
     return [
         position
         for position in (1, 2)
         if result_shape is None
         or "" in result_shape
-        or shape_by_name.get(node.input[position]) != result_shape
+        or shape_by_value_name.get(onnx_node.input[position]) != result_shape
     ]
 
 
-def _expand_inputs(
-    node: onnx.NodeProto, positions: Sequence[int], shape_by_name: ShapeByName
+def _expand_where_inputs_by_nodes(
+    where_node: onnx.NodeProto, input_positions: Sequence[int], shape_by_value_name: ShapeByName
 ) -> list[onnx.NodeProto]:
     """Broadcast these inputs of a Where before it, by a node whose gradient ORT sums up correctly."""
     from onnx import NodeProto, helper
 
     nodes = []
-    shape_name = f"{node.output[0]}_ortlaunch_shape"
-    result_shape = shape_by_name.get(node.output[0])
+    shape_name = f"{where_node.output[0]}_ortlaunch_shape"
+    result_shape = shape_by_value_name.get(where_node.output[0])
     full_size_name = next(
         (
             name
-            for name in node.input
-            if result_shape is not None and shape_by_name.get(name) == result_shape
+            for name in where_node.input
+            if result_shape is not None and shape_by_value_name.get(name) == result_shape
         ),
         None,
     )
     if full_size_name is None:
         # No input has the result's size, so a copy of the node computes the result for its shape.
-        full_size_name = f"{node.output[0]}_ortlaunch_whole"
+        full_size_name = f"{where_node.output[0]}_ortlaunch_whole"
         nodes.append(NodeProto())
-        nodes[-1].CopyFrom(node)
+        nodes[-1].CopyFrom(where_node)
         nodes[-1].output[0] = full_size_name
         nodes[-1].name = full_size_name
     nodes.append(helper.make_node("Shape", [full_size_name], [shape_name]))
-    for position in positions:
-        nodes += hide_shape(node, position)
-        name = f"{node.input[position]}_expanded"
-        nodes.append(helper.make_node("Expand", [node.input[position], shape_name], [name]))
-        node.input[position] = name
+    for position in input_positions:
+        nodes += read_input_through_reshape_nodes(where_node, position)
+        name = f"{where_node.input[position]}_expanded"
+        nodes.append(helper.make_node("Expand", [where_node.input[position], shape_name], [name]))
+        where_node.input[position] = name
     return nodes
 
 
-def _sizes_of_value(value: onnx.ValueInfoProto) -> list[str | int] | None:
+def _sizes_or_none_without_shape(value_info: onnx.ValueInfoProto) -> list[str | int] | None:
     """Return the sizes of a value by number or name, "" for an unknown one; None without a shape."""
-    tensor_type = value.type.tensor_type
+    tensor_type = value_info.type.tensor_type
     return (
         [dim.dim_value or dim.dim_param for dim in tensor_type.shape.dim]
         if tensor_type.HasField("shape")
@@ -300,20 +324,24 @@ def _sizes_of_value(value: onnx.ValueInfoProto) -> list[str | int] | None:
     )
 
 
-def _positions_to_hide(node: onnx.NodeProto, shape_by_name: ShapeByName) -> list[int]:
+def _positions_of_inputs_to_hide_shape_of(
+    onnx_node: onnx.NodeProto, shape_by_value_name: ShapeByName
+) -> list[int]:
     """Return the inputs whose shapes must be hidden because they may be broadcast.
 
     For most operators it is enough to hide one of two inputs.
     """
-    operator = node.op_type
+    operator = onnx_node.op_type
     if operator not in (_BROADCASTING - {"Where"}) | {"Expand", "MatMul"}:
         return []
     # The result's shape is that of the Expand; the input may be smaller.
-    names = [node.input[0], node.output[0]] if operator == "Expand" else [*node.input]
-    shapes = [shape for name in names if (shape := shape_by_name.get(name)) is not None]
+    names = (
+        [onnx_node.input[0], onnx_node.output[0]] if operator == "Expand" else [*onnx_node.input]
+    )
+    shapes = [shape for name in names if (shape := shape_by_value_name.get(name)) is not None]
     # The last two dimensions of a MatMul are not broadcast.
     batch_shapes = [shape[:-2] if operator == "MatMul" else shape for shape in shapes]
-    if len(shapes) < len(names) or not _may_differ(*batch_shapes):
+    if len(shapes) < len(names) or not _may_need_broadcast(*batch_shapes):
         return []
     if operator == "Expand":
         return [0]
@@ -333,7 +361,7 @@ def _positions_to_hide(node: onnx.NodeProto, shape_by_name: ShapeByName) -> list
     return [position for position in positions if position != shown_position]
 
 
-def _may_differ(*shapes: Sequence[object]) -> bool:
+def _may_need_broadcast(*shapes: Sequence[object]) -> bool:
     """Return whether one size may be 1 where another is not, without a 1 in the graph."""
     rank = max(map(len, shapes))
     padded: list[list[object]] = [[1] * (rank - len(shape)) + list(shape) for shape in shapes]
@@ -344,51 +372,60 @@ def _may_differ(*shapes: Sequence[object]) -> bool:
 # ------------------------------------------------------------------------------------------- in later batches
 
 
-def breaks_assumed_equality(manager: Manager, args: Args, kwargs: Kwargs) -> bool:
+def batch_breaks_assumed_size_equality(
+    graph_execution_manager: Manager, batch_args: Args, batch_kwargs: Kwargs
+) -> bool:
     """Return whether this batch breaks an equality of sizes that the graph assumes.
 
     Sizes that were equal in the batch of the export differ in this batch, and one of them is 1. Both
     are sizes of inputs, or one is a number in the graph.
     """
-    info = manager._graph_transition_manager._post_export_processed_model_info
+    info = graph_execution_manager._graph_transition_manager._post_export_processed_model_info
     return any(
-        _group_breaks_equality(info, group, args, kwargs) for group in _assumed_equal_groups(info)
+        _equal_dims_differ_in_batch(info, group, batch_args, batch_kwargs)
+        for group in _find_or_cache_dims_assumed_equal(info)
     )
 
 
-def _group_breaks_equality(
-    info: GraphInfo, group: Sequence[tuple[str, int]], args: Args, kwargs: Kwargs
+def _equal_dims_differ_in_batch(
+    graph_info: GraphInfo,
+    input_names_and_axes: Sequence[tuple[str, int]],
+    batch_args: Args,
+    batch_kwargs: Kwargs,
 ) -> bool:
-    accessor_by_name = info.onnx_graph_input_data_accessor_user_defined
+    accessor_by_name = graph_info.onnx_graph_input_data_accessor_user_defined
     # The accessors read the batch's arguments in the form in which the caller passed them.
-    values_and_axes = [(accessor_by_name[name](args, kwargs), axis) for name, axis in group]
+    values_and_axes = [
+        (accessor_by_name[name](batch_args, batch_kwargs), axis)
+        for name, axis in input_names_and_axes
+    ]
     are_sizes_one = [
         value.shape[axis] == 1
         for value, axis in values_and_axes
         if isinstance(value, torch.Tensor) and value.dim() > axis
     ]
     # A dimension alone in its group was equal to a number above 1.
-    return any(are_sizes_one) and (len(group) == 1 or not all(are_sizes_one))
+    return any(are_sizes_one) and (len(input_names_and_axes) == 1 or not all(are_sizes_one))
 
 
-def _assumed_equal_groups(info: GraphInfo) -> list[list[tuple[str, int]]]:
+def _find_or_cache_dims_assumed_equal(graph_info: GraphInfo) -> list[list[tuple[str, int]]]:
     """Return the groups of dimensions of the model's inputs that its graph assumes to be equal.
 
     A dimension that it assumes to be equal to a number is a group of its own.
     """
     # Computed once for a graph: this runs before each pass.
-    groups: list[list[tuple[str, int]]] | None = vars(info).get("_ortlaunch_equal")
+    groups: list[list[tuple[str, int]]] | None = vars(graph_info).get("_ortlaunch_equal")
     if groups is None:
         dims_by_symbol: dict[str, list[tuple[str, int]]] = {}
         fixed_dims: list[list[tuple[str, int]]] = []
-        for value in info._post_export_processed_model.graph.input:
+        for value in graph_info._post_export_processed_model.graph.input:
             for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-                if value.name not in info.onnx_graph_input_data_accessor_user_defined:
+                if value.name not in graph_info.onnx_graph_input_data_accessor_user_defined:
                     continue
                 if dim.dim_param:
                     dims_by_symbol.setdefault(dim.dim_param, []).append((value.name, axis))
                 elif dim.dim_value > 1:
                     fixed_dims.append([(value.name, axis)])
         equal = [group for group in dims_by_symbol.values() if len(group) > 1]
-        groups = vars(info)["_ortlaunch_equal"] = [*equal, *fixed_dims]
+        groups = vars(graph_info)["_ortlaunch_equal"] = [*equal, *fixed_dims]
     return groups

@@ -10,19 +10,21 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
-from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 
 
-def add_constant_output_nodes(export: Export, model: onnx.ModelProto) -> None:
+def compute_constant_outputs_by_unfoldable_nodes(
+    export_context: ExportContext, exported_model: onnx.ModelProto
+) -> None:
     """Let a node that ORT cannot fold compute each constant output of a training graph."""
-    graph = model.graph
+    graph = exported_model.graph
     varying_names = {graph_input.name for graph_input in graph.input}
     for node in graph.node:
         if varying_names.intersection(node.input):
             varying_names.update(node.output)
     constant_names = {output.name for output in graph.output} - varying_names
-    if not export.training or not constant_names or not graph.input:
+    if not export_context.training or not constant_names or not graph.input:
         return
     new_name_by_name = {name: f"{name}_constant" for name in constant_names}
     for node in graph.node:
@@ -48,4 +50,4 @@ def add_constant_output_nodes(export: Export, model: onnx.ModelProto) -> None:
             for name in sorted(constant_names)
         ),
     ]
-    replace_nodes(graph, [*graph.node, *nodes])
+    replace_and_name_graph_nodes(graph, [*graph.node, *nodes])

@@ -11,24 +11,26 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
-from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 
 
-def rewrite_grouped_convolutions(export: Export, model: onnx.ModelProto) -> None:
+def rewrite_grouped_convolutions_for_cpu_training(
+    export_context: ExportContext, exported_model: onnx.ModelProto
+) -> None:
     """Rewrite grouped convolutions on the CPU, whose gradient overwrites other tensors.
 
     ORT's gradient of a grouped Conv1d or Conv3d writes zeros over other tensors: random wrong
     gradients.
     """
-    if export.training and export.device.type == "cpu":
-        _convert_conv1d_to_conv2d(model.graph)
+    if export_context.training and export_context.device.type == "cpu":
+        _convert_grouped_conv1d_and_refuse_conv3d(exported_model.graph)
 
 
-def _convert_conv1d_to_conv2d(graph: onnx.GraphProto) -> None:
+def _convert_grouped_conv1d_and_refuse_conv3d(onnx_graph: onnx.GraphProto) -> None:
     nodes = []
-    for node in graph.node:
-        _make_padding_explicit(node)
+    for node in onnx_graph.node:
+        _make_same_padding_of_conv_explicit(node)
         attributes = {
             attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
         }
@@ -83,19 +85,19 @@ def _convert_conv1d_to_conv2d(graph: onnx.GraphProto) -> None:
             ),
             helper.make_node("Squeeze", [f"{name_prefix}_y", f"{name_prefix}_axis"], [output]),
         ]
-    if len(nodes) != len(graph.node):
-        replace_nodes(graph, nodes)
+    if len(nodes) != len(onnx_graph.node):
+        replace_and_name_graph_nodes(onnx_graph, nodes)
 
 
-def _make_padding_explicit(node: onnx.NodeProto) -> None:
+def _make_same_padding_of_conv_explicit(onnx_node: onnx.NodeProto) -> None:
     """Replace a Conv's `padding="same"` by explicit amounts.
 
     ORT's gradient of the weight on the CPU treats it as no padding.
     """
     attributes = {
-        attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
+        attribute.name: helper.get_attribute_value(attribute) for attribute in onnx_node.attribute
     }
-    if node.op_type != "Conv" or attributes.get("auto_pad") != b"SAME_UPPER":
+    if onnx_node.op_type != "Conv" or attributes.get("auto_pad") != b"SAME_UPPER":
         return
     kernel_shape = attributes["kernel_shape"]
     # Amounts for a stride of 1, the only one that torch allows with "same".
@@ -106,12 +108,12 @@ def _make_padding_explicit(node: onnx.NodeProto) -> None:
         )
     ]
     kept_attributes = [
-        attribute for attribute in node.attribute if attribute.name not in ("auto_pad", "pads")
+        attribute for attribute in onnx_node.attribute if attribute.name not in ("auto_pad", "pads")
     ]
     kept_attributes.append(
         helper.make_attribute(
             "pads", [n // 2 for n in total_padding] + [n - n // 2 for n in total_padding]
         )
     )
-    del node.attribute[:]
-    node.attribute.extend(kept_attributes)
+    del onnx_node.attribute[:]
+    onnx_node.attribute.extend(kept_attributes)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import TRAINING, function_owner
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
 from ortlaunch.ortmodule.torch_in_graph import attention_operator, own_operators
 
 if TYPE_CHECKING:
@@ -34,16 +34,18 @@ _FLOATS = (1, 10, 11, 16)
 
 def name_frozen_gradients() -> None:
     """Name these outputs in each training graph that ORT builds from now on."""
-    own_operators.define_operators()
+    own_operators.define_own_operators_once()
     module: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._custom_gradient_registry"
     )
     operator = "org.pytorch.aten", "ATen", ("native_group_norm", "")
-    module.CustomGradientRegistry.register(*operator, _group_norm_gradient)
-    wrap_method(function_owner(TRAINING), "_build_graph", _build_and_name_gradients)
+    module.CustomGradientRegistry.register(*operator, _create_group_norm_gradient_definition)
+    replace_method_by_wrapper(
+        owning_class_or_module(TRAINING), "_build_graph", _build_graph_and_name_computed_gradients
+    )
 
 
-def _group_norm_gradient() -> list[tuple[Any, ...]]:
+def _create_group_norm_gradient_definition() -> list[tuple[Any, ...]]:
     """Return the definition of GroupNorm's gradient, in the form of ORT's registry."""
     # GO is the gradient of an output, GI that of an input, I an input, O an output.
     inputs = [
@@ -58,31 +60,39 @@ def _group_norm_gradient() -> list[tuple[Any, ...]]:
     return [(("ATen", "org.pytorch.aten"), inputs, ["GI(0)", "GI(1)", "GI(2)"], attributes)]
 
 
-def _build_and_name_gradients(original: AnyFunction, manager: Manager, *args: object) -> None:
-    original(manager, *args)
+def _build_graph_and_name_computed_gradients(
+    original_build: AnyFunction, manager: Manager, *args: object
+) -> None:
+    original_build(manager, *args)
     graph = manager._onnx_models.optimized_model.graph
     for node in graph.node:
-        _name_computed_outputs(graph, node)
+        _name_unnamed_computed_outputs(graph, node)
 
 
-def _name_computed_outputs(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+def _name_unnamed_computed_outputs(
+    onnx_graph: onnx.GraphProto, gradient_node: onnx.NodeProto
+) -> None:
     from onnx import helper
 
     aten_names = (
-        attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"
+        attribute.s.decode()
+        for attribute in gradient_node.attribute
+        if attribute.name == "operator"
     )
-    positions = _COMPUTED_OUTPUTS.get(next(aten_names, node.op_type), ())
-    outputs = [*node.output, "", ""]
+    positions = _COMPUTED_OUTPUTS.get(next(aten_names, gradient_node.op_type), ())
+    outputs = [*gradient_node.output, "", ""]
     unnamed_positions = [position for position in positions if not outputs[position]]
     if not unnamed_positions:
         return
-    values = (*graph.value_info, *graph.input)
+    values = (*onnx_graph.value_info, *onnx_graph.input)
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     # All floating-point inputs have one type.
     float_type = next(
-        (types[name] for name in node.input if types.get(name) in _FLOATS), _FLOATS[0]
+        (types[name] for name in gradient_node.input if types.get(name) in _FLOATS), _FLOATS[0]
     )
     for position in unnamed_positions:
-        outputs[position] = f"{node.name}_{position}"
-        graph.value_info.append(helper.make_tensor_value_info(outputs[position], float_type, None))
-    node.output[:] = outputs[: max(len(node.output), positions[-1] + 1)]
+        outputs[position] = f"{gradient_node.name}_{position}"
+        onnx_graph.value_info.append(
+            helper.make_tensor_value_info(outputs[position], float_type, None)
+        )
+    gradient_node.output[:] = outputs[: max(len(gradient_node.output), positions[-1] + 1)]

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 from onnx import TensorProto, helper
 
-from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.gradients import trained_value_names
-from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.gradients import names_of_values_depending_on_trained
+from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
 _GRADIENT_INPUTS = {
@@ -35,20 +35,22 @@ _SLICE_BEGIN = -(2**40)
 _SLICE_END = 2**62
 
 
-def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
+def slice_repeated_constants(
+    export_context: ExportContext, exported_model: onnx.ModelProto
+) -> None:
     """Give each use of a tensor without a gradient its own slice.
 
     ORT failed where two nodes, or one node twice, use such a tensor in a Concat or a normalization.
     """
     # Without a backward pass no gradient gets a name.
-    if not export.training:
+    if not export_context.training:
         return
-    graph = model.graph
-    trained_names = trained_value_names(export, graph)
-    value_numbers = _value_numbers(graph, trained_names)
+    graph = exported_model.graph
+    trained_names = names_of_values_depending_on_trained(export_context, graph)
+    value_numbers = _value_number_by_untrained_name(graph, trained_names)
     gradient_uses = [
         (node, position)
-        for node, position in _named_gradient_inputs(graph)
+        for node, position in _inputs_whose_gradients_ort_names(graph)
         if node.input[position] not in trained_names
         and (node.op_type in _NORM_STARTS or trained_names.intersection(node.output))
     ]
@@ -67,20 +69,24 @@ def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
         and (node.op_type == "Concat" or use_counts[value] > 1)
     }
     if len(gradient_uses) > 1 and positions_to_slice:
-        replace_nodes(
+        replace_and_name_graph_nodes(
             graph,
-            _nodes_with_slices(graph, positions_to_slice, export.info.onnx_graph_input_names[0]),
+            _nodes_reading_slices_at_positions(
+                graph, positions_to_slice, export_context.info.onnx_graph_input_names[0]
+            ),
         )
 
 
-def _value_numbers(graph: onnx.GraphProto, trained_names: set[str]) -> dict[str, tuple[int, int]]:
+def _value_number_by_untrained_name(
+    onnx_graph: onnx.GraphProto, trained_names: set[str]
+) -> dict[str, tuple[int, int]]:
     """Return the value number of each computed tensor without a gradient, by name.
 
     Tensors of equal computations have equal value numbers: ORT merges their nodes.
     """
     computations: dict[tuple[object, ...], int] = {}
     number_by_name: dict[str, tuple[int, int]] = {}
-    for node in graph.node:
+    for node in onnx_graph.node:
         if not trained_names.intersection(node.output):
             attributes = sorted(attribute.SerializeToString() for attribute in node.attribute)
             inputs = (number_by_name.get(name, name) for name in node.input)
@@ -93,14 +99,16 @@ def _value_numbers(graph: onnx.GraphProto, trained_names: set[str]) -> dict[str,
     return number_by_name
 
 
-def _named_gradient_inputs(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
+def _inputs_whose_gradients_ort_names(
+    onnx_graph: onnx.GraphProto,
+) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes and positions of inputs for which ORT names a gradient."""
-    node_by_output = {name: node for node in graph.node for name in node.output}
+    node_by_output = {name: node for node in onnx_graph.node for name in node.output}
     scaled_names: set[str] = set()
     # Tensors of at least one dimension: a slice takes no scalar.
-    vector_names = {value.name for value in graph.input if value.type.tensor_type.shape.dim}
-    vector_names.update(tensor.name for tensor in graph.initializer if tensor.dims)
-    for node in graph.node:
+    vector_names = {value.name for value in onnx_graph.input if value.type.tensor_type.shape.dim}
+    vector_names.update(tensor.name for tensor in onnx_graph.initializer if tensor.dims)
+    for node in onnx_graph.node:
         positions = (
             range(1) if node.op_type in _NORM_STARTS else _GRADIENT_INPUTS.get(node.op_type, ())
         )
@@ -113,7 +121,7 @@ def _named_gradient_inputs(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodePr
                 is_scale_or_bias = (
                     other in scaled_names
                     if node.op_type == "Add"
-                    else _is_normalized(node_by_output, other)
+                    else _is_quotient_by_root(node_by_output, other)
                 )
                 if is_scale_or_bias and name in vector_names:
                     scaled_names.update(node.output)
@@ -125,10 +133,12 @@ def _named_gradient_inputs(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodePr
             vector_names.update(node.output)
 
 
-def _is_normalized(node_by_output: Mapping[str, onnx.NodeProto], value_name: str) -> bool:
+def _is_quotient_by_root(
+    node_by_output: Mapping[str, onnx.NodeProto], checked_value_name: str
+) -> bool:
     """Return whether a value is a tensor divided by a root, which a Cast may follow."""
     missing_node = onnx.NodeProto()
-    node = node_by_output.get(value_name, missing_node)
+    node = node_by_output.get(checked_value_name, missing_node)
     if node.op_type == "Cast":
         node = node_by_output.get(node.input[0], missing_node)
     # torch exports rsqrt as 1 / Sqrt.
@@ -144,73 +154,81 @@ def _is_normalized(node_by_output: Mapping[str, onnx.NodeProto], value_name: str
     )
 
 
-def _nodes_with_slices(
-    graph: onnx.GraphProto, positions_to_slice: set[tuple[str, int]], size_input: str
+def _nodes_reading_slices_at_positions(
+    onnx_graph: onnx.GraphProto, positions_to_slice: set[tuple[str, int]], size_input_name: str
 ) -> list[onnx.NodeProto]:
     constant_nodes = [
         node
-        for node in graph.node
+        for node in onnx_graph.node
         if node.op_type == "Constant" and node.attribute[0].name == "value"
     ]
     dims_by_constant = {node.output[0]: node.attribute[0].t.dims for node in constant_nodes}
-    dims_by_constant.update({tensor.name: tensor.dims for tensor in graph.initializer})
+    dims_by_constant.update({tensor.name: tensor.dims for tensor in onnx_graph.initializer})
     nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
+    for node in onnx_graph.node:
         for position, name in enumerate(node.input):
             if node.output and (node.output[0], position) in positions_to_slice:
                 sliced_name = node.input[position] = f"{node.output[0]}_apart_{position}"
                 if name in dims_by_constant:
-                    nodes += _constant_slice_nodes(
+                    nodes += _create_unfoldable_constant_slice_nodes(
                         name,
                         sliced_name,
                         _SLICE_BEGIN - len(nodes),
                         dims_by_constant[name],
-                        size_input,
+                        size_input_name,
                     )
                 else:
                     nodes += [
-                        _int64_constant(f"{sliced_name}_begin", _SLICE_BEGIN - len(nodes)),
-                        *_slice_nodes(name, sliced_name, sliced_name),
+                        _create_int64_constant_node(
+                            f"{sliced_name}_begin", _SLICE_BEGIN - len(nodes)
+                        ),
+                        *_create_slice_to_end_nodes(name, sliced_name, sliced_name),
                     ]
         nodes.append(node)
     return nodes
 
 
-def _slice_nodes(tensor_name: str, sliced_name: str, output_name: str) -> list[onnx.NodeProto]:
+def _create_slice_to_end_nodes(
+    source_name: str, sliced_name: str, output_name: str
+) -> list[onnx.NodeProto]:
     slice_inputs = [
-        tensor_name,
+        source_name,
         f"{sliced_name}_begin",
         f"{sliced_name}_end",
         f"{sliced_name}_axis",
     ]
     return [
-        _int64_constant(slice_inputs[2], _SLICE_END),
-        _int64_constant(slice_inputs[3], 0),
+        _create_int64_constant_node(slice_inputs[2], _SLICE_END),
+        _create_int64_constant_node(slice_inputs[3], 0),
         helper.make_node("Slice", slice_inputs, [output_name]),
     ]
 
 
-def _constant_slice_nodes(
-    tensor_name: str, sliced_name: str, begin_position: int, dims: Sequence[int], size_input: str
+def _create_unfoldable_constant_slice_nodes(
+    constant_name: str,
+    sliced_name: str,
+    begin_position: int,
+    constant_dims: Sequence[int],
+    size_input_name: str,
 ) -> list[onnx.NodeProto]:
     """Return nodes that slice a constant from a position that is known only in a pass.
 
     With a known position ORT would compute the slice in advance, and merge equal results.
     """
     return [
-        _int64_constant(f"{sliced_name}_before", begin_position),
-        helper.make_node("Size", [size_input], [f"{sliced_name}_size"]),
+        _create_int64_constant_node(f"{sliced_name}_before", begin_position),
+        helper.make_node("Size", [size_input_name], [f"{sliced_name}_size"]),
         helper.make_node(
             "Add", [f"{sliced_name}_size", f"{sliced_name}_before"], [f"{sliced_name}_begin"]
         ),
-        *_slice_nodes(tensor_name, sliced_name, f"{sliced_name}_slice"),
-        _int64_constant(f"{sliced_name}_dims", *dims),
+        *_create_slice_to_end_nodes(constant_name, sliced_name, f"{sliced_name}_slice"),
+        _create_int64_constant_node(f"{sliced_name}_dims", *constant_dims),
         helper.make_node(
             "Reshape", [f"{sliced_name}_slice", f"{sliced_name}_dims"], [sliced_name], allowzero=1
         ),
     ]
 
 
-def _int64_constant(name: str, *values: int) -> onnx.NodeProto:
-    value = helper.make_tensor("", TensorProto.INT64, [len(values)], values)
-    return helper.make_node("Constant", [], [name], value=value)
+def _create_int64_constant_node(output_name: str, *integers: int) -> onnx.NodeProto:
+    value = helper.make_tensor("", TensorProto.INT64, [len(integers)], integers)
+    return helper.make_node("Constant", [], [output_name], value=value)

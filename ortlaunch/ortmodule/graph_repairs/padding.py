@@ -15,10 +15,10 @@ from unittest import mock
 
 import torch
 
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.export import ExportContext
 
 
-def replace_torch_pad(export: Export) -> AbstractContextManager[Any]:
+def replace_torch_pad_temporarily(export_context: ExportContext) -> AbstractContextManager[Any]:
     """Replace torch.nn.functional.pad for an export.
 
     While open, pad concatenates integers with constants, and crops by slices.
@@ -32,7 +32,7 @@ def replace_torch_pad(export: Export) -> AbstractContextManager[Any]:
     ) -> Any:
         if mode != "constant" or torch.is_complex(x):
             return original_pad(x, amounts, mode, value)
-        x = _crop_negative_amounts(x, amounts)
+        x = _crop_by_negative_amounts(x, amounts)
         amounts = [max(0, amount) for amount in amounts]
         # The clone of an unpadded tensor is a new tensor, as pad's result always is.
         if x.is_floating_point() or x.dtype == torch.bool:
@@ -60,15 +60,15 @@ def replace_torch_pad(export: Export) -> AbstractContextManager[Any]:
     return mock.patch.object(torch_nn, "pad", pad)
 
 
-def _crop_negative_amounts(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
+def _crop_by_negative_amounts(tensor: torch.Tensor, padding_amounts: Sequence[int]) -> torch.Tensor:
     """Return the part that negative amounts leave.
 
     ORT's Pad reads outside of a tensor if the amounts leave nothing of it.
     """
-    parts = [slice(None)] * x.dim()
-    for amount_index in range(0, len(amounts), 2):
-        amount_before, amount_after = amounts[amount_index : amount_index + 2]
-        parts[x.dim() - 1 - amount_index // 2] = slice(
+    parts = [slice(None)] * tensor.dim()
+    for amount_index in range(0, len(padding_amounts), 2):
+        amount_before, amount_after = padding_amounts[amount_index : amount_index + 2]
+        parts[tensor.dim() - 1 - amount_index // 2] = slice(
             max(0, -amount_before), min(0, amount_after) or None
         )
-    return x[tuple(parts)] if min(amounts, default=0) < 0 else x
+    return tensor[tuple(parts)] if min(padding_amounts, default=0) < 0 else tensor

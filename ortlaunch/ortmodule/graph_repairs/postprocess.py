@@ -5,42 +5,44 @@ from __future__ import annotations
 import onnx
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.settings import (
     SettingError,
-    attached_settings,
-    qualified_function_name,
+    module_and_qualified_name,
+    settings_of_ort_object_or_defaults,
 )
 
 
-def apply_user_function(export: Export, model: onnx.ModelProto) -> onnx.ModelProto:
+def apply_and_check_user_postprocess(
+    export_context: ExportContext, exported_model: onnx.ModelProto
+) -> onnx.ModelProto:
     """Return the graph as the user's function changed it; without a function, the same graph.
 
     Raises:
         SettingError: the function failed, or returned no graph with the same inputs and outputs.
     """
-    function = attached_settings(export.options).postprocess
+    function = settings_of_ort_object_or_defaults(export_context.options).postprocess
     if function is None:
-        return model
+        return exported_model
     # The function may change the graph that it is given.
-    nodes_before = len(model.graph.node)
-    original_names = _input_and_output_names(model)
-    model_class = type(model)
-    name = qualified_function_name(function)
+    nodes_before = len(exported_model.graph.node)
+    original_names = _input_and_output_names(exported_model)
+    model_class = type(exported_model)
+    name = module_and_qualified_name(function)
     try:
-        model = function(model)
+        exported_model = function(exported_model)
     # The user's code may raise anything.
     except Exception as error:
         raise SettingError(
             "postprocess", f"{name} raised {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(model, model_class):
+    if not isinstance(exported_model, model_class):
         raise SettingError(
             "postprocess",
-            f"{name} returned {type(model).__name__}; it must return an onnx.ModelProto",
+            f"{name} returned {type(exported_model).__name__}; it must return an onnx.ModelProto",
         )
     for side, names_before, names_after in zip(
-        ("inputs", "outputs"), original_names, _input_and_output_names(model)
+        ("inputs", "outputs"), original_names, _input_and_output_names(exported_model)
     ):
         if names_before != names_after:
             raise SettingError(
@@ -48,18 +50,18 @@ def apply_user_function(export: Export, model: onnx.ModelProto) -> onnx.ModelPro
                 f"{name} changed the graph's {side} from {', '.join(names_before)} to {', '.join(names_after)}; "
                 "they must stay",
             )
-    nodes_after = len(model.graph.node)
-    tally.add_note_once(
+    nodes_after = len(exported_model.graph.node)
+    tally.add_end_note_once(
         f"Settings.postprocess: {name} made {nodes_after} nodes of an exported graph's {nodes_before}"
     )
     # An evaluation's graph must not hide the training's.
-    if export.training or tally.postprocess is None:
+    if export_context.training or tally.postprocess is None:
         tally.postprocess = {
             "function": name,
             "nodes_before": nodes_before,
             "nodes_after": nodes_after,
         }
-    return model
+    return exported_model
 
 
 def _input_and_output_names(model: onnx.ModelProto) -> tuple[list[str], list[str]]:

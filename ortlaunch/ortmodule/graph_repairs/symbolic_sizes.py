@@ -24,83 +24,97 @@ def infer_symbolic_sizes() -> None:
     every output of an operator that it does not know the type of the first input.
     """
     inference = _shape_inference_module().SymbolicShapeInference
-    patching.wrap_method(inference, "__init__", _add_own_operators)
-    patching.wrap_method(inference, "_infer_aten_upsample", _infer_symbolic_upsample)
-    patching.wrap_method(inference, "_infer_Slice", _infer_slice_of_formula)
-    patching.wrap_method(inference, "_infer_Split_Common", _infer_split_of_formula)
-    patching.wrap_method(inference, "_get_int_or_float_values", _finite_constant_values)
+    patching.replace_method_by_wrapper(inference, "__init__", _construct_and_add_own_operators)
+    patching.replace_method_by_wrapper(
+        inference, "_infer_aten_upsample", _infer_upsample_to_computed_size
+    )
+    patching.replace_method_by_wrapper(inference, "_infer_Slice", _infer_slice_or_set_new_sizes)
+    patching.replace_method_by_wrapper(
+        inference, "_infer_Split_Common", _infer_split_or_set_new_sizes
+    )
+    patching.replace_method_by_wrapper(
+        inference, "_get_int_or_float_values", _constant_values_or_none_if_not_finite
+    )
     # The last two only name the operator in errors.
-    patching.wrap_method(inference, "_onnx_infer_single_node", _record_inferred_node)
-    patching.wrap_method(inference, "_infer_impl", _name_operator_in_errors)
+    patching.replace_method_by_wrapper(
+        inference, "_onnx_infer_single_node", _record_node_and_infer_it
+    )
+    patching.replace_method_by_wrapper(inference, "_infer_impl", _infer_and_name_operator_in_errors)
 
 
 def _shape_inference_module() -> Any:
     return importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
 
 
-def _add_own_operators(
-    original: AnyFunction, inference: ShapeInference, *args: object, **kwargs: object
+def _construct_and_add_own_operators(
+    original_init: AnyFunction, inference: ShapeInference, *args: object, **kwargs: object
 ) -> None:
-    original(inference, *args, **kwargs)
+    original_init(inference, *args, **kwargs)
     for name, infer in (
-        (head_loss.OPERATOR, _infer_head_loss),
-        (attention_operator.FORWARD, _infer_attention),
+        (head_loss.OPERATOR, _infer_chunked_loss_types_and_shapes),
+        (attention_operator.FORWARD, _infer_attention_types_and_shapes),
     ):
         inference.aten_op_dispatcher_[name] = functools.partial(infer, inference)
 
 
-def _infer_head_loss(inference: ShapeInference, node: onnx.NodeProto) -> None:
+def _infer_chunked_loss_types_and_shapes(
+    inference: ShapeInference, loss_node: onnx.NodeProto
+) -> None:
     """Infer a chunked loss, of which only the gradient of `hidden` has the type of `hidden`."""
-    own_type, exact_type = _input_and_exact_types(inference, node)
-    hidden, weight = (inference._get_shape(node, position) for position in (0, 1))
+    own_type, exact_type = _type_codes_of_input_and_at_least_float32(inference, loss_node)
+    hidden, weight = (inference._get_shape(loss_node, position) for position in (0, 1))
     # A gradient that is not wanted is empty.
     gradients = (
-        shape if inference._try_get_value(node, position) else [0]
+        shape if inference._try_get_value(loss_node, position) else [0]
         for position, shape in ((5, hidden), (6, weight), (7, weight[:1]))
     )
-    _set_output_types(
+    _set_output_types_and_shapes(
         inference,
-        node,
+        loss_node,
         (exact_type, own_type, exact_type, exact_type, exact_type),
         [[], *gradients, []],
     )
 
 
-def _infer_attention(inference: ShapeInference, node: onnx.NodeProto) -> None:
+def _infer_attention_types_and_shapes(
+    inference: ShapeInference, attention_node: onnx.NodeProto
+) -> None:
     """Infer attention, of shape (batch, length, heads, size), and its log-sum-exp of the scores."""
-    swapped_bits = int(inference._try_get_value(node, 6))
-    shapes = [inference._get_shape(node, position) for position in range(3)]
+    swapped_bits = int(inference._try_get_value(attention_node, 6))
+    shapes = [inference._get_shape(attention_node, position) for position in range(3)]
     # The query, and likewise keys and values, may be shared by all samples.
     batch = next((shape[0] for shape in shapes if shape[0] != 1), 1)
     query, value = shapes[0], shapes[2]
     lengths = query[1:3] if swapped_bits & 1 else query[2:0:-1]
-    sum_shape = [str(size) for size in inference._new_symbolic_shape(3, node, 1)]
-    _set_output_types(
+    sum_shape = [str(size) for size in inference._new_symbolic_shape(3, attention_node, 1)]
+    _set_output_types_and_shapes(
         inference,
-        node,
-        _input_and_exact_types(inference, node),
+        attention_node,
+        _type_codes_of_input_and_at_least_float32(inference, attention_node),
         ([batch, *lengths, value[3]], sum_shape),
     )
 
 
-def _input_and_exact_types(inference: ShapeInference, node: onnx.NodeProto) -> tuple[int, int]:
+def _type_codes_of_input_and_at_least_float32(
+    inference: ShapeInference, onnx_node: onnx.NodeProto
+) -> tuple[int, int]:
     """Return the type of the first input, and the same in float32 or above."""
     tensor_types = importlib.import_module("onnx").TensorProto
-    own_type = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
+    own_type = inference.known_vi_[onnx_node.input[0]].type.tensor_type.elem_type
     return own_type, own_type if own_type == tensor_types.DOUBLE else tensor_types.FLOAT
 
 
-def _set_output_types(
-    inference: ShapeInference, node: onnx.NodeProto, type_codes: Any, shapes: Any
+def _set_output_types_and_shapes(
+    inference: ShapeInference, onnx_node: onnx.NodeProto, type_codes: Any, output_shapes: Any
 ) -> None:
     """Record the types and the shapes of a node's outputs."""
     make_info = importlib.import_module("onnx").helper.make_tensor_value_info
-    for name, type_code, shape in zip(node.output, type_codes, shapes):
+    for name, type_code, shape in zip(onnx_node.output, type_codes, output_shapes):
         inference.known_vi_[name].CopyFrom(make_info(name, type_code, shape))
 
 
-def _infer_symbolic_upsample(
-    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
+def _infer_upsample_to_computed_size(
+    original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer an upsampled image whose new size follows from the input's, such as half of it."""
     sizes = inference._try_get_value(node, 1)
@@ -110,29 +124,29 @@ def _infer_symbolic_upsample(
         inference._update_computed_dims(sizes)
         shape_by_name[node.input[1]] = _shape_inference_module().get_shape_from_sympy_shape(sizes)
     with mock.patch.dict(inference.sympy_data_, shape_by_name):
-        original(inference, node)
+        original_infer(inference, node)
 
 
-def _infer_slice_of_formula(
-    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
+def _infer_slice_or_set_new_sizes(
+    original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer a slice up to a computed size, of which SymPy cannot determine the sign."""
     try:
-        original(inference, node)
+        original_infer(inference, node)
     except AssertionError:
-        _set_new_sizes(inference, node, 0, inference._try_get_value(node, 3))
+        _set_new_symbolic_sizes_on_axes(inference, node, 0, inference._try_get_value(node, 3))
 
 
-def _infer_split_of_formula(
-    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object
+def _infer_split_or_set_new_sizes(
+    original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object
 ) -> None:
     """Infer the parts of a computed size, such as a batch in two."""
     try:
-        original(inference, node, *args)
+        original_infer(inference, node, *args)
     except TypeError:
         # SymPy raises TypeError because a formula is no integer.
         for output_index in range(len(node.output)):
-            _set_new_sizes(
+            _set_new_symbolic_sizes_on_axes(
                 inference,
                 node,
                 output_index,
@@ -140,17 +154,17 @@ def _infer_split_of_formula(
             )
 
 
-def _set_new_sizes(
-    inference: ShapeInference, node: onnx.NodeProto, output_index: int, axes: Any
+def _set_new_symbolic_sizes_on_axes(
+    inference: ShapeInference, onnx_node: onnx.NodeProto, output_index: int, axes: Any
 ) -> None:
     """Give an output the first input's shape, with new unknown sizes along `axes`."""
-    shape = inference._get_shape(node, 0)
+    shape = inference._get_shape(onnx_node, 0)
     for axis in axes:
         shape[axis] = str(
-            inference._new_symbolic_dim_from_output(node, output_index, int(axis) % len(shape))
+            inference._new_symbolic_dim_from_output(onnx_node, output_index, int(axis) % len(shape))
         )
-    output_info = inference.known_vi_[node.output[output_index]]
-    type_code = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
+    output_info = inference.known_vi_[onnx_node.output[output_index]]
+    type_code = inference.known_vi_[onnx_node.input[0]].type.tensor_type.elem_type
     output_info.CopyFrom(
         importlib.import_module("onnx").helper.make_tensor_value_info(
             output_info.name, type_code, shape
@@ -158,8 +172,8 @@ def _set_new_sizes(
     )
 
 
-def _finite_constant_values(
-    original: AnyFunction,
+def _constant_values_or_none_if_not_finite(
+    original_get_values: AnyFunction,
     inference: ShapeInference,
     node: onnx.NodeProto,
     *args: object,
@@ -167,29 +181,29 @@ def _finite_constant_values(
 ) -> list[object]:
     """Return constants as numbers for computed sizes, with None for infinite ones and nan."""
     try:
-        values: list[Any] = original(inference, node, *args, **kwargs)
+        values: list[Any] = original_get_values(inference, node, *args, **kwargs)
     except (OverflowError, ValueError):
         return [None] * len(node.input)
     return values
 
 
-def _record_inferred_node(
-    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
+def _record_node_and_infer_it(
+    original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
-    """Record the node that is inferred next, for `_name_operator_in_errors`."""
+    """Record the node that is inferred next, for `_infer_and_name_operator_in_errors`."""
     inference._ortlaunch_node = node
-    original(inference, node)
+    original_infer(inference, node)
 
 
-def _name_operator_in_errors(
-    original: AnyFunction, inference: ShapeInference, *args: object
+def _infer_and_name_operator_in_errors(
+    original_infer: AnyFunction, inference: ShapeInference, *args: object
 ) -> Any:
     """Add the operator's name to an error of ORT's shape inference.
 
     The error is often an AssertionError without a text.
     """
     try:
-        is_complete = original(inference, *args)
+        is_complete = original_infer(inference, *args)
         # Otherwise ORT would write the graph into the current folder, and raise without a name.
         if not (is_complete or inference.run_ or inference.prefix_):
             raise ValueError("its size is unknown")
@@ -198,7 +212,7 @@ def _name_operator_in_errors(
     except ShapeInferenceError:
         raise
     except Exception as error:
-        # Set by `_record_inferred_node`; None if the error came before the first node.
+        # Set by `_record_node_and_infer_it`; None if the error came before the first node.
         node = vars(inference).get("_ortlaunch_node")
         if node is None:
             raise

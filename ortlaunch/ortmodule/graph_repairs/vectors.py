@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base import patching
-from ortlaunch.ortmodule.base.graph import replace_nodes
-from ortlaunch.ortmodule.base.source_guard import TRANSITION, function_owner
+from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owning_class_or_module
 
 if TYPE_CHECKING:
     import onnx
@@ -35,17 +35,21 @@ _PRODUCT_AXIS = (-2, -1)
 _PASSED_OPERATORS = ("Add", "Div")
 
 
-def keep_vanishing_sizes() -> None:
+def keep_sizes_of_one() -> None:
     """Rewrite products by a vector and picks from a computed tensor.
 
     ORT's gradient of the former and its value of the latter are wrong, without an error.
     """
-    patching.wrap_method(function_owner(TRANSITION), "_infer_shapes", _infer_and_keep_sizes_of_one)
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(TRANSITION), "_infer_shapes", _infer_shapes_and_keep_sizes_of_one
+    )
 
 
-def _infer_and_keep_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
+def _infer_shapes_and_keep_sizes_of_one(
+    original_infer: AnyFunction, model: onnx.ModelProto
+) -> object:
     """Infer the shapes, then rewrite the nodes that lose a dimension."""
-    inferred = original(model)
+    inferred = original_infer(model)
     graph = inferred.graph
     nodes = []
     values = (*graph.input, *graph.value_info, *graph.output)
@@ -61,103 +65,117 @@ def _infer_and_keep_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) 
     }
     for node in graph.node:
         if node.op_type == "MatMul":
-            nodes += _product_of_matrices(node, rank_by_name)
+            nodes += _unsqueeze_vectors_around_matmul(node, rank_by_name)
         elif (
             node.op_type == "Gather"
             and node.input[0] in computed_names
             and rank_by_name.get(node.input[1]) == 0
         ):
             # A scalar index removes the dimension.
-            nodes += _pick_by_index_list(node)
+            nodes += _gather_by_index_list_and_squeeze(node)
         elif node.op_type in _PASSED_OPERATORS:
-            nodes += _nodes_with_equal_ranks(node, rank_by_name)
+            nodes += _unsqueeze_matrix_of_smaller_rank(node, rank_by_name)
         else:
             if (
                 node.op_type in ("ReduceSum", "ReduceMean")
                 and rank_by_name.get(node.output[0]) == 0
             ):
-                _remove_axes(node)
+                _remove_list_of_reduced_axes(node)
             nodes.append(node)
     if len(nodes) != len(graph.node):
-        replace_nodes(graph, nodes)
+        replace_and_name_graph_nodes(graph, nodes)
     return inferred
 
 
-def _product_of_matrices(
-    node: onnx.NodeProto, rank_by_name: Mapping[str, int]
+def _unsqueeze_vectors_around_matmul(
+    matmul_node: onnx.NodeProto, rank_by_name: Mapping[str, int]
 ) -> list[onnx.NodeProto]:
     """Return a product between nodes that add a size of 1 to each vector and remove it again."""
     vector_positions = [
-        position for position in (0, 1) if rank_by_name.get(node.input[position]) == 1
+        position for position in (0, 1) if rank_by_name.get(matmul_node.input[position]) == 1
     ]
     if not vector_positions:
-        return [node]
+        return [matmul_node]
     nodes_before: list[onnx.NodeProto] = []
     for position in vector_positions:
-        name = f"{node.output[0]}_ortlaunch_matrix_{position}"
-        nodes_before += _reshape_nodes(
-            "Unsqueeze", node.input[position], name, [_NEW_AXIS[position]]
+        name = f"{matmul_node.output[0]}_ortlaunch_matrix_{position}"
+        nodes_before += _create_squeeze_or_unsqueeze_nodes(
+            "Unsqueeze", matmul_node.input[position], name, [_NEW_AXIS[position]]
         )
-        node.input[position] = name
-    result_name, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_product"
+        matmul_node.input[position] = name
+    result_name, matmul_node.output[0] = (
+        matmul_node.output[0],
+        f"{matmul_node.output[0]}_ortlaunch_product",
+    )
     return [
         *nodes_before,
-        node,
-        *_reshape_nodes(
+        matmul_node,
+        *_create_squeeze_or_unsqueeze_nodes(
             "Squeeze",
-            node.output[0],
+            matmul_node.output[0],
             result_name,
             [_PRODUCT_AXIS[position] for position in vector_positions],
         ),
     ]
 
 
-def _nodes_with_equal_ranks(
-    node: onnx.NodeProto, rank_by_name: Mapping[str, int]
+def _unsqueeze_matrix_of_smaller_rank(
+    add_or_divide_node: onnx.NodeProto, rank_by_name: Mapping[str, int]
 ) -> list[onnx.NodeProto]:
     """Return a sum or quotient whose inputs have as many dimensions as each other.
 
     A vector stays: ORT picks from its last dimension only, and recognizes it as a bias.
     """
-    input_ranks = [rank_by_name.get(name, 0) for name in node.input]
+    input_ranks = [rank_by_name.get(name, 0) for name in add_or_divide_node.input]
     smaller_position = input_ranks.index(min(input_ranks))
     missing_count = max(input_ranks) - input_ranks[smaller_position]
     if input_ranks[smaller_position] < 2 or not missing_count:
-        return [node]
-    name = f"{node.output[0]}_ortlaunch_whole"
-    nodes_before = _reshape_nodes(
-        "Unsqueeze", node.input[smaller_position], name, list(range(missing_count))
+        return [add_or_divide_node]
+    name = f"{add_or_divide_node.output[0]}_ortlaunch_whole"
+    nodes_before = _create_squeeze_or_unsqueeze_nodes(
+        "Unsqueeze", add_or_divide_node.input[smaller_position], name, list(range(missing_count))
     )
-    node.input[smaller_position] = name
-    return [*nodes_before, node]
+    add_or_divide_node.input[smaller_position] = name
+    return [*nodes_before, add_or_divide_node]
 
 
-def _remove_axes(node: onnx.NodeProto) -> None:
+def _remove_list_of_reduced_axes(reduction_node: onnx.NodeProto) -> None:
     """Make a sum or mean over all dimensions without a list of them."""
     # ReduceSum takes the axes as an input since opset 13, ReduceMean since 18; an attribute before.
-    del node.input[1:]
-    kept_attributes = [attribute for attribute in node.attribute if attribute.name != "axes"]
-    del node.attribute[:]
-    node.attribute.extend(kept_attributes)
+    del reduction_node.input[1:]
+    kept_attributes = [
+        attribute for attribute in reduction_node.attribute if attribute.name != "axes"
+    ]
+    del reduction_node.attribute[:]
+    reduction_node.attribute.extend(kept_attributes)
 
 
-def _pick_by_index_list(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _gather_by_index_list_and_squeeze(gather_node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Return a pick by a list of one index, whose size of 1 is removed again."""
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-    index_name = f"{node.output[0]}_ortlaunch_index"
-    nodes_before = _reshape_nodes("Unsqueeze", node.input[1], index_name, [0])
-    node.input[1] = index_name
-    result_name, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_picked"
-    return [*nodes_before, node, *_reshape_nodes("Squeeze", node.output[0], result_name, [axis])]
+    axis = next((attribute.i for attribute in gather_node.attribute if attribute.name == "axis"), 0)
+    index_name = f"{gather_node.output[0]}_ortlaunch_index"
+    nodes_before = _create_squeeze_or_unsqueeze_nodes(
+        "Unsqueeze", gather_node.input[1], index_name, [0]
+    )
+    gather_node.input[1] = index_name
+    result_name, gather_node.output[0] = (
+        gather_node.output[0],
+        f"{gather_node.output[0]}_ortlaunch_picked",
+    )
+    return [
+        *nodes_before,
+        gather_node,
+        *_create_squeeze_or_unsqueeze_nodes("Squeeze", gather_node.output[0], result_name, [axis]),
+    ]
 
 
-def _reshape_nodes(
-    operator: str, input_name: str, output_name: str, axes: list[int]
+def _create_squeeze_or_unsqueeze_nodes(
+    operator_type: str, input_name: str, output_name: str, axes: list[int]
 ) -> list[onnx.NodeProto]:
     from onnx import TensorProto, helper
 
     value = helper.make_tensor("axes", TensorProto.INT64, [len(axes)], axes)
     return [
         helper.make_node("Constant", [], [f"{output_name}_axes"], value=value),
-        helper.make_node(operator, [input_name, f"{output_name}_axes"], [output_name]),
+        helper.make_node(operator_type, [input_name, f"{output_name}_axes"], [output_name]),
     ]

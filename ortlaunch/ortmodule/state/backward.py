@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ortlaunch.ortmodule.base.gradients import names_reached_by_gradient
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import TRAINING, function_owner
+from ortlaunch.ortmodule.base.gradients import value_names_reached_from_outputs
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
 
 if TYPE_CHECKING:
     import onnx
@@ -46,19 +46,23 @@ _SECOND_DERIVATIVE_MESSAGE = (
 )
 
 
-def follow_autograd() -> None:
+def follow_autograd_rules() -> None:
     """Let ORT's autograd function follow autograd's rules.
 
     It ignores versions of tensors, unused outputs, most outputs without a gradient, and second
     derivatives.
     """
-    wrap_method(function_owner(TRAINING), "_create_autofunction_class", _wrap_autograd_function)
+    replace_method_by_wrapper(
+        owning_class_or_module(TRAINING),
+        "_create_autofunction_class",
+        _subclass_ort_autograd_function,
+    )
 
 
 OptionalGradients = Sequence["torch.Tensor | None"]
 
 
-class _GraphFacts(NamedTuple):
+class _GradientReach(NamedTuple):
     """Facts about one training graph."""
 
     needed_positions: list[int]
@@ -74,8 +78,8 @@ class _SavedTensor(NamedTuple):
     address: int
 
 
-def _wrap_autograd_function(original: AnyFunction, manager: Manager) -> object:
-    ort_function = original(manager)
+def _subclass_ort_autograd_function(original_create_class: AnyFunction, manager: Manager) -> object:
+    ort_function = original_create_class(manager)
 
     class _ORTModuleFunction(ort_function):  # type: ignore[misc,valid-type]
         @staticmethod
@@ -87,15 +91,17 @@ def _wrap_autograd_function(original: AnyFunction, manager: Manager) -> object:
             # ORT marks one after the other, and of several calls autograd keeps the last alone.
             constant_positions = manager._graph_info.output_grad_indices_non_differentiable
             ctx.mark_non_differentiable(*(outputs[position] for position in constant_positions))
-            names = list(_exported_graph_info(manager).onnx_graph_input_names)
+            names = list(_post_export_graph_info(manager).onnx_graph_input_names)
             ctx.ortlaunch_saved = list(
-                _saved_tensors(names, inputs, _facts_of_graph(manager).needed_positions)
+                _tensors_with_version_and_address(
+                    names, inputs, _compute_or_cache_gradient_reach(manager).needed_positions
+                )
             )
             return outputs
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> object:
-            _raise_if_changed(ctx.ortlaunch_saved)
+            _require_unchanged_since_forward(ctx.ortlaunch_saved)
             # The gradient of a sum over nothing has strides that ORT refuses.
             gradients = tuple(
                 g if g is None or g.numel() else g.new_empty(g.shape) for g in gradients
@@ -105,9 +111,11 @@ def _wrap_autograd_function(original: AnyFunction, manager: Manager) -> object:
                 input_gradients = ort_function.backward(ctx, *gradients)
             # Frees the tensors, which nothing needs after the check.
             ctx.ortlaunch_saved = []
-            input_gradients = _drop_unused_gradients(manager, gradients, input_gradients)
+            input_gradients = _gradients_with_none_for_unused_inputs(
+                manager, gradients, input_gradients
+            )
             return (
-                _forbid_second_derivative(input_gradients)
+                _gradients_that_refuse_derivation(input_gradients)
                 if torch.is_grad_enabled()
                 else input_gradients
             )
@@ -127,17 +135,17 @@ def _return_unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _exported_graph_info(manager: Manager) -> GraphInfo:
+def _post_export_graph_info(manager: Manager) -> GraphInfo:
     return manager._graph_transition_manager._post_export_processed_model_info
 
 
-def _facts_of_graph(manager: Manager) -> _GraphFacts:
+def _compute_or_cache_gradient_reach(manager: Manager) -> _GradientReach:
     """Return the facts about the current graph, computed once for each graph."""
-    info = _exported_graph_info(manager)
+    info = _post_export_graph_info(manager)
     graph = manager._onnx_models.optimized_model.graph
-    cached_facts: tuple[object, _GraphFacts] | None = vars(manager).get("_ortlaunch_facts")
+    cached_facts: tuple[object, _GradientReach] | None = vars(manager).get("_ortlaunch_facts")
     if cached_facts is None or cached_facts[0] is not graph:
-        needed_names = set(_names_read_in_backward(graph))
+        needed_names = set(_input_names_read_in_backward(graph))
         positions = [
             position
             for position, name in enumerate(info.onnx_graph_input_names)
@@ -146,12 +154,12 @@ def _facts_of_graph(manager: Manager) -> _GraphFacts:
         exported_graph = info._post_export_processed_model.graph
         # Of the exported graph, because optimizations may rename or merge values.
         reached_by_output = [
-            names_reached_by_gradient(exported_graph, [output.name])
+            value_names_reached_from_outputs(exported_graph, [output.name])
             for output in exported_graph.output
         ]
         cached_facts = vars(manager)["_ortlaunch_facts"] = (
             graph,
-            _GraphFacts(positions, reached_by_output),
+            _GradientReach(positions, reached_by_output),
         )
     return cached_facts[1]
 
@@ -159,13 +167,13 @@ def _facts_of_graph(manager: Manager) -> _GraphFacts:
 # ------------------------------------------------------------------------------------------------ unused outputs
 
 
-def _drop_unused_gradients(
+def _gradients_with_none_for_unused_inputs(
     manager: Manager, output_gradients: OptionalGradients, input_gradients: OptionalGradients
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, with None where only outputs without a gradient depend on the input."""
     if all(gradient is not None for gradient in output_gradients):
         return tuple(input_gradients)
-    reached_by_output = _facts_of_graph(manager).reached_by_output
+    reached_by_output = _compute_or_cache_gradient_reach(manager).reached_by_output
     used_names = set[str]().union(
         *(
             names
@@ -173,7 +181,7 @@ def _drop_unused_gradients(
             if gradient is not None
         )
     )
-    names = _exported_graph_info(manager).onnx_graph_input_names
+    names = _post_export_graph_info(manager).onnx_graph_input_names
     return tuple(
         gradient if name in used_names else None for name, gradient in zip(names, input_gradients)
     )
@@ -182,18 +190,18 @@ def _drop_unused_gradients(
 # ----------------------------------------------------------------------------------------------- changed tensors
 
 
-def _saved_tensors(
-    input_names: Sequence[str], inputs: Sequence[torch.Tensor], positions: Sequence[int]
+def _tensors_with_version_and_address(
+    input_names: Sequence[str], input_tensors: Sequence[torch.Tensor], positions: Sequence[int]
 ) -> Iterator[_SavedTensor]:
     """Yield the tensors at these positions with their current version and address."""
     for position in positions:
-        tensor = inputs[position]
+        tensor = input_tensors[position]
         # Inference tensors have no version counter.
         if not tensor.is_inference():
             yield _SavedTensor(input_names[position], tensor, tensor._version, tensor.data_ptr())
 
 
-def _raise_if_changed(saved_tensors: Sequence[_SavedTensor]) -> None:
+def _require_unchanged_since_forward(saved_tensors: Sequence[_SavedTensor]) -> None:
     """Raise RuntimeError if a tensor was changed or replaced since the forward pass."""
     for name, tensor, version, address in saved_tensors:
         if (tensor._version, tensor.data_ptr()) != (version, address):
@@ -209,32 +217,34 @@ def _raise_if_changed(saved_tensors: Sequence[_SavedTensor]) -> None:
             )
 
 
-def _names_read_in_backward(graph: onnx.GraphProto) -> Iterator[str]:
+def _input_names_read_in_backward(training_graph: onnx.GraphProto) -> Iterator[str]:
     """Yield the names of the inputs whose values the backward pass reads, in any shape."""
-    nodes = list(graph.node)
+    nodes = list(training_graph.node)
     # ORT's YieldOp separates the forward from the backward pass.
     yield_index = next(
         node_index for node_index, node in enumerate(nodes) if node.op_type == "YieldOp"
     )
     node_by_output = {name: node for node in nodes for name in node.output}
-    forward_node_ids = _ids_of_needed_nodes(nodes[yield_index], node_by_output)
+    forward_node_ids = _ids_of_nodes_needed_by(nodes[yield_index], node_by_output)
     for node in nodes:
         if (
             id(node) not in forward_node_ids
             and node is not nodes[yield_index]
             and node.op_type not in _SIZE_OPERATORS
         ):
-            yield from (_copied_value_name(name, node_by_output) for name in node.input)
+            yield from (_name_of_value_before_reshapes(name, node_by_output) for name in node.input)
 
 
-def _copied_value_name(value_name: str, node_by_output: dict[str, onnx.NodeProto]) -> str:
+def _name_of_value_before_reshapes(
+    value_name: str, node_by_output: dict[str, onnx.NodeProto]
+) -> str:
     """Return the name of the value that a value copies, apart from shape and type."""
     while value_name in node_by_output and node_by_output[value_name].op_type in _SAME_VALUES:
         value_name = node_by_output[value_name].input[0]
     return value_name
 
 
-def _ids_of_needed_nodes(
+def _ids_of_nodes_needed_by(
     end_node: onnx.NodeProto, node_by_output: dict[str, onnx.NodeProto]
 ) -> set[int]:
     """Return the ids of the nodes that `end_node` needs."""
@@ -255,7 +265,9 @@ def _ids_of_needed_nodes(
 # -------------------------------------------------------------------------------------------- second derivatives
 
 
-def _forbid_second_derivative(gradients: OptionalGradients) -> tuple[torch.Tensor | None, ...]:
+def _gradients_that_refuse_derivation(
+    gradients: OptionalGradients,
+) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, marked so that their own derivative raises an error."""
     present_gradients = [gradient for gradient in gradients if gradient is not None]
     marked_gradients = iter(

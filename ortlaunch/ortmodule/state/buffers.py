@@ -19,9 +19,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule.base.export import Export, facts_of_last_trace, path_in_model
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import PACKAGE, PROCESSED, TRAINING, function_owner
+from ortlaunch.ortmodule.base.export import (
+    ExportContext,
+    get_or_create_newest_trace_facts,
+    path_in_model,
+)
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.source_guard import (
+    PACKAGE,
+    PROCESSED,
+    TRAINING,
+    owning_class_or_module,
+)
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing import grad_mode
 
@@ -40,46 +49,52 @@ def keep_buffers_exact() -> None:
     does not count batches. Other buffers that a forward pass changes would not change in ORT's
     graph: such a model is refused.
     """
-    wrap_method(function_owner(PROCESSED), "restore_outputs", _keep_all_outputs)
-    wrap_method(function_owner(TRAINING), "forward", _run_with_exact_statistics)
+    replace_method_by_wrapper(
+        owning_class_or_module(PROCESSED), "restore_outputs", _store_all_outputs_and_restore
+    )
+    replace_method_by_wrapper(
+        owning_class_or_module(TRAINING), "forward", _run_and_correct_batch_norm_statistics
+    )
 
 
 # ---------------------------------------------------------------------------------------------- in the export
 
 
 @contextlib.contextmanager
-def restore_modes_and_buffers(export: Export) -> Iterator[None]:
+def restore_modes_and_buffers_after_export(export_context: ExportContext) -> Iterator[None]:
     """Restore modes and buffers after the export; changes by a pass are recorded or refused."""
     change_counts: dict[str, int] = {}
     try:
         with (
-            restore_modes_after(export.module),
-            restore_buffers_after(export.module, change_counts),
-            _write_out_frozen_norms(export.training),
+            restore_layer_modes_after_block(export_context.module),
+            restore_and_compare_buffers_after_block(export_context.module, change_counts),
+            _write_out_evaluation_mode_norms(export_context.training),
         ):
             yield
     except Exception:
         # The failure may come from a layer that changes a buffer; that layer may then run as torch
-        # (OnceMore).
+        # (RepeatExportWithTorchLayer).
         with contextlib.suppress(EngineError):
-            _updated_norms_or_raise(export, change_counts)
+            _paths_of_updated_norms_or_refuse(export_context, change_counts)
         raise
-    norm_paths = _updated_norms_or_raise(export, change_counts)
-    if export.training:
-        export.facts["batch_norms"] = norm_paths
+    norm_paths = _paths_of_updated_norms_or_refuse(export_context, change_counts)
+    if export_context.training:
+        export_context.facts["batch_norms"] = norm_paths
 
 
-def add_batch_size_outputs(export: Export, model: onnx.ModelProto) -> None:
+def add_norm_size_outputs_to_cpu_training_graph(
+    export_context: ExportContext, exported_model: onnx.ModelProto
+) -> None:
     """Add outputs to a training graph: the number of values behind each BatchNorm's statistics."""
-    if not export.training:
+    if not export_context.training:
         return
-    _refuse_frozen_nodes(model)
-    if export.device.type == "cpu":
+    _refuse_evaluation_mode_norm_nodes(exported_model)
+    if export_context.device.type == "cpu":
         # On CUDA cuDNN computes the statistics, in the same way as in PyTorch.
-        _add_size_outputs(export, model)
+        _add_size_output_for_each_norm(export_context, exported_model)
 
 
-def wrap_preserving_modes(export: AnyFunction) -> AnyFunction:
+def wrap_export_preserving_modes(torch_export: AnyFunction) -> AnyFunction:
     """Return an export that keeps each layer's own mode and the current grad mode.
 
     ORT's training export would set every layer to training, also a BatchNorm that the user froze by
@@ -88,19 +103,19 @@ def wrap_preserving_modes(export: AnyFunction) -> AnyFunction:
     """
     modes = torch.onnx.TrainingMode
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_preserving_modes(module: nn.Module, *args: object, **kwargs: object) -> object:
-        gradients_enabled = grad_mode.starting_grad_mode(True)
+        gradients_enabled = grad_mode.starting_grad_mode_or_default(True)
         if kwargs["training"] != modes.TRAINING or (
             gradients_enabled and all(layer.training for layer in module.modules())
         ):
-            return export(module, *args, **kwargs)
+            return torch_export(module, *args, **kwargs)
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
         original_get_mode = exporter._get_training_mode
         # ORT's own function handles no mode besides TRAINING and EVAL.
         exporter._get_training_mode = lambda: gradients_enabled
         try:
-            return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
+            return torch_export(module, *args, **{**kwargs, "training": modes.PRESERVE})
         finally:
             exporter._get_training_mode = original_get_mode
 
@@ -108,7 +123,7 @@ def wrap_preserving_modes(export: AnyFunction) -> AnyFunction:
 
 
 @contextlib.contextmanager
-def _write_out_frozen_norms(is_training: bool) -> Iterator[None]:
+def _write_out_evaluation_mode_norms(is_training_export: bool) -> Iterator[None]:
     """Export a BatchNorm in evaluation mode as plain arithmetic.
 
     In a training graph ORT would run it as if it were in training mode.
@@ -125,16 +140,16 @@ def _write_out_frozen_norms(is_training: bool) -> Iterator[None]:
 
     with (
         mock.patch.object(_BatchNorm, "forward", normalize_by_arithmetic)
-        if is_training
+        if is_training_export
         else contextlib.nullcontext()
     ):
         yield
 
 
 @contextlib.contextmanager
-def restore_modes_after(module: nn.Module) -> Iterator[None]:
+def restore_layer_modes_after_block(model: nn.Module) -> Iterator[None]:
     """Restore every layer's own mode, training or evaluation, afterwards."""
-    modes = [(layer, layer.training) for layer in module.modules()]
+    modes = [(layer, layer.training) for layer in model.modules()]
     try:
         yield
     finally:
@@ -142,7 +157,7 @@ def restore_modes_after(module: nn.Module) -> Iterator[None]:
             layer.training = mode
 
 
-class _Buffer(NamedTuple):
+class _SavedBuffer(NamedTuple):
     layer: nn.Module
     name: str
     tensor: torch.Tensor
@@ -150,44 +165,44 @@ class _Buffer(NamedTuple):
 
 
 @contextlib.contextmanager
-def restore_buffers_after(
-    module: nn.Module, change_counts: dict[str, int] | None = None
+def restore_and_compare_buffers_after_block(
+    model: nn.Module, collected_change_counts: dict[str, int] | None = None
 ) -> Iterator[None]:
-    """Restore every buffer's object and value; fill `change_counts`, at the end, with their counts.
+    """Restore every buffer's object and value; fill `collected_change_counts`, at the end, with their counts.
 
     A count is the number of times that one pass added 1 to a single integer, as BatchNorm does; it
     is 0 for other changes.
     """
     buffer_by_name = {
-        f"{path}.{name}": _Buffer(layer, name, tensor, tensor.detach().clone())
-        for path, layer in module.named_modules()
+        f"{path}.{name}": _SavedBuffer(layer, name, tensor, tensor.detach().clone())
+        for path, layer in model.named_modules()
         for name, tensor in layer._buffers.items()
         if tensor is not None
     }
     # The export runs the model several times; counts are divided by the number of passes.
     passes: list[None] = []
     # A copy that ORT makes of the module has the hook too, and is not counted.
-    hook = module.register_forward_pre_hook(
-        lambda called_module, _: passes.append(None) if called_module is module else None
+    hook = model.register_forward_pre_hook(
+        lambda called_module, _: passes.append(None) if called_module is model else None
     )
     try:
         yield
     finally:
         hook.remove()
-        if change_counts is not None:
-            change_counts.update(_buffer_changes(buffer_by_name, len(passes)))
+        if collected_change_counts is not None:
+            collected_change_counts.update(_counts_of_changed_buffers(buffer_by_name, len(passes)))
         with torch.no_grad():
             for buffer in buffer_by_name.values():
                 buffer.layer._buffers[buffer.name] = buffer.tensor
                 buffer.tensor.copy_(buffer.value_before)
 
 
-def _buffer_changes(
-    buffer_by_name: dict[str, _Buffer], pass_count: int
+def _counts_of_changed_buffers(
+    saved_buffer_by_name: dict[str, _SavedBuffer], pass_count: int
 ) -> Iterator[tuple[str, int]]:
-    for name, buffer in buffer_by_name.items():
+    for name, buffer in saved_buffer_by_name.items():
         new_tensor = buffer.layer._buffers[buffer.name]
-        if new_tensor is not None and _has_changed_value(buffer.value_before, new_tensor):
+        if new_tensor is not None and _differs_in_equal_shape(buffer.value_before, new_tensor):
             # As num_batches_tracked is.
             is_counter = (
                 buffer.value_before.dtype == torch.long and buffer.value_before.numel() == 1
@@ -198,7 +213,7 @@ def _buffer_changes(
             )
 
 
-def _has_changed_value(old_value: torch.Tensor, new_value: torch.Tensor | None) -> bool:
+def _differs_in_equal_shape(old_value: torch.Tensor, new_value: torch.Tensor | None) -> bool:
     """Return whether a pass changed a value.
 
     A value of another shape is a table that grew, which a graph does not need.
@@ -210,74 +225,88 @@ def _has_changed_value(old_value: torch.Tensor, new_value: torch.Tensor | None) 
     )
 
 
-def _updated_norms_or_raise(export: Export, change_counts: dict[str, int]) -> list[str]:
+def _paths_of_updated_norms_or_refuse(
+    export_context: ExportContext, change_count_by_buffer: dict[str, int]
+) -> list[str]:
     """Return the BatchNorm layers that a pass updates, each once.
 
     Raises:
         EngineError: a pass changes a buffer that ONNX Runtime's graph would not change.
-        OnceMore: the layer of such a buffer can run as torch.
+        RepeatExportWithTorchLayer: the layer of such a buffer can run as torch.
     """
-    outer_paths = torch_modules.torch_layer_paths(export)
-    change_counts = {
+    outer_paths = torch_modules.paths_of_outermost_torch_layers(export_context)
+    change_count_by_buffer = {
         name: count
-        for name, count in change_counts.items()
+        for name, count in change_count_by_buffer.items()
         if not torch_modules.is_inside_layers(name, outer_paths)
     }
-    norm_paths = sorted({name.rpartition(".")[0] for name in change_counts})
+    norm_paths = sorted({name.rpartition(".")[0] for name in change_count_by_buffer})
     for path in norm_paths:
-        layer = export.module.get_submodule(path)
+        layer = export_context.module.get_submodule(path)
         name = path_in_model(path)
         if not isinstance(layer, _BatchNorm):
             buffers = ", ".join(
-                path_in_model(buffer) for buffer in change_counts if buffer.startswith(f"{path}.")
+                path_in_model(buffer)
+                for buffer in change_count_by_buffer
+                if buffer.startswith(f"{path}.")
             )
             reason = (
                 f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not"
             )
-            raise torch_modules.mark_layer_and_get_error(export, path, reason)
+            raise torch_modules.mark_layer_for_torch_and_create_exception(
+                export_context, path, reason
+            )
         if layer.momentum is None:
             reason = (
                 f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average "
                 "over all batches"
             )
-            raise torch_modules.mark_layer_and_get_error(
-                export, path, f"{reason}; give it a momentum such as 0.1"
+            raise torch_modules.mark_layer_for_torch_and_create_exception(
+                export_context, path, f"{reason}; give it a momentum such as 0.1"
             )
-        if change_counts.get(f"{path}.num_batches_tracked", 1) > 1:
+        if change_count_by_buffer.get(f"{path}.num_batches_tracked", 1) > 1:
             reason = (
                 f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot"
             )
-            raise torch_modules.mark_layer_and_get_error(export, path, reason)
+            raise torch_modules.mark_layer_for_torch_and_create_exception(
+                export_context, path, reason
+            )
     return norm_paths
 
 
-def _add_size_outputs(export: Export, model: onnx.ModelProto) -> None:
+def _add_size_output_for_each_norm(
+    export_context: ExportContext, exported_model: onnx.ModelProto
+) -> None:
     """Add an output for each layer: the number of values behind its statistics, times its channels."""
     from onnx import TensorProto, helper
 
     # Input 4 of a BatchNormalization is the running variance.
-    input_by_variance = {node.input[4]: node.input[0] for node in _norm_nodes(model)}
-    for path in export.facts["batch_norms"]:
+    input_by_variance = {node.input[4]: node.input[0] for node in _batch_norm_nodes(exported_model)}
+    for path in export_context.facts["batch_norms"]:
         if f"{path}.running_var" not in input_by_variance:
             reason = (
                 f"{path_in_model(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
                 "from values and may be 0; ONNX Runtime's graph cannot update its statistics"
             )
-            raise torch_modules.mark_layer_and_get_error(export, path, reason)
+            raise torch_modules.mark_layer_for_torch_and_create_exception(
+                export_context, path, reason
+            )
         name = f"{_SIZE_PREFIX}{path}"
-        model.graph.node.append(
+        exported_model.graph.node.append(
             helper.make_node("Size", [input_by_variance[f"{path}.running_var"]], [name])
         )
-        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
+        exported_model.graph.output.append(
+            helper.make_tensor_value_info(name, TensorProto.INT64, [])
+        )
 
 
-def _norm_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    return [node for node in model.graph.node if node.op_type == "BatchNormalization"]
+def _batch_norm_nodes(exported_model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in exported_model.graph.node if node.op_type == "BatchNormalization"]
 
 
-def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
+def _refuse_evaluation_mode_norm_nodes(exported_model: onnx.ModelProto) -> None:
     """Raise EngineError if a BatchNormalization node is in evaluation mode."""
-    for node in _norm_nodes(model):
+    for node in _batch_norm_nodes(exported_model):
         if not any(
             attribute.name == "training_mode" and attribute.i for attribute in node.attribute
         ):
@@ -289,22 +318,24 @@ def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
 # ------------------------------------------------------------------------------------------------ in each pass
 
 
-def _keep_all_outputs(original: AnyFunction, info: GraphInfo, outputs: list[str]) -> object:
-    """Keep ORT's outputs, because the schema drops the added ones."""
-    info._ortlaunch_outputs = outputs
-    return original(info, outputs)
-
-
-def _run_with_exact_statistics(
-    original: AnyFunction, manager: Manager, *args: object, **kwargs: object
+def _store_all_outputs_and_restore(
+    original_restore: AnyFunction, graph_info: GraphInfo, outputs: list[str]
 ) -> object:
-    norms = _batch_norms(manager)
+    """Keep ORT's outputs, because the schema drops the added ones."""
+    graph_info._ortlaunch_outputs = outputs
+    return original_restore(graph_info, outputs)
+
+
+def _run_and_correct_batch_norm_statistics(
+    original_forward: AnyFunction, manager: Manager, *args: object, **kwargs: object
+) -> object:
+    norms = _find_or_cache_batch_norm_by_path(manager)
     if not norms:
-        return original(manager, *args, **kwargs)
+        return original_forward(manager, *args, **kwargs)
     variance_before = {path: norm.running_var.clone() for path, norm in norms.items()}
-    output = original(manager, *args, **kwargs)
+    output = original_forward(manager, *args, **kwargs)
     graph_manager = manager._graph_transition_manager
-    norm_paths = facts_of_last_trace(graph_manager).get("batch_norms", [])
+    norm_paths = get_or_create_newest_trace_facts(graph_manager).get("batch_norms", [])
     info = graph_manager._post_export_processed_model_info
     # Only the CPU's graph has these outputs, and they come last.
     sizes = (
@@ -314,14 +345,14 @@ def _run_with_exact_statistics(
     )
     with torch.no_grad():
         for path, size in zip(norm_paths, sizes):
-            _correct_running_variance(norms[path], variance_before[path], int(size))
+            _correct_running_variance_in_place(norms[path], variance_before[path], int(size))
         for path in norm_paths:
             # ORT's node does not count batches, on any device.
             norms[path].num_batches_tracked.add_(1)
     return output
 
 
-def _batch_norms(manager: Manager) -> dict[str, Any]:
+def _find_or_cache_batch_norm_by_path(manager: Manager) -> dict[str, Any]:
     """Return the BatchNorm layers that have statistics, by path."""
     if not hasattr(manager, "_ortlaunch_norms"):
         modules = manager._flattened_module.named_modules()
@@ -334,18 +365,20 @@ def _batch_norms(manager: Manager) -> dict[str, Any]:
     return norms
 
 
-def _correct_running_variance(norm: Any, variance_before: torch.Tensor, element_count: int) -> None:
+def _correct_running_variance_in_place(
+    batch_norm: Any, variance_before: torch.Tensor, normalized_element_count: int
+) -> None:
     """Replace the biased variance of this batch by the unbiased one, in the running variance.
 
     The running variance changes from (1 - m) before + m biased to (1 - m) before + m biased n / (n
     - 1).
     """
-    values_per_channel = element_count // norm.running_var.numel()
+    values_per_channel = normalized_element_count // batch_norm.running_var.numel()
     # The error has PyTorch's text.
     if values_per_channel < 2:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {values_per_channel}"
         )
     # m times the biased variance of this batch.
-    batch_share = norm.running_var - (1 - norm.momentum) * variance_before
-    norm.running_var.add_(batch_share, alpha=1 / (values_per_channel - 1))
+    batch_share = batch_norm.running_var - (1 - batch_norm.momentum) * variance_before
+    batch_norm.running_var.add_(batch_share, alpha=1 / (values_per_channel - 1))

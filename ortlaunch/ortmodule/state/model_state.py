@@ -20,22 +20,22 @@ import numpy
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.base.export import Export, path_in_model
-from ortlaunch.ortmodule.state.buffers import restore_buffers_after
+from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
+from ortlaunch.ortmodule.state.buffers import restore_and_compare_buffers_after_block
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing.python_state import (
     ENVIRONMENT,
     GLOBAL,
     MISSING_VALUE,
-    StateReads,
-    StateValues,
+    RecordedStateReads,
+    StateValueSnapshots,
     are_snapshots_equal,
-    generator_state_text,
-    record_state_reads,
+    random_generator_state_text,
+    record_python_values_that_passes_read,
 )
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.export import Facts
+    from ortlaunch.ortmodule.base.export import TraceFacts
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 # Attributes of nn.Module whose change means another graph.
@@ -47,51 +47,61 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 @contextlib.contextmanager
-def record_or_refuse_state(export: Export) -> Iterator[None]:
+def record_read_state_and_refuse_untraceable(export_context: ExportContext) -> Iterator[None]:
     """Record the Python state that the passes read, and refuse state that a graph cannot follow."""
-    module = export.module
-    if export.training:
-        _refuse_backward_hooks(module, torch_modules.torch_layer_paths(export))
-    with record_state_reads(module) as reads, _refuse_random_draws():
+    module = export_context.module
+    if export_context.training:
+        _refuse_backward_hooks_outside_torch_layers(
+            module, torch_modules.paths_of_outermost_torch_layers(export_context)
+        )
+    with (
+        record_python_values_that_passes_read(module) as reads,
+        _refuse_python_and_numpy_random_draws(),
+    ):
         yield
-        _refuse_continued_values(module, reads, export.inputs)
-    export.facts.update(read=sorted(reads.value_by_path), names=sorted(reads.code_names))
+        _refuse_values_continued_by_next_pass(module, reads, export_context.inputs)
+    export_context.facts.update(read=sorted(reads.value_by_path), names=sorted(reads.code_names))
 
 
-def _refuse_continued_values(module: nn.Module, reads: StateReads, inputs: Any) -> None:
+def _refuse_values_continued_by_next_pass(
+    traced_model: nn.Module, state_reads: RecordedStateReads, example_inputs: Any
+) -> None:
     """Refuse a pass that continues from a value that an earlier pass left.
 
     Such a value is read, then changed, and changed again by a second pass.
     """
-    values_after = StateValues(module, reads.value_by_path)
+    values_after = StateValueSnapshots(traced_model, state_reads.value_by_path)
     changed_paths = {
         state_path
         for state_path, value in values_after.snapshots.items()
         if not (
-            value is MISSING_VALUE or are_snapshots_equal(reads.value_by_path[state_path], value)
+            value is MISSING_VALUE
+            or are_snapshots_equal(state_reads.value_by_path[state_path], value)
         )
     }
     if not changed_paths:
         return
     # One more pass: a value that it does not change again was only initialized by the first.
-    with torch.no_grad(), restore_buffers_after(module):
-        module(*(tensor.clone() for tensor in inputs))
-    for state_path in values_after.changed_paths():
+    with torch.no_grad(), restore_and_compare_buffers_after_block(traced_model):
+        traced_model(*(tensor.clone() for tensor in example_inputs))
+    for state_path in values_after.state_paths_with_changed_value():
         if state_path in changed_paths:
-            line, layer = reads.writer_by_layer.get(state_path[0], ("", ""))
+            line, layer = state_reads.writer_by_layer.get(state_path[0], ("", ""))
             layer = path_in_model(layer)
             torch_remedy = f", or let {layer} run as torch (Settings.torch_modules={[layer]})"
             raise RuntimeError(
-                f"a forward pass reads and changes {_state_path_text(*state_path)}{line}, and ONNX Runtime's "
+                f"a forward pass reads and changes {_state_name_for_messages(*state_path)}{line}, and ONNX Runtime's "
                 "graph would hold its first value; give such a value to the forward pass as an "
                 f"argument{torch_remedy if layer else ''}"
             )
 
 
-def _refuse_backward_hooks(module: nn.Module, outer_paths: list[str]) -> None:
+def _refuse_backward_hooks_outside_torch_layers(
+    traced_model: nn.Module, torch_layer_paths: list[str]
+) -> None:
     """Raise RuntimeError if a layer in the graph has a backward hook."""
-    for path, layer in module.named_modules():
-        if not torch_modules.is_inside_layers(path, outer_paths) and any(
+    for path, layer in traced_model.named_modules():
+        if not torch_modules.is_inside_layers(path, torch_layer_paths) and any(
             getattr(layer, hooks, None) for hooks in _BACKWARD_HOOKS
         ):
             raise RuntimeError(
@@ -102,7 +112,7 @@ def _refuse_backward_hooks(module: nn.Module, outer_paths: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _refuse_random_draws() -> Iterator[None]:
+def _refuse_python_and_numpy_random_draws() -> Iterator[None]:
     """Refuse a pass that seeds torch, or draws numbers with Python or NumPy.
 
     These would be the same in every step.
@@ -114,16 +124,17 @@ def _refuse_random_draws() -> Iterator[None]:
     generator_by_name = {name: state.__self__ for name, state in state_functions.items()}
     # A draw changes the generator's state.
     state_before = {
-        name: generator_state_text(generator) for name, generator in generator_by_name.items()
+        name: random_generator_state_text(generator)
+        for name, generator in generator_by_name.items()
     }
     with mock.patch.object(
-        torch, "manual_seed", functools.partial(_refuse_traced_seed, torch.manual_seed)
+        torch, "manual_seed", functools.partial(_refuse_or_set_torch_seed, torch.manual_seed)
     ):
         yield
     if drawn_names := [
         name
         for name, generator in generator_by_name.items()
-        if generator_state_text(generator) != state_before[name]
+        if random_generator_state_text(generator) != state_before[name]
     ]:
         raise RuntimeError(
             f"a forward pass draws numbers with Python's {drawn_names[0]}, which would be the same in "
@@ -133,38 +144,44 @@ def _refuse_random_draws() -> Iterator[None]:
         )
 
 
-def _refuse_traced_seed(original_seed: AnyFunction, seed: int) -> torch.Generator:
+def _refuse_or_set_torch_seed(
+    original_manual_seed: AnyFunction, seed_number: int
+) -> torch.Generator:
     if torch.jit.is_tracing():
         raise RuntimeError(
-            f"a forward pass seeds torch's random numbers with {seed}, and ONNX Runtime's graph "
+            f"a forward pass seeds torch's random numbers with {seed_number}, and ONNX Runtime's graph "
             "would never: seed them before it, give the numbers to the forward pass as arguments, "
             "or let the layer run as torch (Settings.torch_modules=['PATH OF THE LAYER'])"
         )
-    generator: torch.Generator = original_seed(seed)
+    generator: torch.Generator = original_manual_seed(seed_number)
     return generator
 
 
-def _state_path_text(holder: str, name: str) -> str:
+def _state_name_for_messages(layer_path_or_global_holder: str, value_name: str) -> str:
     """Return a place of Python state as a name for messages."""
-    if holder.startswith(GLOBAL):
-        return f"{holder.removeprefix(GLOBAL)}.{name}"
+    if layer_path_or_global_holder.startswith(GLOBAL):
+        return f"{layer_path_or_global_holder.removeprefix(GLOBAL)}.{value_name}"
     return (
-        f"{ENVIRONMENT} {name}"
-        if holder == ENVIRONMENT
-        else f"the model's {path_in_model(f'{holder}.{name}')}"
+        f"{ENVIRONMENT} {value_name}"
+        if layer_path_or_global_holder == ENVIRONMENT
+        else f"the model's {path_in_model(f'{layer_path_or_global_holder}.{value_name}')}"
     )
 
 
 # ------------------------------------------------------------------------------------------------ in each pass
 
 
-class TracedState:
+class GraphModelState:
     """The state of a model at the time when its graph was made."""
 
-    def __init__(self, module: nn.Module, facts: Facts) -> None:
-        state_paths = [(holder, name) for holder, name in facts.get("read", [])]
-        self._values = StateValues(module, state_paths, set(facts.get("names", [])))
-        groups = [getattr(layer, part) for layer in module.modules() for part in _PART_ATTRIBUTES]
+    def __init__(self, traced_model: nn.Module, trace_facts: TraceFacts) -> None:
+        state_paths = [(holder, name) for holder, name in trace_facts.get("read", [])]
+        self._values = StateValueSnapshots(
+            traced_model, state_paths, set(trace_facts.get("names", []))
+        )
+        groups = [
+            getattr(layer, part) for layer in traced_model.modules() for part in _PART_ATTRIBUTES
+        ]
         # Most groups are empty, and to check that they still are is fast.
         self._empty_groups = [group for group in groups if not group]
         # The objects are kept, because the id of a freed object may be used again.
@@ -174,14 +191,18 @@ class TracedState:
             if group
         ]
 
-    def has_replaced_parts(self) -> bool:
+    def has_replaced_weight_layer_or_hook(self) -> bool:
         """Return whether a weight, buffer, layer or hook is another object than before."""
         return any(self._empty_groups) or any(
             tuple(map(id, group.values())) != ids for group, ids, _ in self._parts
         )
 
-    def first_changed_value(self) -> str:
+    def first_changed_value_name_or_empty(self) -> str:
         """Return the name of a value that a pass reads and that has changed, or an empty string."""
         return next(
-            (_state_path_text(*state_path) for state_path in self._values.changed_paths()), ""
+            (
+                _state_name_for_messages(*state_path)
+                for state_path in self._values.state_paths_with_changed_value()
+            ),
+            "",
         )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ortlaunch.ortmodule.base.graph import replace_nodes
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import PROCESSED, TRAINING, function_owner
+from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.source_guard import PROCESSED, TRAINING, owning_class_or_module
 
 if TYPE_CHECKING:
     import onnx
@@ -37,85 +37,97 @@ def restore_output_dtypes() -> None:
 
     On a CPU ORT computes float16 in float32, and returned float32 where a model returns float16.
     """
-    wrap_method(function_owner(PROCESSED), "restore_outputs", _restore_typed_outputs)
-
-
-def _restore_typed_outputs(
-    original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tensor]
-) -> object:
-    # Computed once for a graph: this runs in each pass.
-    if not hasattr(info, _DTYPES_ATTRIBUTE):
-        setattr(info, _DTYPES_ATTRIBUTE, _output_dtypes(info._post_export_processed_model.graph))
-    dtypes = getattr(info, _DTYPES_ATTRIBUTE)
-    return original(
-        info, [output.to(dtype) if dtype else output for output, dtype in zip(outputs, dtypes)]
+    replace_method_by_wrapper(
+        owning_class_or_module(PROCESSED), "restore_outputs", _restore_outputs_in_model_dtypes
     )
 
 
-def _output_dtypes(graph: onnx.GraphProto) -> list[torch.dtype | None]:
+def _restore_outputs_in_model_dtypes(
+    original_restore: AnyFunction, graph_info: GraphInfo, ort_outputs: Sequence[torch.Tensor]
+) -> object:
+    # Computed once for a graph: this runs in each pass.
+    if not hasattr(graph_info, _DTYPES_ATTRIBUTE):
+        setattr(
+            graph_info,
+            _DTYPES_ATTRIBUTE,
+            _output_dtypes_or_none(graph_info._post_export_processed_model.graph),
+        )
+    dtypes = getattr(graph_info, _DTYPES_ATTRIBUTE)
+    return original_restore(
+        graph_info,
+        [output.to(dtype) if dtype else output for output, dtype in zip(ort_outputs, dtypes)],
+    )
+
+
+def _output_dtypes_or_none(onnx_graph: onnx.GraphProto) -> list[torch.dtype | None]:
     """Return the dtype of each output; None where the exporter does not know it."""
     from onnxruntime.training.utils import onnx_dtype_to_pytorch_dtype
 
-    type_codes = [output.type.tensor_type.elem_type for output in graph.output]
+    type_codes = [output.type.tensor_type.elem_type for output in onnx_graph.output]
     return [
         onnx_dtype_to_pytorch_dtype(type_code) if type_code else None for type_code in type_codes
     ]
 
 
-def keep_outputs() -> None:
+def copy_shared_outputs() -> None:
     """Return a copy of each output whose memory the backward pass may use for something else.
 
     A value that only the caller reads has memory of its own. One that an operator reads too may
     share memory, which ORT frees or overwrites in the backward pass.
     """
-    wrap_method(function_owner(TRAINING), "_build_graph", _build_and_copy_outputs)
+    replace_method_by_wrapper(
+        owning_class_or_module(TRAINING), "_build_graph", _build_graph_and_copy_shared_outputs
+    )
 
 
-def _build_and_copy_outputs(original: AnyFunction, manager: Manager, *args: object) -> None:
-    original(manager, *args)
-    _copy_outputs(manager._onnx_models.optimized_model.graph)
+def _build_graph_and_copy_shared_outputs(
+    original_build: AnyFunction, manager: Manager, *args: object
+) -> None:
+    original_build(manager, *args)
+    _copy_outputs_that_share_memory(manager._onnx_models.optimized_model.graph)
 
 
-def _copy_outputs(graph: onnx.GraphProto) -> None:
-    node_by_output = {name: node for node in graph.node for name in node.output}
+def _copy_outputs_that_share_memory(training_graph: onnx.GraphProto) -> None:
+    node_by_output = {name: node for node in training_graph.node for name in node.output}
     readers_by_name: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
+    for node in training_graph.node:
         for name in node.input:
             readers_by_name.setdefault(name, []).append(node)
 
-    def operators_reading(name: str, passed_operators: set[str]) -> set[str]:
+    def operators_reading_value(value_name: str, passed_operators: set[str]) -> set[str]:
         """Return the operators that read a value, or its memory through these operators."""
         operators: set[str] = set()
-        for reader in readers_by_name.get(name, ()):
+        for reader in readers_by_name.get(value_name, ()):
             shares = reader.op_type in passed_operators
             operators |= (
-                operators_reading(reader.output[0], passed_operators)
+                operators_reading_value(reader.output[0], passed_operators)
                 if shares
                 else {reader.op_type}
             )
         return operators - {"YieldOp"}
 
-    def has_own_memory(name: str) -> bool:
+    def is_memory_safe_in_backward(value_name: str) -> bool:
         # ORT's optimizer removes each Identity.
-        while (maker := node_by_output.get(name)) and maker.op_type == "Identity":
-            name = maker.input[0]
+        while (maker := node_by_output.get(value_name)) and maker.op_type == "Identity":
+            value_name = maker.input[0]
         is_apart = maker is not None and maker.op_type in _OWN_MEMORY_OPERATORS
-        return not operators_reading(name, {"Identity"}) or (
-            is_apart and operators_reading(name, _SHARING_OPERATORS) <= _OWN_MEMORY_OPERATORS
+        return not operators_reading_value(value_name, {"Identity"}) or (
+            is_apart
+            and operators_reading_value(value_name, _SHARING_OPERATORS) <= _OWN_MEMORY_OPERATORS
         )
 
     nodes = []
-    for node in graph.node:
+    for node in training_graph.node:
         for position, name in enumerate(node.input if node.op_type == "YieldOp" else ()):
-            if not has_own_memory(name):
+            if not is_memory_safe_in_backward(name):
                 node.input[position] = f"{name}_ortlaunch_{position}"
-                nodes += _copy_nodes(name, node.input[position])
+                nodes += _create_tensor_copy_nodes(name, node.input[position])
         nodes.append(node)
-    if len(nodes) > len(graph.node):
-        replace_nodes(graph, nodes)
+    if len(nodes) > len(training_graph.node):
+        replace_and_name_graph_nodes(training_graph, nodes)
 
 
-def _copy_nodes(tensor_name: str, copy_name: str) -> list[onnx.NodeProto]:
+def _create_tensor_copy_nodes(tensor_name: str, copy_name: str) -> list[onnx.NodeProto]:
     """Return nodes that copy a tensor of any type and rank: ORT would remove an Identity."""
     from onnx import TensorProto, helper
 

@@ -23,22 +23,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export, facts_of_last_trace
-from ortlaunch.ortmodule.base.settings import attached_settings
-from ortlaunch.ortmodule.base.torch_calls import pause_tracing, tensor_getter
+from ortlaunch.ortmodule.base.export import ExportContext, get_or_create_newest_trace_facts
+from ortlaunch.ortmodule.base.settings import settings_of_ort_object_or_defaults
+from ortlaunch.ortmodule.base.torch_calls import (
+    pause_tracing_and_torch_function,
+    tensor_property_getter,
+)
 from ortlaunch.ortmodule.torch_in_graph import attention, torch_modules
 from ortlaunch.ortmodule.tracing import aliases, grad_mode, python_state
 from ortlaunch.ortmodule.tracing.grad_mode import (
-    nested_tensors,
-    tensor_versions,
-    tensors_changed_since,
+    inplace_change_counts,
+    tensors_changed_in_place_since,
+    tensors_inside_nested_values,
 )
-from ortlaunch.ortmodule.tracing.selections import Selections
+from ortlaunch.ortmodule.tracing.selections import ValueDependentDims
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from ortlaunch.ortmodule.base.export import Facts
+    from ortlaunch.ortmodule.base.export import TraceFacts
     from ortlaunch.ortmodule.base.ort_types import (
         AnyFunction,
         Args,
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
     )
 
 _T = torch.Tensor
-_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, tensor_getter("shape"), _T.__len__}
+_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, tensor_property_getter("shape"), _T.__len__}
 # Functions that return values of a tensor to Python.
 _VALUE_READERS = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
@@ -82,18 +85,20 @@ _UNREPORTED_FILES = (
 
 
 @contextlib.contextmanager
-def record_value_reads(export: Export) -> Iterator[None]:
+def record_values_and_sizes_read_in_python(export_context: ExportContext) -> Iterator[None]:
     """Record where the model reads values and sizes in Python.
 
     A trace makes those of the first batch constant.
     """
-    facts = export.facts
+    facts = export_context.facts
     are_numbers = [
-        name in export.info.onnx_graph_input_const_as_tensor
-        for name in export.info.onnx_graph_input_names
+        name in export_context.info.onnx_graph_input_const_as_tensor
+        for name in export_context.info.onnx_graph_input_names
     ]
     with _ValueReadTracker(
-        export.module, are_numbers, torch_modules.torch_layer_paths(export)
+        export_context.module,
+        are_numbers,
+        torch_modules.paths_of_outermost_torch_layers(export_context),
     ) as watch:
         facts["made"] = watch.line_by_tensor
         yield
@@ -105,10 +110,10 @@ def record_value_reads(export: Export) -> Iterator[None]:
         }
     )
     if watch.read_locations.sizes or watch.read_locations.ones:
-        facts["of"] = _compared_sizes(export.inputs, facts)
+        facts["of"] = _sizes_that_graph_compares(export_context.inputs, facts)
 
 
-class _ReadLocations:
+class _PythonReadLocations:
     """Lines of the model's code that read values in Python, as `file:line`."""
 
     def __init__(self) -> None:
@@ -162,29 +167,34 @@ class _ValueReadTracker(TorchFunctionMode):
     """
 
     def __init__(
-        self, module: torch.nn.Module, are_numbers: list[bool], torch_paths: list[str]
+        self,
+        traced_model: torch.nn.Module,
+        are_inputs_python_numbers: list[bool],
+        torch_layer_paths: list[str],
     ) -> None:
         super().__init__()
-        self.read_locations = _ReadLocations()
+        self.read_locations = _PythonReadLocations()
         # Tensors without an entry are values.
         self._kind_by_tensor = WeakTensorKeyDictionary()
-        self._selections = Selections()
+        self._selections = ValueDependentDims()
         # The sizes of selections themselves, and nothing computed from them.
         self._selection_sizes = WeakTensorKeyDictionary()
         self.line_by_tensor = WeakTensorKeyDictionary()
         """Values, with the line of the model's code that made each."""
-        self._module = module
-        self._are_numbers = are_numbers
+        self._module = traced_model
+        self._are_numbers = are_inputs_python_numbers
         # Only methods of a layer that runs as torch are recorded here, not its call.
         layers = [
             (path, layer)
-            for path, layer in module.named_modules()
-            if not torch_modules.is_inside_layers(path, torch_paths)
+            for path, layer in traced_model.named_modules()
+            if not torch_modules.is_inside_layers(path, torch_layer_paths)
         ]
         self._path_by_layer_id = {id(layer): path.partition(".")[2] for path, layer in layers}
 
     def __enter__(self) -> _ValueReadTracker:
-        self._hook = self._module.register_forward_pre_hook(self._classify_inputs)
+        self._hook = self._module.register_forward_pre_hook(
+            self._classify_buffers_and_number_inputs
+        )
         super().__enter__()
         return self
 
@@ -192,10 +202,16 @@ class _ValueReadTracker(TorchFunctionMode):
         super().__exit__(*raised)
         self._hook.remove()
 
-    def _classify_inputs(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        self._kind_by_tensor.update(dict.fromkeys(module.buffers(), _BUFFER))
+    def _classify_buffers_and_number_inputs(
+        self, traced_model: torch.nn.Module, model_inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self._kind_by_tensor.update(dict.fromkeys(traced_model.buffers(), _BUFFER))
         self._kind_by_tensor.update(
-            {tensor: _CONSTANT for tensor, is_number in zip(inputs, self._are_numbers) if is_number}
+            {
+                tensor: _CONSTANT
+                for tensor, is_number in zip(model_inputs, self._are_numbers)
+                if is_number
+            }
         )
 
     def __torch_function__(
@@ -205,32 +221,38 @@ class _ValueReadTracker(TorchFunctionMode):
         # ORT also runs the model without tracing, to learn its outputs.
         if not torch.jit.is_tracing():
             return func(*args, **kwargs)
-        input_tensors = nested_tensors((args, kwargs))
+        input_tensors = tensors_inside_nested_values((args, kwargs))
         tensor_kind = max(
             (self._kind_by_tensor.get(tensor, _VALUE) for tensor in input_tensors),
             default=_CONSTANT,
         )
-        versions = tensor_versions(input_tensors)
+        versions = inplace_change_counts(input_tensors)
         result = func(*args, **kwargs)
         selected_sizes = (
-            self._selections.value_dependent_sizes(func, args, result) if func in _SIZES else []
+            self._selections.value_dependent_sizes_read_by_call(func, args, result)
+            if func in _SIZES
+            else []
         )
         if func in _SIZES:
             tensor_kind = min(
                 tensor_kind, _SELECTED if selected_sizes and func is _T.__len__ else _SIZE
             )
-        elif tensor_kind == _SIZE and func in _COMPARED and _is_zero_or_one(*args[1:]):
+        elif tensor_kind == _SIZE and func in _COMPARED and _is_single_zero_or_one(*args[1:]):
             tensor_kind = _ONE
-        elif func in _COMPARED and args[0] in self._selection_sizes and _is_zero_or_one(*args[1:]):
+        elif (
+            func in _COMPARED
+            and args[0] in self._selection_sizes
+            and _is_single_zero_or_one(*args[1:])
+        ):
             # The losses of some models ask for a batch of which every label is ignored.
-            with pause_tracing():
+            with pause_tracing_and_torch_function():
                 tensor_kind = _SOME if args[1] == 0 and int(args[0]) > 0 else tensor_kind
         elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWING_NAMES):
             tensor_kind = _VALUE
         if (func in _VALUE_READERS or func is _T.__len__) and tensor_kind != _CONSTANT:
             locations = self.read_locations
             decision_lines = locations.decisions
-            self._record_location(
+            self._record_reading_line_of_model(
                 (
                     locations.buffers,
                     locations.ones,
@@ -239,28 +261,32 @@ class _ValueReadTracker(TorchFunctionMode):
                     decision_lines,
                     decision_lines,
                 )[tensor_kind - 1],
-                is_size=_ONE <= tensor_kind <= _SELECTED,
+                is_size_read=_ONE <= tensor_kind <= _SELECTED,
             )
-        changed_tensors = tensors_changed_since(input_tensors, versions)
+        changed_tensors = tensors_changed_in_place_since(input_tensors, versions)
         for tensor in (
             *changed_tensors,
-            *nested_tensors(list(result) if isinstance(result, torch.Size) else result),
+            *tensors_inside_nested_values(
+                list(result) if isinstance(result, torch.Size) else result
+            ),
         ):
             self._kind_by_tensor[tensor] = tensor_kind
-        self._kind_by_tensor.update(dict.fromkeys(nested_tensors(selected_sizes), _SELECTED))
-        self._selection_sizes.update(dict.fromkeys(nested_tensors(selected_sizes)))
-        self._selections.record_call(func, args, input_tensors, result)
+        self._kind_by_tensor.update(
+            dict.fromkeys(tensors_inside_nested_values(selected_sizes), _SELECTED)
+        )
+        self._selection_sizes.update(dict.fromkeys(tensors_inside_nested_values(selected_sizes)))
+        self._selections.record_value_dependent_dims_of_results(func, args, input_tensors, result)
         if tensor_kind == _VALUE:
-            frame = innermost_user_frame()
+            frame = innermost_frame_of_user_code()
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             self.line_by_tensor.update(
                 (tensor, line)
-                for tensor in nested_tensors(result)
+                for tensor in tensors_inside_nested_values(result)
                 if not any(tensor is input_tensor for input_tensor in input_tensors)
             )
         return result
 
-    def _record_location(self, locations: set[str], is_size: bool) -> None:
+    def _record_reading_line_of_model(self, location_set: set[str], is_size_read: bool) -> None:
         """Record the line of the model that reads a value, or a size."""
         frame = sys._getframe(2)
         while frame.f_back and frame.f_code.co_filename in _FILES_BETWEEN:
@@ -270,9 +296,9 @@ class _ValueReadTracker(TorchFunctionMode):
         asking_file = frame.f_code.co_filename
         # torch checks the sizes of arguments, as nn.GRU does.
         if (
-            is_size
+            is_size_read
             and asking_file.startswith(_TORCH)
-            and _is_check_line(asking_file, frame.f_lineno)
+            and _is_assertion_or_raising_condition(asking_file, frame.f_lineno)
         ):
             return
         is_mask_check = False
@@ -281,16 +307,20 @@ class _ValueReadTracker(TorchFunctionMode):
             frame = frame.f_back
         file = frame.f_code.co_filename
         line = frame.f_lineno
-        if locations is self.read_locations.decisions and _is_check_line(file, line):
-            locations = self.read_locations.checks
-        locations.add(f"{file}:{line}")
-        if locations is self.read_locations.decisions:
-            self.read_locations.layers.update(path_of_frame_layer(frame, self._path_by_layer_id))
+        if location_set is self.read_locations.decisions and _is_assertion_or_raising_condition(
+            file, line
+        ):
+            location_set = self.read_locations.checks
+        location_set.add(f"{file}:{line}")
+        if location_set is self.read_locations.decisions:
+            self.read_locations.layers.update(
+                path_of_running_layer_as_list(frame, self._path_by_layer_id)
+            )
         if is_mask_check:
             self.read_locations.masks.add(f"{file}:{line}")
 
 
-def innermost_user_frame() -> FrameType:
+def innermost_frame_of_user_code() -> FrameType:
     """Return the innermost running frame of code that is neither torch's nor ortlaunch's."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
@@ -298,68 +328,78 @@ def innermost_user_frame() -> FrameType:
     return frame
 
 
-def path_of_frame_layer(frame: FrameType | None, path_by_layer_id: dict[int, str]) -> list[str]:
+def path_of_running_layer_as_list(
+    innermost_frame: FrameType | None, path_by_layer_id: dict[int, str]
+) -> list[str]:
     """Return the path of the layer whose code a frame runs, as a list; empty for the model itself."""
-    while frame:
-        path = path_by_layer_id.get(id(python_state.first_argument_of_frame(frame)))
+    while innermost_frame:
+        path = path_by_layer_id.get(
+            id(python_state.first_argument_of_running_function(innermost_frame))
+        )
         if path is not None:
             return [path] if path else []
-        frame = frame.f_back
+        innermost_frame = innermost_frame.f_back
     return []
 
 
-def _is_zero_or_one(*values: object) -> bool:
+def _is_single_zero_or_one(*values: object) -> bool:
     return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
 
 
-def _compared_sizes(values: object, facts: Facts) -> list[list[int]]:
-    """Return the sizes of tensors that a trace with the facts `facts` depends on.
+def _sizes_that_graph_compares(
+    nested_tensors_of_call: object, trace_facts: TraceFacts
+) -> list[list[int]]:
+    """Return the sizes of tensors that a trace with the facts `trace_facts` depends on.
 
     Either the sizes themselves, or only 0, 1 and more (as 2).
     """
     # If the model only compares sizes with 0 and 1, all larger ones share a graph.
-    largest_size = sys.maxsize if "sizes" in facts else 2
-    return [[min(size, largest_size) for size in tensor.shape] for tensor in nested_tensors(values)]
+    largest_size = sys.maxsize if "sizes" in trace_facts else 2
+    return [
+        [min(size, largest_size) for size in tensor.shape]
+        for tensor in tensors_inside_nested_values(nested_tensors_of_call)
+    ]
 
 
-def _is_check_line(file: str, line: int) -> bool:
+def _is_assertion_or_raising_condition(file_path: str, line_number_to_check: int) -> bool:
     """Return whether the line is an assertion, or a condition under which the model only raises."""
     code_line, next_line = (
-        linecache.getline(file, line_number).strip() for line_number in (line, line + 1)
+        linecache.getline(file_path, line_number).strip()
+        for line_number in (line_number_to_check, line_number_to_check + 1)
     )
     return code_line.startswith("assert") or (
         code_line.startswith("if ") and next_line.startswith("raise ")
     )
 
 
-def refuse_or_note_values(export: Export) -> None:
+def refuse_or_note_values_read_in_python(export_context: ExportContext) -> None:
     """Refuse values that would stay those of the first batch, or add a note where that is allowed."""
-    facts = export.facts
+    facts = export_context.facts
     if "checks" in facts:
-        tally.add_note_once(
-            f"checked in the first batch only, because {_list_locations(facts['checks'])} takes values "
+        tally.add_end_note_once(
+            f"checked in the first batch only, because {_first_locations_text(facts['checks'])} takes values "
             "into Python"
         )
     if "decisions" in facts:
-        description = f"the model takes values of tensors into Python at {_list_locations(facts['decisions'])}"
-        if not attached_settings(export.options).allow_traced_values:
+        description = f"the model takes values of tensors into Python at {_first_locations_text(facts['decisions'])}"
+        if not settings_of_ort_object_or_defaults(export_context.options).allow_traced_values:
             remedy = "Use torch.where or another function of torch's in their place"
             if "masks" in facts:
-                mask_locations = _list_locations(facts["masks"])
+                mask_locations = _first_locations_text(facts["masks"])
                 remedy = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {mask_locations}, "
                 remedy += "or torch looks at the mask"
             raise RuntimeError(
                 f"{description}: ONNX Runtime's graph would hold those of the first batch. {remedy}, or "
-                f"Settings.allow_traced_values=True where they never change, or {_torch_modules_advice(facts)}"
+                f"Settings.allow_traced_values=True where they never change, or {_torch_modules_setting_advice(facts)}"
             )
-        tally.add_note_once(
+        tally.add_end_note_once(
             f"{description}: they stay those of the first batch (Settings.allow_traced_values)"
         )
 
 
-def _torch_modules_advice(facts: Facts) -> str:
+def _torch_modules_setting_advice(trace_facts: TraceFacts) -> str:
     """Return the setting that would let the layers with such code run as torch."""
-    layers = facts.get("layers", ["PATH OF THE LAYER"])
+    layers = trace_facts.get("layers", ["PATH OF THE LAYER"])
     # One pattern for the many equal layers of a model.
     if len(layers) > 4:
         layers = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", layer) for layer in layers})
@@ -370,7 +410,7 @@ def _torch_modules_advice(facts: Facts) -> str:
     )
 
 
-def _list_locations(locations: list[str]) -> str:
+def _first_locations_text(locations: list[str]) -> str:
     return ", ".join(locations[:4]) + (
         f" and {len(locations) - 4} more" if len(locations) > 4 else ""
     )
@@ -379,19 +419,21 @@ def _list_locations(locations: list[str]) -> str:
 # ------------------------------------------------------------------------------------------- in later passes
 
 
-def sizes_graph_depends_on(manager: Manager, values: object) -> list[list[int]] | None:
-    """Return the sizes of the tensors in `values` if the graph depends on them, else None."""
-    facts = facts_of_last_trace(manager._graph_transition_manager)
-    return _compared_sizes(values, facts) if "of" in facts else None
+def sizes_graph_depends_on_or_none(
+    manager: Manager, call_arguments: object
+) -> list[list[int]] | None:
+    """Return the sizes of the tensors in `call_arguments` if the graph depends on them, else None."""
+    facts = get_or_create_newest_trace_facts(manager._graph_transition_manager)
+    return _sizes_that_graph_compares(call_arguments, facts) if "of" in facts else None
 
 
-def buffer_versions_of_graph(manager: Manager) -> list[tuple[int, int]] | None:
+def buffer_versions_graph_depends_on_or_none(manager: Manager) -> list[tuple[int, int]] | None:
     """Return values that change with a model's buffers, if its graph depends on them, else None.
 
     BatchNorm's buffers are left out: they change in every pass, and no Python code reads them
     except for a momentum of None.
     """
-    if "buffers" not in facts_of_last_trace(manager._graph_transition_manager):
+    if "buffers" not in get_or_create_newest_trace_facts(manager._graph_transition_manager):
         return None
     layers = [
         layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)
@@ -399,16 +441,16 @@ def buffer_versions_of_graph(manager: Manager) -> list[tuple[int, int]] | None:
     return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
 
 
-def note_repeated_export(graph_manager: GraphTransitionManager) -> None:
+def note_export_for_other_sizes_or_buffers(graph_manager: GraphTransitionManager) -> None:
     """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
-    facts = facts_of_last_trace(graph_manager)
-    locations = _list_locations(
+    facts = get_or_create_newest_trace_facts(graph_manager)
+    locations = _first_locations_text(
         [
             location
             for fact_name in ("sizes", "ones", "buffers")
             for location in facts.get(fact_name, [])
         ]
     )
-    tally.add_note_once(
+    tally.add_end_note_once(
         f"exported again for other sizes or buffers, which the model takes into Python at {locations}"
     )

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, function_owner
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owning_class_or_module
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph.pass_errors import ORT_TEXT_ATTRIBUTE
 
@@ -90,31 +90,35 @@ _UNSUPPORTED_DTYPES = {
 }
 
 
-def install_cause_messages() -> None:
+def install_cause_messages_for_pass_errors() -> None:
     """Let errors of ONNX Runtime's passes name their cause."""
     for manager in (TRAINING, EVALUATION):
-        wrap_method(function_owner(manager), "forward", _run_naming_causes)
+        replace_method_by_wrapper(
+            owning_class_or_module(manager), "forward", _run_pass_and_name_error_cause
+        )
 
 
-def uncompiled_model(model: nn.Module) -> nn.Module:
+def model_inside_torch_compile(possibly_compiled_model: nn.Module) -> nn.Module:
     """Return the model inside the result of `torch.compile(model)`, or the model itself."""
     inner: nn.Module = (
-        vars(model)["_modules"]["_orig_mod"] if type(model).__name__ == "OptimizedModule" else model
+        vars(possibly_compiled_model)["_modules"]["_orig_mod"]
+        if type(possibly_compiled_model).__name__ == "OptimizedModule"
+        else possibly_compiled_model
     )
     return inner
 
 
 @contextlib.contextmanager
-def run_uncompiled(module: nn.Module) -> Iterator[None]:
+def run_compiled_layers_uncompiled(model: nn.Module) -> Iterator[None]:
     """Run layers that torch.compile has compiled as they are written, while open."""
     compiled_layers = [
-        layer for layer in module.modules() if vars(layer).get("_compiled_call_impl") is not None
+        layer for layer in model.modules() if vars(layer).get("_compiled_call_impl") is not None
     ]
     wrapped_layers = [
-        layer for layer in module.modules() if type(layer).__name__ == "OptimizedModule"
+        layer for layer in model.modules() if type(layer).__name__ == "OptimizedModule"
     ]
     if compiled_layers or wrapped_layers:
-        tally.add_note_once(
+        tally.add_end_note_once(
             "layers compiled by torch.compile run in ONNX Runtime's graph, uncompiled"
         )
     with contextlib.ExitStack() as restorations:
@@ -128,9 +132,9 @@ def run_uncompiled(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def refuse_sparse_or_complex(module: nn.Module) -> None:
+def refuse_sparse_gradients_and_complex_weights(model: nn.Module) -> None:
     """Raise RuntimeError where a weight is complex or its gradient sparse; ORT has neither."""
-    for path, layer in module.named_modules():
+    for path, layer in model.named_modules():
         if getattr(layer, "sparse", False) is True and isinstance(
             layer, (nn.Embedding, nn.EmbeddingBag)
         ):
@@ -138,7 +142,7 @@ def refuse_sparse_or_complex(module: nn.Module) -> None:
                 f"{path.partition('.')[2]} has a sparse gradient, and ONNX Runtime's are dense: "
                 f"write sparse=False, with an optimizer for dense gradients, or {_EAGER}"
             )
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
             raise RuntimeError(
                 f"{name.partition('.')[2]} is complex, and ONNX Runtime takes real weights and "
@@ -147,20 +151,20 @@ def refuse_sparse_or_complex(module: nn.Module) -> None:
             )
 
 
-def _run_naming_causes(
-    original: AnyFunction, manager: Manager, *args: object, **kwargs: object
+def _run_pass_and_name_error_cause(
+    original_forward: AnyFunction, manager: Manager, *args: object, **kwargs: object
 ) -> object:
     try:
-        return original(manager, *args, **kwargs)
+        return original_forward(manager, *args, **kwargs)
     except Exception as error:
         error_text = vars(error).get(ORT_TEXT_ATTRIBUTE, str(error))
-        sentence = _cause_sentence(manager, error_text)
+        sentence = _error_cause_sentence_or_empty(manager, error_text)
         if not sentence:
             raise
-        raise RuntimeError(sentence + _user_source_location(error_text)) from error
+        raise RuntimeError(sentence + _innermost_user_location_text_or_empty(error_text)) from error
 
 
-def _cause_sentence(manager: Manager, error_text: str) -> str:
+def _error_cause_sentence_or_empty(manager: Manager, error_text: str) -> str:
     """Return the text that names the cause of an error, or an empty string."""
     for pattern, sentence in _SENTENCES:
         if match := re.search(pattern, error_text):
@@ -186,9 +190,9 @@ def _cause_sentence(manager: Manager, error_text: str) -> str:
     return ""
 
 
-def _user_source_location(error_text: str) -> str:
+def _innermost_user_location_text_or_empty(traceback_text: str) -> str:
     """Return the innermost line of the user's code in a traceback."""
-    frame_locations = re.findall(r'File "(.+?)", line (\d+)', error_text)
+    frame_locations = re.findall(r'File "(.+?)", line (\d+)', traceback_text)
     user_locations = [
         (file, line)
         for file, line in frame_locations

@@ -20,10 +20,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.ortmodule.base.export import Export, path_in_model
+from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
 from ortlaunch.ortmodule.base.source_guard import PACKAGE
-from ortlaunch.ortmodule.base.torch_calls import tensor_setter
-from ortlaunch.ortmodule.state.python_values import innermost_user_frame, path_of_frame_layer
+from ortlaunch.ortmodule.base.torch_calls import tensor_property_setter
+from ortlaunch.ortmodule.state.python_values import (
+    innermost_frame_of_user_code,
+    path_of_running_layer_as_list,
+)
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 
 if TYPE_CHECKING:
@@ -32,17 +35,17 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 # An assignment to `.data` is no operator, so the dispatch mode does not see it.
-_SET_DATA = tensor_setter("data")
+_SET_DATA = tensor_property_setter("data")
 _PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"
 
 
 @contextlib.contextmanager
-def refuse_changes_keep_weights(export: Export) -> Iterator[None]:
+def refuse_weight_changes_and_restore_weights(export_context: ExportContext) -> Iterator[None]:
     """Refuse a pass that changes a weight, while open; restore every weight afterwards."""
-    weights = dict(export.module.named_parameters())
+    weights = dict(export_context.module.named_parameters())
     original_memories = [(weight, weight.data) for weight in weights.values()]
-    names_by_id = _NamesById()
-    writes = _WriteGuard(names_by_id, weights)
+    names_by_id = _WeightAndLayerNamesById()
+    writes = _WeightWriteGuard(names_by_id, weights)
 
     def record_names(module: nn.Module, _: object) -> None:
         # ORT may run a copy of the module, which has the hook too, so that the copy's weights are
@@ -51,37 +54,44 @@ def refuse_changes_keep_weights(export: Export) -> Iterator[None]:
             (id(weight), name) for name, weight in module.named_parameters()
         )
         names_by_id.name_by_memory.update(
-            (_memory_id(weight), name) for name, weight in module.named_parameters()
+            (_shared_memory_id(weight), name) for name, weight in module.named_parameters()
         )
         names_by_id.path_by_layer.update(
             (id(layer), path_in_model(path)) for path, layer in module.named_modules()
         )
 
     io: Any = importlib.import_module(f"{PACKAGE}._io")
-    hook = export.module.register_forward_pre_hook(record_names)
-    wrapped_pass = functools.partial(_run_under_mode, writes, getattr(io, _PLAIN_PASS))
+    hook = export_context.module.register_forward_pre_hook(record_names)
+    wrapped_pass = functools.partial(
+        _run_plain_pass_under_write_guard, writes, getattr(io, _PLAIN_PASS)
+    )
     try:
-        with mock.patch.object(io, _PLAIN_PASS, wrapped_pass), _AssignmentGuard(names_by_id):
+        with (
+            mock.patch.object(io, _PLAIN_PASS, wrapped_pass),
+            _WeightDataAssignmentGuard(names_by_id),
+        ):
             yield
     finally:
         hook.remove()
         with torch.no_grad():
             for weight, original_data in original_memories:
-                if _memory_id(weight) != _memory_id(original_data):
+                if _shared_memory_id(weight) != _shared_memory_id(original_data):
                     weight.data = original_data
             for name, value in writes.values_before.items():
                 weights[name].copy_(value)
 
 
-def _run_under_mode(write_mode: _WriteGuard, plain_pass: AnyFunction, *args: object) -> object:
-    with write_mode:
+def _run_plain_pass_under_write_guard(
+    write_guard: _WeightWriteGuard, plain_pass: AnyFunction, *args: object
+) -> object:
+    with write_guard:
         return plain_pass(*args)
 
 
-def _raise_weight_changed(weight_name: str, path_by_layer: dict[int, str]) -> None:
+def _refuse_weight_change(weight_name: str, path_by_layer: dict[int, str]) -> None:
     """Raise RuntimeError with the weight, the line that changes it, and a remedy."""
-    frame = innermost_user_frame()
-    layer = path_of_frame_layer(frame, path_by_layer)
+    frame = innermost_frame_of_user_code()
+    layer = path_of_running_layer_as_list(frame, path_by_layer)
     remedy = f", or let {layer[0]} run as torch (Settings.torch_modules={layer})" if layer else ""
     raise RuntimeError(
         f"the forward pass changes the weight {path_in_model(weight_name)} at "
@@ -90,7 +100,7 @@ def _raise_weight_changed(weight_name: str, path_by_layer: dict[int, str]) -> No
     )
 
 
-class _NamesById:
+class _WeightAndLayerNamesById:
     """Names of a model's weights and layers, by their identity in the passes of one export."""
 
     def __init__(self) -> None:
@@ -99,10 +109,10 @@ class _NamesById:
         self.path_by_layer: dict[int, str] = {}
 
 
-class _AssignmentGuard(TorchFunctionMode):
+class _WeightDataAssignmentGuard(TorchFunctionMode):
     """A mode that refuses `weight.data = ...`."""
 
-    def __init__(self, names_by_id: _NamesById) -> None:
+    def __init__(self, names_by_id: _WeightAndLayerNamesById) -> None:
         super().__init__()
         self._names = names_by_id
 
@@ -110,22 +120,24 @@ class _AssignmentGuard(TorchFunctionMode):
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if func == _SET_DATA and id(args[0]) in self._names.name_by_object:
-            _raise_weight_changed(
+            _refuse_weight_change(
                 self._names.name_by_object[id(args[0])], self._names.path_by_layer
             )
         return func(*args, **(kwargs or {}))
 
 
-class _WriteGuard(TorchDispatchMode):
+class _WeightWriteGuard(TorchDispatchMode):
     """A mode that refuses operators that write to a weight's memory.
 
     In layers that run as torch, it keeps the value before the first write.
     """
 
-    def __init__(self, names_by_id: _NamesById, weights: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self, names_by_id: _WeightAndLayerNamesById, weight_by_name: dict[str, nn.Parameter]
+    ) -> None:
         super().__init__()
         self._names = names_by_id
-        self._weights = weights
+        self._weights = weight_by_name
         self.values_before: dict[str, torch.Tensor] = {}
         """Values of changed weights before the change."""
 
@@ -138,38 +150,40 @@ class _WriteGuard(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         for tensor in (
-            _written_tensors(func._schema, args, kwargs) if func._schema.is_mutable else ()
+            _tensors_written_by_call(func._schema, args, kwargs) if func._schema.is_mutable else ()
         ):
-            name = self._names.name_by_memory.get(_memory_id(tensor))
-            if name is not None and not torch_modules.is_layer_running():
-                _raise_weight_changed(name, self._names.path_by_layer)
+            name = self._names.name_by_memory.get(_shared_memory_id(tensor))
+            if name is not None and not torch_modules.is_torch_layer_running():
+                _refuse_weight_change(name, self._names.path_by_layer)
             if name is not None and name not in self.values_before:
                 # Of the model's own weight: the pass may be one of a copy.
                 self.values_before[name] = self._weights[name].detach().clone()
         return func(*args, **kwargs)
 
 
-def _written_tensors(
-    schema: torch._C.FunctionSchema, args: Args, kwargs: Kwargs
+def _tensors_written_by_call(
+    operator_schema: torch._C.FunctionSchema, call_arguments: Args, call_keywords: Kwargs
 ) -> Iterator[torch.Tensor]:
     """Yield the tensors that a call of an operator changes."""
-    for argument_index, argument in enumerate(schema.arguments):
+    for argument_index, argument in enumerate(operator_schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = (
-                args[argument_index] if argument_index < len(args) else kwargs.get(argument.name)
+                call_arguments[argument_index]
+                if argument_index < len(call_arguments)
+                else call_keywords.get(argument.name)
             )
-            tensors = [tensor for tensor in _value_list(value) if isinstance(tensor, torch.Tensor)]
+            tensors = [tensor for tensor in _as_list(value) if isinstance(tensor, torch.Tensor)]
             # `set_` of an alias gives the alias another memory, and does not change the weight.
-            if schema.name == "aten::set_":
+            if operator_schema.name == "aten::set_":
                 tensors = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
             yield from tensors
 
 
-def _value_list(value: object) -> Sequence[object]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def _as_list(value_or_list: object) -> Sequence[object]:
+    return list(value_or_list) if isinstance(value_or_list, (list, tuple)) else [value_or_list]
 
 
-def _memory_id(tensor: torch.Tensor) -> int:
+def _shared_memory_id(tensor: torch.Tensor) -> int:
     """Return an identifier of the memory that a tensor shares with its views."""
     with torch._C.DisableTorchFunction():
         return (

@@ -19,14 +19,14 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.torch_in_graph import attention_operator
 from ortlaunch.ortmodule.tracing import grad_mode
 from ortlaunch.ortmodule.tracing.symbolics import (
     constant_numbers,
-    is_boolean_tensor,
-    tensor_dtype,
-    write_integers,
+    dtype_of_graph_value,
+    is_boolean_graph_value,
+    write_int64_constant,
 )
 
 if TYPE_CHECKING:
@@ -47,35 +47,36 @@ _COUNTING_OPERATORS = {
 }  # fmt: skip
 
 
-def write_fused_attention(
+def write_fused_cpu_attention_call(
     g: GraphContext, traced_inputs: Sequence[Any], graph_inputs: Sequence[Any]
 ) -> Any:
     """Write an attention as a call of torch's kernel for CPUs, with the kernel's own gradient.
 
     Args:
         g: the graph.
-        traced_inputs: the inputs of the traced call, for which `attention_choice.should_stay_fused` is true.
+        traced_input_values: the inputs of the traced call, for which
+            `attention_choice.should_stay_fused_and_note_why_not` is true.
         graph_inputs: their values in the graph.
     """
-    attention_operator.define_operators()
-    _register_gradient()
+    attention_operator.define_attention_operators_once()
+    _register_attention_gradient_once()
     is_causal, scale = (traced_value.toIValue() for traced_value in traced_inputs[5:7])
     if traced_inputs[3].node().mustBeNone():
         mask = _write_none(g)
-        excluded_keys = write_integers(
+        excluded_keys = write_int64_constant(
             g, attention_operator.LATER_KEYS if is_causal else attention_operator.NOTHING
         )
     else:
-        mask = _additive_mask(g, graph_inputs[3], graph_inputs[0])
-        excluded_keys = _write_call(g, attention_operator.MASKED, [mask])
+        mask = _write_boolean_mask_as_additive(g, graph_inputs[3], graph_inputs[0])
+        excluded_keys = _write_aten_call(g, attention_operator.MASKED, [mask])
     # Where the model swapped the dimensions only for attention, the kernel swaps strides instead.
-    swapped_inputs = [_input_of_swap(value) for value in graph_inputs[:3]]
+    swapped_inputs = [_input_of_head_and_length_swap_or_none(value) for value in graph_inputs[:3]]
     arguments = (
         *(swapped_input or value for swapped_input, value in zip(swapped_inputs, graph_inputs)),
         mask,
         excluded_keys,
         _write_none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
-        write_integers(
+        write_int64_constant(
             g,
             sum(
                 1 << position
@@ -84,77 +85,84 @@ def write_fused_attention(
             ),
         ),
     )
-    attended, _ = _write_call(g, attention_operator.FORWARD, arguments, 2)
+    attended, _ = _write_aten_call(g, attention_operator.FORWARD, arguments, 2)
     attended.setType(graph_inputs[0].type().with_sizes([None] * 4))
     return g.op("Transpose", attended, perm_i=_SWAPPED_DIMS)
 
 
-def _write_call(
-    g: GraphContext, operator: str, inputs: Sequence[Any], output_count: int = 1
+def _write_aten_call(
+    g: GraphContext, torch_operator: str, input_values: Sequence[Any], output_count: int = 1
 ) -> Any:
     return g.op(
         "org.pytorch.aten::ATen",
-        *inputs,
-        operator_s=operator,
+        *input_values,
+        operator_s=torch_operator,
         overload_name_s="",
         outputs=output_count,
     )
 
 
-def _input_of_swap(value: torch.Value) -> torch.Value | None:
+def _input_of_head_and_length_swap_or_none(graph_value: torch.Value) -> torch.Value | None:
     """Return the input of the Transpose node that swaps dimensions 1 and 2 into a value."""
     from torch.onnx import symbolic_helper
 
-    node = value.node()
+    node = graph_value.node()
     if node.kind() != "onnx::Transpose" or symbolic_helper._node_get(node, "perm") != _SWAPPED_DIMS:
         return None
     return node.inputsAt(0)
 
 
-def is_shape_keeping_reshape(node: torch.Node) -> bool:
+def is_reshape_of_attention_to_same_shape(traced_node: torch.Node) -> bool:
     """Return whether a traced reshape gives the result of attention the sizes that it has.
 
     transformers writes one after each attention, for a case of generation. Its sizes are those of
     the result's batch, -1, of the query's length and of the value's size.
     """
-    if node.kind() != "aten::reshape":
+    if traced_node.kind() != "aten::reshape":
         return False
-    attended, shape = node.inputs()
+    attended, shape = traced_node.inputs()
     if attended.node().kind() != OPERATOR_NAME or shape.node().kind() != "prim::ListConstruct":
         return False
     query, _, value = list(attended.node().inputs())[:3]
     sizes = list(shape.node().inputs())
     return (
         len(sizes) == 4
-        and _is_size_of(sizes[0], attended, 0)
+        and _is_size_of_traced_dimension(sizes[0], attended, 0)
         and constant_numbers(sizes[1]) == [-1]
-        and _is_size_of(sizes[2], query, 2)
-        and _is_size_of(sizes[3], value, 3)
+        and _is_size_of_traced_dimension(sizes[2], query, 2)
+        and _is_size_of_traced_dimension(sizes[3], value, 3)
     )
 
 
-def _is_size_of(value: torch.Value, tensor_value: torch.Value, dimension: int) -> bool:
+def _is_size_of_traced_dimension(
+    traced_number: torch.Value, tensor_value: torch.Value, dimension: int
+) -> bool:
     """Return whether a number in the trace is the size of a tensor of four dimensions."""
-    while value.node().kind() in ("prim::NumToTensor", "aten::Int"):
-        value = value.node().inputsAt(0)
-    node = value.node()
+    while traced_number.node().kind() in ("prim::NumToTensor", "aten::Int"):
+        traced_number = traced_number.node().inputsAt(0)
+    node = traced_number.node()
     if node.kind() != "aten::size" or node.inputsAt(0).debugName() != tensor_value.debugName():
         return False
     return constant_numbers(node.inputsAt(1)) in ([dimension], [dimension - 4])
 
 
-def _additive_mask(g: GraphContext, mask: torch.Value, query: torch.Value) -> torch.Value:
+def _write_boolean_mask_as_additive(
+    g: GraphContext, mask_value: torch.Value, query_value: torch.Value
+) -> torch.Value:
     """Write a boolean mask as numbers to add to the scores; return any other mask as it is.
 
     Layers with the same mask write equal nodes, of which ORT keeps one.
     """
-    if not is_boolean_tensor(mask):
-        return mask
+    if not is_boolean_graph_value(mask_value):
+        return mask_value
     mask_numbers = (
-        torch.tensor(mask_number, dtype=tensor_dtype(query)) for mask_number in (0.0, -math.inf)
+        torch.tensor(mask_number, dtype=dtype_of_graph_value(query_value))
+        for mask_number in (0.0, -math.inf)
     )
     return g.op(
-        "Where", mask, *(g.op("Constant", value_t=mask_number) for mask_number in mask_numbers)
+        "Where",
+        mask_value,
+        *(g.op("Constant", value_t=mask_number) for mask_number in mask_numbers),
     )
 
 
@@ -165,7 +173,7 @@ def _write_none(g: GraphContext) -> torch.Value:
 
 
 @functools.cache
-def _register_gradient() -> None:
+def _register_attention_gradient_once() -> None:
     """Register the gradient of the operator with ORT, once in a process."""
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 
@@ -182,23 +190,31 @@ def _register_gradient() -> None:
 
 
 # Any: a Rewriting of torch_kernels.py, which imports this module.
-def merge_equal_mask_nodes(rewriting: Any, node: onnx.NodeProto) -> bool:
+def merge_into_first_mask_examination(
+    graph_rewriting: Any, examination_node: onnx.NodeProto
+) -> bool:
     """Let layers with one mask examine it once; return whether the node is left out."""
-    if not _is_call_of(node, attention_operator.MASKED):
+    if not _is_call_of_torch_operator(examination_node, attention_operator.MASKED):
         return False
-    users = rewriting.users_by_name[node.input[0]]
-    first_call = next(user for user in users if _is_call_of(user, attention_operator.MASKED))
-    for user in rewriting.users_by_name[node.output[0]] if first_call is not node else ():
-        user.input[list(user.input).index(node.output[0])] = first_call.output[0]
-    return first_call is not node
+    users = graph_rewriting.users_by_name[examination_node.input[0]]
+    first_call = next(
+        user for user in users if _is_call_of_torch_operator(user, attention_operator.MASKED)
+    )
+    for user in (
+        graph_rewriting.users_by_name[examination_node.output[0]]
+        if first_call is not examination_node
+        else ()
+    ):
+        user.input[list(user.input).index(examination_node.output[0])] = first_call.output[0]
+    return first_call is not examination_node
 
 
-def _is_call_of(node: onnx.NodeProto, operator: str) -> bool:
-    return any(attribute.s == operator.encode() for attribute in node.attribute)
+def _is_call_of_torch_operator(node: onnx.NodeProto, torch_operator: str) -> bool:
+    return any(attribute.s == torch_operator.encode() for attribute in node.attribute)
 
 
 @contextlib.contextmanager
-def leave_out_causal_masks(export: Export) -> Iterator[None]:
+def let_transformers_leave_out_causal_masks(export_context: ExportContext) -> Iterator[None]:
     """Let transformers leave out causal masks in an export, as it does in eager mode.
 
     Under a trace transformers always searches the position ids for packed documents, so it
@@ -213,7 +229,7 @@ def leave_out_causal_masks(export: Export) -> Iterator[None]:
         return
 
     def find_unless_counted(positions: torch.Tensor) -> torch.Tensor | None:
-        if torch.jit.is_tracing() and _are_consecutive_positions(positions):
+        if torch.jit.is_tracing() and _are_positions_counted_by_model(positions):
             # Pause the trace: only outside a trace does transformers compare the values of the
             # position ids, and return None if there is one document.
             state = _TRACER._get_tracing_state()
@@ -230,7 +246,7 @@ def leave_out_causal_masks(export: Export) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def zero_padding_outputs() -> Iterator[None]:
+def zero_padding_in_transformer_encoder_outputs() -> Iterator[None]:
     """Let a TransformerEncoder in evaluation put zeros in place of padding, as in eager mode.
 
     There torch computes without padding, in nested tensors, which an export cannot hold.
@@ -254,7 +270,7 @@ def zero_padding_outputs() -> Iterator[None]:
             and not encoder.layers[0].training
             and not torch.is_autocast_enabled(src.device.type)
             and not (
-                grad_mode.starting_grad_mode(True)
+                grad_mode.starting_grad_mode_or_default(True)
                 and any(weight.requires_grad for weight in encoder.layers[0].parameters())
             )
         )
@@ -277,12 +293,12 @@ def zero_padding_outputs() -> Iterator[None]:
         yield
 
 
-def _are_consecutive_positions(positions: torch.Tensor) -> bool:
+def _are_positions_counted_by_model(position_ids: torch.Tensor) -> bool:
     """Return whether the model itself counted the positions, from sizes and constants alone.
 
     Such positions are consecutive for every batch.
     """
-    remaining = [_TRACER._get_value_trace(positions)]
+    remaining = [_TRACER._get_value_trace(position_ids)]
     while remaining:
         node = remaining.pop().node()
         if node.kind() not in _COUNTING_OPERATORS:

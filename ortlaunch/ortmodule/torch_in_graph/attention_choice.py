@@ -14,34 +14,40 @@ from ortlaunch import machine
 from ortlaunch.ortmodule.base.counters import tally
 
 
-def should_stay_fused(
-    traced_inputs: Sequence[Any], device_type: str, learns_mask: bool, is_listed: bool
+def should_stay_fused_and_note_why_not(
+    traced_inputs: Sequence[Any], device_type: str, is_mask_trained: bool, is_operator_listed: bool
 ) -> bool:
     """Return whether a traced attention stays torch's fused kernel; note why it cannot.
 
     Args:
-        traced_inputs: the inputs of the traced call: query, key, value, mask, dropout probability, ...
+        traced_input_values: the inputs of the traced call: query, key, value, mask, dropout probability, ...
         device_type: the device's type.
-        learns_mask: whether the mask has a gradient.
-        is_listed: whether the settings list the operator, which then stays torch's at any length.
+        is_mask_trained: whether the mask has a gradient.
+        is_operator_listed: whether the settings list the operator, which then stays torch's at any length.
     """
-    unfused_reason = _unfused_reason(traced_inputs, device_type, learns_mask)
+    unfused_reason = _reason_without_fused_kernel_or_empty(
+        traced_inputs, device_type, is_mask_trained
+    )
     # An attention that the settings list, and that has no fused kernel, is any other call of torch.
-    if is_listed:
+    if is_operator_listed:
         return not unfused_reason
     if unfused_reason:
-        tally.add_note_once(
+        tally.add_end_note_once(
             f"attention {unfused_reason} is written out in the graph: torch has no kernel for it"
         )
         return False
-    score_count = math.prod(sizes[2] or 1 for sizes in map(_known_sizes, traced_inputs[:2]))
+    score_count = math.prod(
+        sizes[2] or 1 for sizes in map(_known_sizes_or_empty, traced_inputs[:2])
+    )
     return score_count >= machine.FUSED_ATTENTION_SCORES
 
 
-def _unfused_reason(traced_inputs: Sequence[Any], device_type: str, learns_mask: bool) -> str:
+def _reason_without_fused_kernel_or_empty(
+    traced_inputs: Sequence[Any], device_type: str, is_mask_trained: bool
+) -> str:
     """Return why torch has no fused kernel for an attention; empty if it has one."""
-    sizes = [_known_sizes(value) for value in traced_inputs[:3]]
-    if learns_mask:
+    sizes = [_known_sizes_or_empty(value) for value in traced_inputs[:3]]
+    if is_mask_trained:
         return "with a mask that is trained"
     if any(value.node().kind() != "prim::Constant" for value in traced_inputs[4:7]):
         return "with a dropout, scale or causal flag that the forward pass computes"
@@ -54,6 +60,6 @@ def _unfused_reason(traced_inputs: Sequence[Any], device_type: str, learns_mask:
     return "with values of another size than the keys" if sizes[1][3] != sizes[2][3] else ""
 
 
-def _known_sizes(value: Any) -> Sequence[int | None]:
-    sizes: Sequence[int | None] | None = value.type().sizes()
+def _known_sizes_or_empty(traced_value: Any) -> Sequence[int | None]:
+    sizes: Sequence[int | None] | None = traced_value.type().sizes()
     return sizes or ()

@@ -20,12 +20,21 @@ from unittest import mock
 import torch
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.differentiable import SILENTLY_WRONG, GradientPaths, is_valid_onnx
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.differentiable import (
+    SILENTLY_WRONG,
+    GradientPaths,
+    is_valid_onnx_transpose_or_norm,
+)
+from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
-from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.settings import attached_settings
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, function_owner
+from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.settings import settings_of_ort_object_or_defaults
+from ortlaunch.ortmodule.base.source_guard import (
+    EVALUATION,
+    TRAINING,
+    TRANSITION,
+    owning_class_or_module,
+)
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import (
     attention,
@@ -35,9 +44,9 @@ from ortlaunch.ortmodule.torch_in_graph import (
 )
 from ortlaunch.ortmodule.torch_in_graph.operator_table import (
     DRAWING_OPERATORS,
-    is_computed_by_torch,
+    table_lets_torch_compute_call,
 )
-from ortlaunch.ortmodule.torch_in_graph.value_sizes import ValueSizes
+from ortlaunch.ortmodule.torch_in_graph.value_sizes import ValueDependentSizes
 
 if TYPE_CHECKING:
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
@@ -68,42 +77,55 @@ _FAILED_PATTERNS = (
 )
 
 
-def install_translation_retries() -> None:
+def install_build_retries_and_readable_errors() -> None:
     """Wrap ORT's methods so that a failed gradient build is retried with torch's operator."""
     for method_name in ("_build_graph", "_create_execution_agent"):
         # ORT's own wrapper around the method has another name.
-        wrap_method(
-            function_owner(TRAINING), method_name, functools.partial(_retry_build, method_name)
+        replace_method_by_wrapper(
+            owning_class_or_module(TRAINING),
+            method_name,
+            functools.partial(_retry_build_with_blamed_as_torch, method_name),
         )
-    wrap_method(function_owner(EVALUATION), "_create_execution_agent", _create_agent_and_free_batch)
-    wrap_method(function_owner(TRANSITION), "get_post_processed_model", _rebuild_keeping_arguments)
+    replace_method_by_wrapper(
+        owning_class_or_module(EVALUATION), "_create_execution_agent", _create_agent_and_free_batch
+    )
+    replace_method_by_wrapper(
+        owning_class_or_module(TRANSITION),
+        "get_post_processed_model",
+        _post_process_and_keep_batch_for_build,
+    )
     for agent, method_name in (
         ("Training", "forward"),
         ("Training", "backward"),
         ("Inference", "forward"),
     ):
-        wrap_method(
-            function_owner(f"_execution_agent:{agent}Agent"),
+        replace_method_by_wrapper(
+            owning_class_or_module(f"_execution_agent:{agent}Agent"),
             f"run_{method_name}",
-            _run_with_readable_errors,
+            _run_agent_with_readable_errors,
         )
 
 
 @contextlib.contextmanager
-def keep_torch_operators(export: Export) -> Iterator[None]:
+def keep_torch_operators_while_exporting(export_context: ExportContext) -> Iterator[None]:
     """Keep operators as torch calls in exports, as the settings require."""
-    requested_operators = attached_settings(export.options).torch_operators
-    can_call_torch = requested_operators != "off" and not extensions.interop_refusal_reason()
+    requested_operators = settings_of_ort_object_or_defaults(export_context.options).torch_operators
+    can_call_torch = (
+        requested_operators != "off" and not extensions.reason_interop_is_unbuildable_or_empty()
+    )
     listed_names = requested_operators if can_call_torch and requested_operators != "auto" else ()
     operator_names = tuple(name if "::" in name else f"aten::{name}" for name in listed_names)
-    translator = _Translator(
-        export, operator_names, can_call_torch, can_call_torch and requested_operators == "auto"
+    translator = _TracedGraphTranslator(
+        export_context,
+        operator_names,
+        can_call_torch,
+        can_call_torch and requested_operators == "auto",
     )
-    exporter = _exporter_module()
+    exporter = _torch_exporter_utils_module()
     with contextlib.ExitStack() as patches:
         for name, wrapper in (
-            ("_run_symbolic_function", translator.translate_node),
-            ("_optimize_graph", translator.record_schemas),
+            ("_run_symbolic_function", translator.translate_node_or_write_torch_call),
+            ("_optimize_graph", translator.record_schemas_and_optimize_graph),
         ):
             patches.enter_context(
                 mock.patch.object(
@@ -113,189 +135,215 @@ def keep_torch_operators(export: Export) -> Iterator[None]:
         yield
 
 
-def _exporter_module() -> Any:
+def _torch_exporter_utils_module() -> Any:
     moved_package = "torch.onnx._internal.torchscript_exporter"
     return importlib.import_module(
         f"{moved_package}.utils" if importlib.util.find_spec(moved_package) else "torch.onnx.utils"
     )
 
 
-class _Translator:
+class _TracedGraphTranslator:
     """The translation of one traced graph by the exporter."""
 
     def __init__(
         self,
-        export: Export,
-        operator_names: Sequence[str],
+        export_context: ExportContext,
+        listed_operator_names: Sequence[str],
         can_call_torch: bool,
-        follows_table: bool,
+        follows_operator_table: bool,
     ) -> None:
-        self._training = export.training
+        self._training = export_context.training
         self._can_call_torch = can_call_torch
-        self._follows_table = follows_table
+        self._follows_table = follows_operator_table
         # torch's kernel for CPUs needs no extension.
-        self._auto = attached_settings(export.options).torch_operators == "auto"
-        self._torch_names = {*operator_names, *_blamed_operators(export.options)}
+        self._auto = (
+            settings_of_ort_object_or_defaults(export_context.options).torch_operators == "auto"
+        )
+        self._torch_names = {
+            *listed_operator_names,
+            *_get_or_create_blamed_operators(export_context.options),
+        }
         self._schemas: dict[str, Any] = {}
         self._empty_positions = [
             input_index
-            for input_index, input_value in enumerate(export.inputs)
-            if _is_empty(input_value)
+            for input_index, input_value in enumerate(export_context.inputs)
+            if _is_empty_tensor(input_value)
         ]
-        self._device = export.device.type
+        self._device = export_context.device.type
         # The latest random values in the graph. The next ones depend on them, so that the order
         # of the draws is that of eager PyTorch.
         self._latest_drawn: Any = None
         # By ONNX operator: the torch operators translated to it, with their source locations.
-        # Stored in the options, which outlive the export: `_mark_torch_operators` reads it when a build fails.
-        self._origins_by_operator: dict[str, dict[str, str]] = vars(export.options).setdefault(
-            "_ortlaunch_makers", {}
-        )
+        # Stored in the options, which outlive the export: `_mark_and_note_operators_for_torch`
+        # reads it when a build fails.
+        self._origins_by_operator: dict[str, dict[str, str]] = vars(
+            export_context.options
+        ).setdefault("_ortlaunch_makers", {})
         # The same for the lines of a layer's nodes, for `pass_errors`.
         self._lines: dict[tuple[str, str], dict[str, None]] = {}
-        vars(export.options)[_LINES_ATTRIBUTE] = self._lines
-        self._layers = [name for name, _ in export.module.named_modules()]
-        parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
-        buffers = {name for name, _ in export.module.named_buffers()}
-        inputs = set(export.info.onnx_graph_input_names_require_grad)
-        plain_inputs = set(export.info.onnx_graph_input_names) - inputs - parameters.keys()
+        vars(export_context.options)[_LINES_ATTRIBUTE] = self._lines
+        self._layers = [name for name, _ in export_context.module.named_modules()]
+        parameters = {name: p.requires_grad for name, p in export_context.module.named_parameters()}
+        buffers = {name for name, _ in export_context.module.named_buffers()}
+        inputs = set(export_context.info.onnx_graph_input_names_require_grad)
+        plain_inputs = set(export_context.info.onnx_graph_input_names) - inputs - parameters.keys()
         self._gradients = GradientPaths(
             lambda name: parameters.get(name, name not in buffers | plain_inputs),
-            export.device.type,
+            export_context.device.type,
         )
 
-    def record_schemas(
-        self, original: AnyFunction, graph: Any, *args: object, **kwargs: object
+    def record_schemas_and_optimize_graph(
+        self, original_optimize: AnyFunction, traced_graph: Any, *args: object, **kwargs: object
     ) -> Any:
         """Record each operator's schema, which the exporter's passes over the graph drop."""
-        for node in _all_nodes(graph):
+        for node in _nodes_with_inner_blocks(traced_graph):
             schema = node.schema()
             if "!" in schema and not node.kind().startswith("aten::"):
                 # The exporter would leave it out.
-                call = operator_calls.OperatorCall(node, (), self._schemas)
-                raise self._not_callable_error(call, f"{call.name} changes a tensor in place")
+                call = operator_calls.TorchOperatorCall(node, (), self._schemas)
+                raise self._create_not_callable_error(
+                    call, f"{call.name} changes a tensor in place"
+                )
             if schema != "(no schema)" and node.outputsSize():
                 self._schemas[next(node.outputs()).debugName()] = schema
-        inputs = list(graph.inputs())
-        self._sizes = ValueSizes(inputs[position] for position in self._empty_positions)
-        return original(graph, *args, **kwargs)
+        inputs = list(traced_graph.inputs())
+        self._sizes = ValueDependentSizes(inputs[position] for position in self._empty_positions)
+        return original_optimize(traced_graph, *args, **kwargs)
 
-    def translate_node(self, original: AnyFunction, *symbolic_arguments: Any) -> Any:
+    def translate_node_or_write_torch_call(
+        self, original_translate: AnyFunction, *symbolic_arguments: Any
+    ) -> Any:
         """Translate one node; a replacement for the exporter's `_run_symbolic_function`."""
         graph, block, node, inputs, env, env_values, new_nodes = symbolic_arguments[:7]
 
         def translate_plainly() -> Any:
-            return original(*symbolic_arguments)
+            return original_translate(*symbolic_arguments)
 
         name = node.kind()
         context = importlib.import_module(_JIT).GraphContext(
             graph, block, _export_opset(), node, {}, env, env_values, new_nodes
         )
-        if operator_calls.is_complex_constant(node):
+        if operator_calls.is_complex_constant_node(node):
             return context.op(
                 "Constant", value_t=torch.view_as_real(node.t("value").resolve_conj())
             )
         # Others are torch's, and those that packages and models register.
         if name.startswith(("prim::", "onnx::")):
             return translate_plainly()
-        if attention.is_shape_keeping_reshape(node):
+        if attention.is_reshape_of_attention_to_same_shape(node):
             return inputs[0]
-        call = operator_calls.OperatorCall(node, inputs, self._schemas)
-        if name.rstrip("_") in _NEVER_TORCH and not call.has_complex_tensor():
+        call = operator_calls.TorchOperatorCall(node, inputs, self._schemas)
+        if name.rstrip("_") in _NEVER_TORCH and not call.has_complex_input_or_output():
             return translate_plainly()
         if self._can_call_torch and self._follows_table and name.rstrip("_") in DRAWING_OPERATORS:
-            with contextlib.suppress(operator_calls.NotCallable):
+            with contextlib.suppress(operator_calls.OperatorNotCallable):
                 self._latest_drawn = call.write(
-                    context, self._gradients, draws_numbers=True, earlier_value=self._latest_drawn
+                    context,
+                    self._gradients,
+                    draws_random_numbers=True,
+                    earlier_graph_value=self._latest_drawn,
                 )
                 return self._latest_drawn
-        stays_torch = name.rstrip("_") in self._torch_names or call.has_complex_tensor()
-        if name == attention.OPERATOR_NAME and self._should_stay_fused(
-            call.traced_inputs(), inputs, stays_torch
+        stays_torch = name.rstrip("_") in self._torch_names or call.has_complex_input_or_output()
+        if name == attention.OPERATOR_NAME and self._should_attention_stay_fused(
+            call.traced_input_values(), inputs, stays_torch
         ):
             if self._device == "cpu":
-                return attention.write_fused_attention(context, call.traced_inputs(), inputs)
+                return attention.write_fused_cpu_attention_call(
+                    context, call.traced_input_values(), inputs
+                )
             # The kernels for GPUs are called with torch's derivative (docs/gpu.md).
             stays_torch = True
         if self._follows_table:
-            stays_torch = stays_torch or is_computed_by_torch(
-                name.rstrip("_"), call.traced_inputs()
+            stays_torch = stays_torch or table_lets_torch_compute_call(
+                name.rstrip("_"), call.traced_input_values()
             )
         if self._can_call_torch and stays_torch:
-            return self._write_torch_call(call, context, None)
+            return self._write_torch_call_or_keep_plain_outputs(call, context, None)
         new_count_before = len(new_nodes)
         if not self._follows_table:
             outputs = translate_plainly()
-            self._refuse_silent_difference(call, new_nodes[new_count_before:], outputs)
+            self._refuse_silently_wrong_translation(call, new_nodes[new_count_before:], outputs)
             return outputs
         try:
             outputs = translate_plainly()
         except Exception as error:
-            return self._write_torch_call(call, context, error)
+            return self._write_torch_call_or_keep_plain_outputs(call, context, error)
         written_nodes = new_nodes[new_count_before:]
-        self._record_lines(node, written_nodes, call.source_line())
+        self._record_source_line_of_written_nodes(
+            node, written_nodes, call.source_line_text_or_empty()
+        )
         if (
-            not all(map(is_valid_onnx, written_nodes))
-            or self._blocking_operator(written_nodes, outputs)
-            or self._sizes.reads_possibly_empty(node)
+            not all(map(is_valid_onnx_transpose_or_norm, written_nodes))
+            or self._operator_blocking_gradient_or_empty(written_nodes, outputs)
+            or self._sizes.node_reads_possibly_empty_tensor(node)
         ):
-            return self._write_torch_call(call, context, None, outputs)
+            return self._write_torch_call_or_keep_plain_outputs(call, context, None, outputs)
         return outputs
 
-    def _record_lines(
-        self, node: torch.Node, written_nodes: Sequence[torch.Node], line: str
+    def _record_source_line_of_written_nodes(
+        self, traced_node: torch.Node, written_nodes: Sequence[torch.Node], source_line_text: str
     ) -> None:
-        scope = node.scopeName().rpartition("::")[2].removeprefix("_original_module")
+        scope = traced_node.scopeName().rpartition("::")[2].removeprefix("_original_module")
         for written_node in written_nodes:
-            self._origins_by_operator.setdefault(_onnx_operator(written_node), {})[node.kind()] = (
-                line
-            )
-            if line:
+            self._origins_by_operator.setdefault(_onnx_or_aten_operator_name(written_node), {})[
+                traced_node.kind()
+            ] = source_line_text
+            if source_line_text:
                 self._lines.setdefault((scope, written_node.kind().rpartition("::")[2]), {})[
-                    line
+                    source_line_text
                 ] = None
 
-    def _should_stay_fused(
-        self, traced_inputs: Sequence[Any], graph_inputs: Sequence[Any], is_listed: bool
+    def _should_attention_stay_fused(
+        self, traced_inputs: Sequence[Any], graph_inputs: Sequence[Any], is_operator_listed: bool
     ) -> bool:
-        learns_mask = self._gradients.reaches_trained_input(graph_inputs[3])
-        return (is_listed or self._auto) and attention_choice.should_stay_fused(
-            traced_inputs, self._device, learns_mask, is_listed
-        )
-
-    def _blocking_operator(self, written_nodes: Sequence[Any], outputs: Any) -> str:
-        values = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        learns_mask = self._gradients.depends_on_trained_input(graph_inputs[3])
         return (
-            self._gradients.first_blocking_operator(written_nodes, values) if self._training else ""
+            is_operator_listed or self._auto
+        ) and attention_choice.should_stay_fused_and_note_why_not(
+            traced_inputs, self._device, learns_mask, is_operator_listed
         )
 
-    def _refuse_silent_difference(
-        self, call: Any, written_nodes: Sequence[Any], outputs: Any
+    def _operator_blocking_gradient_or_empty(
+        self, written_nodes: Sequence[Any], output_values: Any
+    ) -> str:
+        values = output_values if isinstance(output_values, (tuple, list)) else [output_values]
+        return (
+            self._gradients.name_of_operator_blocking_gradient_or_empty(written_nodes, values)
+            if self._training
+            else ""
+        )
+
+    def _refuse_silently_wrong_translation(
+        self, operator_call: Any, written_nodes: Sequence[Any], output_values: Any
     ) -> None:
         """Refuse a translation that would be wrong without an error.
 
         This applies where the settings do not let the operator stay torch's.
         """
         if (
-            is_computed_by_torch(call.name.rstrip("_"), call.traced_inputs())
-            or self._blocking_operator(written_nodes, outputs) in SILENTLY_WRONG
+            table_lets_torch_compute_call(
+                operator_call.name.rstrip("_"), operator_call.traced_input_values()
+            )
+            or self._operator_blocking_gradient_or_empty(written_nodes, output_values)
+            in SILENTLY_WRONG
         ):
             raise RuntimeError(
-                f"{call.name} or its gradient is another one in ONNX Runtime than in torch; "
+                f"{operator_call.name} or its gradient is another one in ONNX Runtime than in torch; "
                 "it can stay torch's: Settings.torch_operators='auto', or a list with it. "
-                f"{extensions.interop_refusal_reason()}".rstrip()
+                f"{extensions.reason_interop_is_unbuildable_or_empty()}".rstrip()
             )
 
-    def _write_torch_call(
+    def _write_torch_call_or_keep_plain_outputs(
         self,
-        call: Any,
-        context: GraphContext,
+        operator_call: Any,
+        graph_context: GraphContext,
         translation_error: Exception | None,
         plain_outputs: Any = None,
     ) -> Any:
         try:
-            return call.write(context, self._gradients)
-        except operator_calls.NotCallable as reason:
+            return operator_call.write(graph_context, self._gradients)
+        except operator_calls.OperatorNotCallable as reason:
             if plain_outputs is not None:
                 # If this value needs a gradient, ORT raises an error of its own later.
                 return plain_outputs
@@ -304,36 +352,44 @@ class _Translator:
                 if translation_error
                 else ""
             )
-            raise self._not_callable_error(call, reason, earlier_message) from translation_error
+            raise self._create_not_callable_error(
+                operator_call, reason, earlier_message
+            ) from translation_error
 
-    def _not_callable_error(
-        self, call: operator_calls.OperatorCall, reason: object, earlier_message: str = ""
+    def _create_not_callable_error(
+        self,
+        operator_call: operator_calls.TorchOperatorCall,
+        refusal_reason: object,
+        earlier_message: str = "",
     ) -> RuntimeError:
-        layer = call.calling_layer(self._layers)
+        layer = operator_call.calling_layer_pattern_or_empty(self._layers)
         setting_text = f"Settings.torch_modules{f'=[{layer!r}]' if layer else ''}"
         return RuntimeError(
-            f"{earlier_message}torch cannot compute {call.name}{call.source_line()} inside ONNX Runtime's graph: "
-            f"{reason}. Write it with other operators, or let the layer run as torch ({setting_text})"
+            f"{earlier_message}torch cannot compute "
+            f"{operator_call.name}{operator_call.source_line_text_or_empty()} inside ONNX Runtime's graph: "
+            f"{refusal_reason}. Write it with other operators, or let the layer run as torch ({setting_text})"
         )
 
 
-def _is_empty(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.numel()
+def _is_empty_tensor(export_input: object) -> bool:
+    return isinstance(export_input, torch.Tensor) and not export_input.numel()
 
 
-def _onnx_operator(node: torch.Node) -> str:
+def _onnx_or_aten_operator_name(graph_node: torch.Node) -> str:
     """Return a node's operator in ONNX; for an ATen node, torch's operator."""
-    name = str(node.kind()).rpartition("::")[2]
+    name = str(graph_node.kind()).rpartition("::")[2]
     return (
-        str(node.s("operator")) if name == "ATen" and "operator" in node.attributeNames() else name
+        str(graph_node.s("operator"))
+        if name == "ATen" and "operator" in graph_node.attributeNames()
+        else name
     )
 
 
-def _all_nodes(block: Any) -> Iterator[Any]:
-    for node in block.nodes():
+def _nodes_with_inner_blocks(graph_or_block: Any) -> Iterator[Any]:
+    for node in graph_or_block.nodes():
         yield node
         for inner_block in node.blocks():
-            yield from _all_nodes(inner_block)
+            yield from _nodes_with_inner_blocks(inner_block)
 
 
 _MOVED = "torch.onnx._internal.torchscript_exporter.jit_utils"
@@ -348,32 +404,34 @@ def _export_opset() -> int:
 # ------------------------------------------------------------------- failures after the translation
 
 
-def _blamed_operators(options: Any) -> set[str]:
-    blamed: set[str] = vars(options).setdefault("_ortlaunch_blamed", set())
+def _get_or_create_blamed_operators(runtime_options: Any) -> set[str]:
+    blamed: set[str] = vars(runtime_options).setdefault("_ortlaunch_blamed", set())
     return blamed
 
 
-def _rebuild_keeping_arguments(
-    original: AnyFunction, graph_manager: Any, inputs: Any, kwargs: Any
+def _post_process_and_keep_batch_for_build(
+    original_get_model: AnyFunction, graph_manager: Any, batch_args: Any, batch_kwargs: Any
 ) -> Any:
-    # For `_export_again`, if the build that follows fails.
-    graph_manager._ortlaunch_given = inputs, kwargs
-    was_changed, info = _retry_without_blamed(original, graph_manager, inputs, kwargs)
+    # For `_export_and_rebuild`, if the build that follows fails.
+    graph_manager._ortlaunch_given = batch_args, batch_kwargs
+    was_changed, info = _retry_export_with_blamed_as_torch(
+        original_get_model, graph_manager, batch_args, batch_kwargs
+    )
     # No build follows, so the batch is freed.
     if not was_changed:
         del graph_manager._ortlaunch_given
     return was_changed, info
 
 
-def _retry_without_blamed(
-    original: AnyFunction, graph_manager: Any, inputs: Any, kwargs: Any
+def _retry_export_with_blamed_as_torch(
+    original_get_model: AnyFunction, graph_manager: Any, batch_args: Any, batch_kwargs: Any
 ) -> Any:
     for _ in range(_MAX_RETRIES):
         try:
-            return original(graph_manager, inputs, kwargs)
+            return original_get_model(graph_manager, batch_args, batch_kwargs)
         except ShapeInferenceError as error:
             options = graph_manager._runtime_options
-            if not _mark_torch_operators(options, {error.operator}, str(error)):
+            if not _mark_and_note_operators_for_torch(options, {error.operator}, str(error)):
                 origins = vars(options).get("_ortlaunch_makers", {}).get(error.operator, {})
                 lines = ", ".join(
                     f"{name}{line}" for name, line in sorted(origins.items())[:_MAX_LOCATIONS]
@@ -383,85 +441,103 @@ def _retry_without_blamed(
                     "operators, or let the layer run as torch (Settings.torch_modules)"
                 ) from error
             graph_manager._exported_model_info = None
-    return original(graph_manager, inputs, kwargs)
+    return original_get_model(graph_manager, batch_args, batch_kwargs)
 
 
-def _create_agent_and_free_batch(original: AnyFunction, manager: Manager) -> Any:
-    original(manager)
-    _keep_lines_and_free_batch(manager, "_create_execution_agent")
+def _create_agent_and_free_batch(original_create_agent: AnyFunction, manager: Manager) -> Any:
+    original_create_agent(manager)
+    _keep_lines_and_free_batch_of_new_agent(manager, "_create_execution_agent")
 
 
-def _run_with_readable_errors(original: AnyFunction, agent: Any, *args: Any) -> Any:
-    with pass_errors.raise_readable_errors(vars(agent).get(_LINES_ATTRIBUTE, {})):
-        return original(agent, *args)
+def _run_agent_with_readable_errors(
+    original_run: AnyFunction, execution_agent: Any, *run_arguments: Any
+) -> Any:
+    with pass_errors.raise_torch_or_readable_pass_error(
+        vars(execution_agent).get(_LINES_ATTRIBUTE, {})
+    ):
+        return original_run(execution_agent, *run_arguments)
 
 
-def _retry_build(method_name: str, original: AnyFunction, manager: Manager, *args: Any) -> Any:
+def _retry_build_with_blamed_as_torch(
+    build_method_name: str, original_build: AnyFunction, manager: Manager, *build_arguments: Any
+) -> Any:
     for _ in range(_MAX_RETRIES):
         try:
-            original(manager, *args)
-            return _keep_lines_and_free_batch(manager, method_name)
+            original_build(manager, *build_arguments)
+            return _keep_lines_and_free_batch_of_new_agent(manager, build_method_name)
         except Exception as error:
             onnx_operators = {
                 operator_name
                 for pattern in _FAILED_PATTERNS
                 for operator_name in re.findall(pattern, str(error))
             }
-            can_retry = _disable_failed_optimizer(
-                manager, str(error), *args
-            ) or _mark_torch_operators(manager._runtime_options, onnx_operators, str(error))
+            can_retry = _disable_compute_optimizer_if_it_failed(
+                manager, str(error), *build_arguments
+            ) or _mark_and_note_operators_for_torch(
+                manager._runtime_options, onnx_operators, str(error)
+            )
             if not can_retry:
                 raise
-            _export_again(manager, method_name)
-    return original(manager, *args)
+            _export_and_rebuild(manager, build_method_name)
+    return original_build(manager, *build_arguments)
 
 
-def _disable_failed_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
+def _disable_compute_optimizer_if_it_failed(
+    manager: Manager, error_text: str, *transformer_configs: Any
+) -> bool:
     """Turn ORT's compute optimizer off if it failed at an unknown shape; return whether it did."""
-    if "compute_optimizer" not in message or not manager._runtime_options.enable_compute_optimizer:
+    if (
+        "compute_optimizer" not in error_text
+        or not manager._runtime_options.enable_compute_optimizer
+    ):
         return False
-    tally.add_note_once(
+    tally.add_end_note_once(
         "compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a "
         "pass only"
     )
-    for options in (manager._runtime_options, *configs):
+    for options in (manager._runtime_options, *transformer_configs):
         options.enable_compute_optimizer = False
     return True
 
 
-def _keep_lines_and_free_batch(manager: Manager, method_name: str) -> None:
-    if method_name == "_create_execution_agent":
+def _keep_lines_and_free_batch_of_new_agent(manager: Manager, finished_method_name: str) -> None:
+    if finished_method_name == "_create_execution_agent":
         lines = vars(manager._runtime_options).get(_LINES_ATTRIBUTE, {})
         vars(manager._execution_agent)[_LINES_ATTRIBUTE] = dict(lines)
         vars(manager._graph_transition_manager).pop("_ortlaunch_given", None)
 
 
-def _mark_torch_operators(options: Any, onnx_operators: set[str], message: str) -> set[str]:
+def _mark_and_note_operators_for_torch(
+    runtime_options: Any, onnx_operators: set[str], error_text: str
+) -> set[str]:
     """Mark the torch operators that were translated to the ONNX operators in ORT's error.
 
     Returns:
         The newly marked operators; the next export keeps them as torch calls.
     """
-    if attached_settings(options).torch_operators != "auto" or extensions.interop_refusal_reason():
+    if (
+        settings_of_ort_object_or_defaults(runtime_options).torch_operators != "auto"
+        or extensions.reason_interop_is_unbuildable_or_empty()
+    ):
         return set()
-    origins: dict[str, dict[str, str]] = vars(options).get("_ortlaunch_makers", {})
+    origins: dict[str, dict[str, str]] = vars(runtime_options).get("_ortlaunch_makers", {})
     new_operators = {
         torch_operator for name in onnx_operators for torch_operator in origins.get(name, ())
-    } - _blamed_operators(options)
+    } - _get_or_create_blamed_operators(runtime_options)
     if new_operators:
-        tally.add_note_once(
+        tally.add_end_note_once(
             f"exported once more with {', '.join(sorted(new_operators))} as torch's: "
-            f"{message.splitlines()[-1][:200]}"
+            f"{error_text.splitlines()[-1][:200]}"
         )
-    _blamed_operators(options).update(new_operators)
+    _get_or_create_blamed_operators(runtime_options).update(new_operators)
     return new_operators
 
 
-def _export_again(manager: Manager, method_name: str) -> None:
+def _export_and_rebuild(manager: Manager, interrupted_method_name: str) -> None:
     graph_manager = manager._graph_transition_manager
     graph_manager._exported_model_info = None
     _, info = graph_manager.get_post_processed_model(*graph_manager._ortlaunch_given)
     manager._initialize_graph_builder(info)
     # The execution agent is created from a built graph, so the new export is built first.
-    if method_name != "_build_graph":
+    if interrupted_method_name != "_build_graph":
         manager._build_graph(manager._get_graph_transformer_config())

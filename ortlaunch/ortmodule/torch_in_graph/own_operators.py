@@ -22,7 +22,7 @@ GROUP_NORM_BACKWARD = "ortlaunch::group_norm_backward"
 
 
 @functools.cache
-def define_operators() -> torch.library.Library:
+def define_own_operators_once() -> torch.library.Library:
     """Register the operators, once in a process.
 
     The operators exist for as long as the returned library.
@@ -33,9 +33,9 @@ def define_operators() -> torch.library.Library:
         ("gelu_tanh_backward", "(Tensor gradient, Tensor x) -> Tensor",
          functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")),
         ("gather_backward", "(Tensor gradient, int[] shape, Tensor index, int dim) -> Tensor",
-         gather_backward),
+         gather_input_gradient),
         ("convolution_backward", "(Tensor gradient, Tensor x, Tensor weight, int[] stride, int[] padding, "
-         "int[] dilation, int groups, int wanted) -> (Tensor, Tensor, Tensor)", convolution_backward),
+         "int[] dilation, int groups, int wanted) -> (Tensor, Tensor, Tensor)", convolution_gradients_or_empty),
     ):  # fmt: skip
         library.define(name + schema)
         library.impl(name, function, "CPU")
@@ -43,16 +43,16 @@ def define_operators() -> torch.library.Library:
         "group_norm_backward(Tensor gradient, Tensor x, Tensor mean, Tensor inverse, Tensor? weight, "
         "int samples, int channels, int positions, int groups) -> (Tensor, Tensor, Tensor)"
     )
-    library.impl("group_norm_backward", group_norm_backward, "CompositeExplicitAutograd")
+    library.impl("group_norm_backward", group_norm_gradients_or_empty, "CompositeExplicitAutograd")
     return library
 
 
-def gather_backward(gradient: Tensor, shape: list[int], index: Tensor, dim: int) -> Tensor:
+def gather_input_gradient(gradient: Tensor, shape: list[int], index: Tensor, dim: int) -> Tensor:
     """Return the gradient of x, of the given shape, in torch.gather(x, dim, index)."""
     return gradient.new_zeros(shape).scatter_add_(dim, index, gradient)
 
 
-def convolution_backward(
+def convolution_gradients_or_empty(
     gradient: Tensor, x: Tensor, weight: Tensor, *other_arguments: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias in a convolution.
@@ -68,7 +68,7 @@ def convolution_backward(
     return tuple(gradient.new_empty(0) if result is None else result for result in results)
 
 
-def group_norm_backward(
+def group_norm_gradients_or_empty(
     gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, *sizes: int
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias in a GroupNorm; without weights, two are empty."""

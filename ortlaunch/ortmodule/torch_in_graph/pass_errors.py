@@ -13,7 +13,7 @@ from ortlaunch.ortmodule.base import torch_calls
 
 ORT_TEXT_ATTRIBUTE = "ortlaunch_text"
 """The attribute of an exception that has ORT's own text, for state/unsupported.py."""
-Lines = Mapping[tuple[str, str], Mapping[str, None]]
+SourceLines = Mapping[tuple[str, str], Mapping[str, None]]
 """Lines of the model, as ` at FILE:LINE`, by the end of a layer's path and the ONNX operator."""
 _FAILED_NODE = re.compile(
     r"while running (\w+) node\. Name:'(.*?)' Status Message: (.*)", re.DOTALL
@@ -36,10 +36,12 @@ _OUT_OF_BOUNDS = re.compile(r"out of (data )?bounds|invalid indice")
 
 
 @contextlib.contextmanager
-def raise_readable_errors(model_lines: Lines) -> Iterator[None]:
+def raise_torch_or_readable_pass_error(
+    source_lines_by_layer_and_operator: SourceLines,
+) -> Iterator[None]:
     """Raise torch's own exception in place of ORT's error of a pass of its graph.
 
-    model_lines: of the graph's model.
+    source_lines_by_layer_and_operator: of the graph's model.
     """
     torch_calls.recorded_errors.clear()
     try:
@@ -52,7 +54,7 @@ def raise_readable_errors(model_lines: Lines) -> Iterator[None]:
         if failed_node is None:
             raise
         operator, node_name, text = failed_node.groups()
-        location = _layer_and_line(node_name, model_lines)
+        location = _layer_and_line_text_or_empty(node_name, source_lines_by_layer_and_operator)
         if torch_match := _TORCH_ERROR.fullmatch(text):
             type_name, text = torch_match.groups()
             raise _ERROR_BY_NAME.get(type_name, RuntimeError)(
@@ -69,9 +71,11 @@ def raise_readable_errors(model_lines: Lines) -> Iterator[None]:
         torch_calls.recorded_errors.clear()
 
 
-def _layer_and_line(node_name: str, model_lines: Lines) -> str:
+def _layer_and_line_text_or_empty(
+    graph_node_name: str, source_lines_by_layer_and_operator: SourceLines
+) -> str:
     """Return `, in layer PATH at FILE:LINE`, as far as a node's name shows them."""
-    name_match = _NODE_NAME.fullmatch(node_name)
+    name_match = _NODE_NAME.fullmatch(graph_node_name)
     if name_match is None:
         return ""
     path: list[str] = []
@@ -80,7 +84,9 @@ def _layer_and_line(node_name: str, model_lines: Lines) -> str:
         if path and part.startswith(f"{path[-1]}."):
             path.pop()
         path.append(part)
-    known_lines = list(model_lines.get((path[-1] if path else "", name_match[2]), ()))
+    known_lines = list(
+        source_lines_by_layer_and_operator.get((path[-1] if path else "", name_match[2]), ())
+    )
     layer = f", in layer {'.'.join(path)}" if path else ""
     return (
         layer

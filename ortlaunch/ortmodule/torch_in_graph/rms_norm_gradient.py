@@ -14,7 +14,7 @@ BACKWARD = "ortlaunch::rms_norm_backward"
 
 
 @functools.cache
-def define_operators() -> torch.library.Library:
+def define_rms_norm_operator_once() -> torch.library.Library:
     """Register the operator, once in a process.
 
     The operator exists for as long as the returned library.
@@ -24,11 +24,11 @@ def define_operators() -> torch.library.Library:
         "rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor inverse)"
         " -> (Tensor, Tensor)"
     )
-    library.impl("rms_norm_backward", rms_norm_backward, "CPU")
+    library.impl("rms_norm_backward", rms_norm_input_and_scale_gradients, "CPU")
     return library
 
 
-def rms_norm_backward(
+def rms_norm_input_and_scale_gradients(
     gradient: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and scale of x * inverse * scale, over the last dimension.

@@ -24,9 +24,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export, path_in_model
-from ortlaunch.ortmodule.base.settings import SettingError, attached_settings
-from ortlaunch.ortmodule.base.torch_calls import create_call_function, pause_tracing
+from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
+from ortlaunch.ortmodule.base.settings import SettingError, settings_of_ort_object_or_defaults
+from ortlaunch.ortmodule.base.torch_calls import (
+    create_torch_call_function_class,
+    pause_tracing_and_torch_function,
+)
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.tracing import grad_mode, python_state
 
@@ -45,21 +48,21 @@ _UNTRACEABLE_LAYERS = (
 _PATH_ATTRIBUTE = "_ortlaunch_torch"
 
 
-def torch_layer_paths(export: Export) -> list[str]:
+def paths_of_outermost_torch_layers(export_context: ExportContext) -> list[str]:
     """Return the paths of the layers that run as torch, without layers inside them.
 
     The layers are those requested or detected; the paths are those of the flattened module.
     """
-    layer_paths: set[str] = set(detected_torch_layers(export.options))
-    if _detects_automatically(export.options):
+    layer_paths: set[str] = set(get_or_create_detected_layer_paths(export_context.options))
+    if _detects_torch_layers_automatically(export_context.options):
         layer_paths.update(
             path
-            for path, layer in export.module.named_modules()
+            for path, layer in export_context.module.named_modules()
             if type(layer) in _UNTRACEABLE_LAYERS
         )
-    layers = [path for path, _ in export.module.named_modules() if path]
-    for pattern in attached_settings(export.options).torch_modules:
-        matching_paths = [path for path in layers if _matches_pattern(path, pattern)]
+    layers = [path for path, _ in export_context.module.named_modules() if path]
+    for pattern in settings_of_ort_object_or_defaults(export_context.options).torch_modules:
+        matching_paths = [path for path in layers if _layer_matches_pattern(path, pattern)]
         if not matching_paths:
             example_paths = ", ".join(path_in_model(path) for path in layers[1:7])
             raise SettingError(
@@ -74,59 +77,67 @@ def torch_layer_paths(export: Export) -> list[str]:
     )
 
 
-def detected_torch_layers(options: RuntimeOptions) -> set[str]:
+def get_or_create_detected_layer_paths(runtime_options: RuntimeOptions) -> set[str]:
     """Return the layers for which earlier exports of this module detected that they need torch."""
-    detected: set[str] = vars(options).setdefault("_ortlaunch_layers", set())
+    detected: set[str] = vars(runtime_options).setdefault("_ortlaunch_layers", set())
     return detected
 
 
-class RepeatExport(Exception):
+class RepeatExportWithTorchLayer(Exception):
     """Raised when an export has detected a layer that must run as torch; the export is repeated."""
 
 
-def mark_layer_and_get_error(export: Export, path: str, reason: str) -> Exception:
+def mark_layer_for_torch_and_create_exception(
+    export_context: ExportContext, layer_path: str, fault_text: str
+) -> Exception:
     """Return the exception to raise for a layer that is wrong in ORT's graph.
 
     Args:
-        export: the current export.
-        path: the layer's path in the flattened module.
-        reason: the reason, for the note or the error.
+        export_context: the current export.
+        layer_path: the layer's path in the flattened module.
+        fault_text: the reason, for the note or the error.
 
     Returns:
-        OnceMore if the layer can run as torch in a further export, else an EngineError with the
+        RepeatExportWithTorchLayer if the layer can run as torch in a further export, else an EngineError with the
             reason.
     """
-    if not _detects_automatically(export.options) or "." not in path:
-        return EngineError(reason)
-    detected_torch_layers(export.options).add(path)
-    tally.add_note_once(
-        f"{path.partition('.')[2]} runs as torch inside ONNX Runtime's graph: {reason}"
+    if not _detects_torch_layers_automatically(export_context.options) or "." not in layer_path:
+        return EngineError(fault_text)
+    get_or_create_detected_layer_paths(export_context.options).add(layer_path)
+    tally.add_end_note_once(
+        f"{layer_path.partition('.')[2]} runs as torch inside ONNX Runtime's graph: {fault_text}"
     )
-    return RepeatExport(path)
+    return RepeatExportWithTorchLayer(layer_path)
 
 
-def _detects_automatically(options: RuntimeOptions) -> bool:
+def _detects_torch_layers_automatically(runtime_options: RuntimeOptions) -> bool:
     return (
-        attached_settings(options).torch_operators == "auto"
-        and not extensions.interop_refusal_reason()
+        settings_of_ort_object_or_defaults(runtime_options).torch_operators == "auto"
+        and not extensions.reason_interop_is_unbuildable_or_empty()
     )
 
 
-def _matches_pattern(path: str, pattern: str) -> bool:
-    plain = path_in_model(path)
-    return fnmatch.fnmatchcase(plain, pattern) or fnmatch.fnmatchcase(plain, f"*.{pattern}")
+def _layer_matches_pattern(layer_path: str, path_pattern: str) -> bool:
+    plain = path_in_model(layer_path)
+    return fnmatch.fnmatchcase(plain, path_pattern) or fnmatch.fnmatchcase(
+        plain, f"*.{path_pattern}"
+    )
 
 
-def is_inside_layers(name: str, layer_paths: Sequence[str]) -> bool:
+def is_inside_layers(layer_or_buffer_path: str, layer_paths: Sequence[str]) -> bool:
     """Return whether a layer or buffer is one of the layers `layer_paths`, or inside one."""
-    return any(name == path or name.startswith(f"{path}.") for path in layer_paths)
+    return any(
+        layer_or_buffer_path == path or layer_or_buffer_path.startswith(f"{path}.")
+        for path in layer_paths
+    )
 
 
 @contextlib.contextmanager
-def call_layers_whole(export: Export) -> Iterator[None]:
+def record_torch_layers_as_single_calls(export_context: ExportContext) -> Iterator[None]:
     """Turn each such layer into one call in exports."""
     marked_layers = [
-        (path, export.module.get_submodule(path)) for path in torch_layer_paths(export)
+        (path, export_context.module.get_submodule(path))
+        for path in paths_of_outermost_torch_layers(export_context)
     ]
     original_call = nn.Module.__call__
     # For layers with buffers: an output of the layer's previous call.
@@ -137,9 +148,9 @@ def call_layers_whole(export: Export) -> Iterator[None]:
         if path is None or _running:
             return original_call(layer, *args, **kwargs)
         # An export itself runs with gradients off.
-        gradients_enabled = grad_mode.starting_grad_mode(export.training)
+        gradients_enabled = grad_mode.starting_grad_mode_or_default(export_context.training)
         if torch.jit.is_tracing():
-            result, tensor = _record_as_node(
+            result, tensor = _call_layer_recorded_as_one_node(
                 path,
                 layer,
                 original_call,
@@ -152,7 +163,7 @@ def call_layers_whole(export: Export) -> Iterator[None]:
             return result
         without_gradients = not torch.is_grad_enabled()
         with (
-            _hide_from_trace(),
+            _hide_from_trace_and_restore_random_states(),
             torch.set_grad_enabled(gradients_enabled or torch.is_grad_enabled()),
         ):
             if gradients_enabled and without_gradients:
@@ -186,13 +197,13 @@ def _trained_leaf(tensor: torch.Tensor) -> torch.Tensor:
 _running: list[None] = []
 
 
-def is_layer_running() -> bool:
+def is_torch_layer_running() -> bool:
     """Return whether one of these layers is running as torch, hidden from the export."""
     return bool(_running)
 
 
 @contextlib.contextmanager
-def _hide_from_trace() -> Iterator[None]:
+def _hide_from_trace_and_restore_random_states() -> Iterator[None]:
     """Hide the layer's code from the trace and from the code that watches it.
 
     The states of Python's and NumPy's random generators are restored afterwards.
@@ -201,7 +212,7 @@ def _hide_from_trace() -> Iterator[None]:
     numpy_random_state = numpy.random.get_state()
     _running.append(None)
     try:
-        with pause_tracing(), python_state.pause_recording():
+        with pause_tracing_and_torch_function(), python_state.pause_state_recording():
             yield
     finally:
         _running.pop()
@@ -209,21 +220,21 @@ def _hide_from_trace() -> Iterator[None]:
         numpy.random.set_state(numpy_random_state)
 
 
-def _record_as_node(
-    path: str,
-    layer: nn.Module,
+def _call_layer_recorded_as_one_node(
+    layer_path: str,
+    called_layer: nn.Module,
     original_call: AnyFunction,
-    arguments: tuple[Args, Kwargs],
+    args_and_kwargs: tuple[Args, Kwargs],
     previous_output: torch.Tensor | None,
     gradients_enabled: bool,
 ) -> tuple[object, torch.Tensor]:
     """Call a layer as a custom autograd function, which a trace records as one node.
 
     Args:
-        path: the layer's path.
-        layer: the layer.
+        layer_path: the layer's path.
+        called_layer: the layer.
         original_call: the original nn.Module.__call__.
-        arguments: the positional and keyword arguments of the call.
+        args_and_kwargs: the positional and keyword arguments of the call.
         previous_output: an output of the layer's previous call. Without this dependency ORT might run the
             later call first, which changes the layer's buffers.
         gradients_enabled: whether gradients are on where the layer runs, as it may compute with some itself.
@@ -231,22 +242,22 @@ def _record_as_node(
     Returns:
         The layer's result, and a tensor of it.
     """
-    flat_arguments, argument_structure = tree_flatten(arguments)
+    flat_arguments, argument_structure = tree_flatten(args_and_kwargs)
     tensor_positions = [
         i for i, value in enumerate(flat_arguments) if isinstance(value, torch.Tensor)
     ]
     other_values = [
         None if i in tensor_positions else value for i, value in enumerate(flat_arguments)
     ]
-    weights = [weight for weight in layer.parameters() if weight.requires_grad]
-    layer_reference = weakref.ref(layer)
-    result_structure = _ResultStructure(path)
+    weights = [weight for weight in called_layer.parameters() if weight.requires_grad]
+    layer_reference = weakref.ref(called_layer)
+    result_structure = _LayerResultStructure(layer_path)
     # ORT calls the layer outside the user's autocast context, so that of the export is restored.
-    autocast_state = _autocast_state()
+    autocast_state = _autocast_device_dtype_and_flag()
 
     def refuse_outside_gradient(leaf: torch.Tensor) -> None:
         raise RuntimeError(
-            f"a loss was computed with a tensor that {path}, which runs as torch, keeps outside "
+            f"a loss was computed with a tensor that {layer_path}, which runs as torch, keeps outside "
             "its result: its gradient would not reach the layers before. Return the tensor from "
             "the layer's and the model's forward"
         )
@@ -266,18 +277,18 @@ def _record_as_node(
                 tensor.register_post_accumulate_grad_hook(refuse_outside_gradient)
         inner_args, inner_kwargs = tree_unflatten(values, argument_structure)
         module = layer_reference()
-        assert module is not None, f"{path} is gone"
+        assert module is not None, f"{layer_path} is gone"
         # _version counts the in-place changes of a tensor.
         versions_before = [value._version for value in values if isinstance(value, torch.Tensor)]
         with torch.autocast(*autocast_state), torch.set_grad_enabled(gradients):
-            outputs = result_structure.check_and_flatten(
+            outputs = result_structure.record_or_check_and_flatten(
                 original_call(module, *inner_args, **inner_kwargs)
             )
         if versions_before != [
             value._version for value in values if isinstance(value, torch.Tensor)
         ]:
             raise RuntimeError(
-                f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not "
+                f"{layer_path} changes a tensor that it is given, which ONNX Runtime's graph would not "
                 "see"
             )
         return outputs
@@ -286,22 +297,22 @@ def _record_as_node(
         *(flat_arguments[position] for position in tensor_positions),
         *([] if previous_output is None else [previous_output.detach()]),
     ]
-    title = f"module {path}".replace(" ", ".")
-    function = create_call_function(
+    title = f"module {layer_path}".replace(" ", ".")
+    function = create_torch_call_function_class(
         title,
         run_layer,
         frozenset(),
-        own_weights=weights,
-        forward_context=_hide_if_tracing,
+        unlisted_weights=weights,
+        open_forward_context=_hide_layer_from_trace_if_tracing,
         copies=True,
     )
     outputs = function.apply(*tensors, *weights)
-    return result_structure.restore_result(outputs), outputs[0] if isinstance(
+    return result_structure.rebuild_layer_result(outputs), outputs[0] if isinstance(
         outputs, tuple
     ) else outputs
 
 
-def _autocast_state() -> tuple[str, torch.dtype, bool]:
+def _autocast_device_dtype_and_flag() -> tuple[str, torch.dtype, bool]:
     device_type = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
     return (
         device_type,
@@ -311,26 +322,30 @@ def _autocast_state() -> tuple[str, torch.dtype, bool]:
 
 
 @contextlib.contextmanager
-def _hide_if_tracing() -> Iterator[None]:
+def _hide_layer_from_trace_if_tracing() -> Iterator[None]:
     """Hide the layer's code in an export; do nothing when ORT's graph runs."""
-    with _hide_from_trace() if torch.jit.is_tracing() else contextlib.nullcontext():
+    with (
+        _hide_from_trace_and_restore_random_states()
+        if torch.jit.is_tracing()
+        else contextlib.nullcontext()
+    ):
         yield
 
 
-class _ResultStructure:
+class _LayerResultStructure:
     """The structure of a layer's result.
 
     The tensors go through the graph. All other values must stay as in the export.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, layer_path: str) -> None:
+        self._path = layer_path
         self._structure: Any = None
         self._other_values: list[object] = []
         self._tensor_types: list[Any] = []
 
-    def check_and_flatten(self, result: object) -> list[torch.Tensor]:
-        values, structure = tree_flatten(result)
+    def record_or_check_and_flatten(self, layer_result: object) -> list[torch.Tensor]:
+        values, structure = tree_flatten(layer_result)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         other_values = [None if isinstance(value, torch.Tensor) else value for value in values]
         tensor_types = [(tensor.dtype, tensor.dim()) for tensor in tensors]
@@ -348,7 +363,7 @@ class _ResultStructure:
         ):
             raise RuntimeError(
                 f"{self._path} runs as torch, and returns tensors of other types or dimensions, or "
-                f"other values beside tensors, than when the graph was made{self._remedy_text()}"
+                f"other values beside tensors, than when the graph was made{self._outer_layer_remedy_text_or_empty()}"
             )
         if not tensors:
             raise RuntimeError(
@@ -357,12 +372,12 @@ class _ResultStructure:
             )
         return tensors
 
-    def _remedy_text(self) -> str:
+    def _outer_layer_remedy_text_or_empty(self) -> str:
         outer = self._path.rpartition(".")[0]
         return f": name the layer around it, Settings.torch_modules=['{outer}']" if outer else ""
 
-    def restore_result(self, outputs: object) -> object:
-        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    def rebuild_layer_result(self, output_tensors: object) -> object:
+        tensors = output_tensors if isinstance(output_tensors, tuple) else (output_tensors,)
         values = list(self._other_values)
         for position, tensor in zip(self._tensor_positions, tensors):
             values[position] = tensor

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ortlaunch.ortmodule.torch_in_graph.operator_calls import element_type_name
+from ortlaunch.ortmodule.torch_in_graph.operator_calls import element_type_name_or_none
 from ortlaunch.ortmodule.tracing import cross_entropy
 
 # The size of a result follows from values of the first input.
@@ -38,7 +38,7 @@ _NUMBERS = {
 _MOVING = {"clone", "contiguous", "detach", "permute", "t", "to", "transpose", "unsqueeze"}
 
 
-class ValueSizes:
+class ValueDependentSizes:
     """The values of one traced graph that have a size that follows from other values.
 
     empty: inputs of the graph that have no elements; graphs.py gives them a graph of their own.
@@ -47,21 +47,21 @@ class ValueSizes:
     def __init__(self, empty_inputs: Iterable[torch.Value]) -> None:
         self._follows_by_id = {value.unique(): True for value in empty_inputs}
 
-    def reads_possibly_empty(self, node: torch.Node) -> bool:
+    def node_reads_possibly_empty_tensor(self, traced_node: torch.Node) -> bool:
         """Return whether a node computes with a tensor that may be empty."""
-        return _operator_name(node) not in _MOVING and any(
-            map(self._follows_from_values, _tensor_and_size_inputs(node))
+        return _operator_name_without_underscore(traced_node) not in _MOVING and any(
+            map(self._size_follows_from_values, _tensor_inputs_and_size_numbers(traced_node))
         )
 
-    def _follows_from_values(self, value: torch.Value) -> bool:
+    def _size_follows_from_values(self, traced_value: torch.Value) -> bool:
         """Return whether a size of a tensor, or a number, follows from values."""
-        pending = [value]
+        pending = [traced_value]
         while pending:
             current_value = pending[-1]
             sources = (
                 []
                 if current_value.unique() in self._follows_by_id
-                else _size_sources(current_value)
+                else _values_that_set_size(current_value)
             )
             unknown_sources = [
                 source for source in sources if source.unique() not in self._follows_by_id
@@ -71,57 +71,66 @@ class ValueSizes:
                 continue
             pending.pop()
             if current_value.unique() not in self._follows_by_id:
-                self._follows_by_id[current_value.unique()] = _is_sized_by_values(
+                self._follows_by_id[current_value.unique()] = _is_size_computed_from_values(
                     current_value
                 ) or any(self._follows_by_id[source.unique()] for source in sources)
-        return self._follows_by_id[value.unique()]
+        return self._follows_by_id[traced_value.unique()]
 
 
-def _is_sized_by_values(value: torch.Value) -> bool:
+def _is_size_computed_from_values(traced_value: torch.Value) -> bool:
     """Return whether a tensor's size, or a number, is computed of values."""
-    node = value.node()
-    name = _operator_name(node)
+    node = traced_value.node()
+    name = _operator_name_without_underscore(node)
     inputs = list(node.inputs())
-    if _has_no_size(value):
+    if _is_number_or_scalar_tensor(traced_value):
         return name not in _NUMBERS
     if name == "index":
         return any(
-            element_type_name(index) in ("Bool", "Byte") for index in inputs[1].node().inputs()
+            element_type_name_or_none(index) in ("Bool", "Byte")
+            for index in inputs[1].node().inputs()
         )
     if name == "where":
         return len(inputs) == 1
     if name == "repeat_interleave":
-        return len(inputs) < 2 or bool(element_type_name(inputs[1]) and not _has_no_size(inputs[1]))
+        return len(inputs) < 2 or bool(
+            element_type_name_or_none(inputs[1]) and not _is_number_or_scalar_tensor(inputs[1])
+        )
     # Of the labels that are not ignored, cross_entropy.py always keeps one.
     return name in _SELECTING and cross_entropy.__file__ not in str(node.sourceRange())
 
 
-def _size_sources(value: torch.Value) -> list[torch.Value]:
+def _values_that_set_size(traced_value: torch.Value) -> list[torch.Value]:
     """Return the values from which the size of a tensor follows, or a number."""
-    node = value.node()
-    if _operator_name(node) in _KEEPING:
+    node = traced_value.node()
+    if _operator_name_without_underscore(node) in _KEEPING:
         return list(node.inputs())[:1]
-    return list(node.inputs() if _has_no_size(value) else _tensor_and_size_inputs(node))
+    return list(
+        node.inputs()
+        if _is_number_or_scalar_tensor(traced_value)
+        else _tensor_inputs_and_size_numbers(node)
+    )
 
 
-def _tensor_and_size_inputs(node: torch.Node) -> Iterator[torch.Value]:
+def _tensor_inputs_and_size_numbers(traced_node: torch.Node) -> Iterator[torch.Value]:
     """Yield the tensors that a node computes with, and the numbers that set the size of its result."""
-    for value in node.inputs():
+    for value in traced_node.inputs():
         input_node = value.node()
         for element in (
             input_node.inputs() if input_node.kind() == "prim::ListConstruct" else [value]
         ):
-            if _operator_name(node) in _SIZED_BY_NUMBERS or not _has_no_size(element):
+            if _operator_name_without_underscore(
+                traced_node
+            ) in _SIZED_BY_NUMBERS or not _is_number_or_scalar_tensor(element):
                 yield element
 
 
-def _has_no_size(value: torch.Value) -> bool:
+def _is_number_or_scalar_tensor(traced_value: torch.Value) -> bool:
     """Return whether a value has no size: a tensor without dimensions, or no tensor."""
-    value_type = value.type()
+    value_type = traced_value.type()
     if isinstance(value_type, torch._C.TensorType):
         return bool(value_type.dim() == 0)
     return not isinstance(value_type, torch._C.ListType)
 
 
-def _operator_name(node: torch.Node) -> str:
-    return str(node.kind()).rpartition("::")[2].rstrip("_")
+def _operator_name_without_underscore(traced_node: torch.Node) -> str:
+    return str(traced_node.kind()).rpartition("::")[2].rstrip("_")

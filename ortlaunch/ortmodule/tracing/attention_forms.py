@@ -12,7 +12,11 @@ import torch
 from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, is_boolean_tensor, tensor_dtype
+from ortlaunch.ortmodule.tracing.symbolics import (
+    GraphWriter,
+    dtype_of_graph_value,
+    is_boolean_graph_value,
+)
 
 
 def attention(
@@ -29,17 +33,17 @@ def attention(
     zero.
     """
     torch_form = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
-    if "export_sdpa_dropout" not in registry.applied_repairs():
-        _raise_if_dropout(dropout)
+    if "export_sdpa_dropout" not in registry.applied_repair_names():
+        _refuse_nonzero_dropout(dropout)
         return torch_form(g, query, key, value, mask, dropout, *other_inputs)
     replaced_operators: dict[str, Callable[..., Any]] = {
         "Dropout": functools.partial(_write_training_dropout, g),
         # Torch writes masks as float32. In a float16 model the exporter would then promote the
         # scores, and everything after them, to float32.
-        "Where": functools.partial(_write_typed_where, g, tensor_dtype(query)),
+        "Where": functools.partial(_write_where_in_query_type, g, dtype_of_graph_value(query)),
     }
-    if is_boolean_tensor(mask):
-        empty_rows = _fully_masked_rows(g, mask)
+    if is_boolean_graph_value(mask):
+        empty_rows = _write_mask_of_fully_masked_rows(g, mask)
         filled_mask = g.op("Or", mask, empty_rows)
         # Torch's form checks whether the mask's type is bool.
         filled_mask.setType(mask.type())
@@ -51,12 +55,12 @@ def attention(
     # Torch 2.7 and later handle empty rows with IsNaN; the replaced IsNaN is already exact.
     if "IsNaN" not in replaced_operators or "IsNaN" in inspect.getsource(torch_form):
         return attended
-    zero = g.op("Constant", value_t=torch.tensor(0.0, dtype=tensor_dtype(query)))
+    zero = g.op("Constant", value_t=torch.tensor(0.0, dtype=dtype_of_graph_value(query)))
     return g.op("Where", empty_rows, zero, attended)
 
 
-def _raise_if_dropout(dropout: Any) -> None:
-    if symbolic_helper._maybe_get_const(dropout, "f") != 0:
+def _refuse_nonzero_dropout(dropout_value: Any) -> None:
+    if symbolic_helper._maybe_get_const(dropout_value, "f") != 0:
         raise RuntimeError(
             f"scaled_dot_product_attention with dropout: how torch {torch.__version__} exports it "
             "is not known here, and it may drop nothing; use attention without dropout, or write "
@@ -64,20 +68,22 @@ def _raise_if_dropout(dropout: Any) -> None:
         )
 
 
-def _fully_masked_rows(g: Any, mask: Any) -> Any:
+def _write_mask_of_fully_masked_rows(g: Any, attention_mask: Any) -> Any:
     """Return the rows in which a mask leaves nothing, as a mask of one column."""
-    mask_numbers = g.op("Cast", mask, to_i=torch.onnx.TensorProtoDataType.FLOAT.value)
+    mask_numbers = g.op("Cast", attention_mask, to_i=torch.onnx.TensorProtoDataType.FLOAT.value)
     kept_counts = symbolic_helper._reducesum_helper(g, mask_numbers, axes_i=[-1], keepdims_i=1)
     return g.op("Equal", kept_counts, g.op("Constant", value_t=torch.tensor(0.0)))
 
 
-def _write_training_dropout(graph: Any, *inputs: Any) -> Any:
+def _write_training_dropout(graph: Any, *dropout_inputs: Any) -> Any:
     """Write a Dropout with its training flag and its mask output."""
     training = graph.op("Constant", value_t=torch.tensor(True))
-    return graph.op("Dropout", *inputs, training, outputs=2)[0]
+    return graph.op("Dropout", *dropout_inputs, training, outputs=2)[0]
 
 
-def _write_typed_where(g: Any, query_dtype: torch.dtype, condition: Any, *choices: Any) -> Any:
+def _write_where_in_query_type(
+    g: Any, query_dtype: torch.dtype, condition: Any, *choice_values: Any
+) -> Any:
     """Write a Where whose constant choices have the type of the attention's query.
 
     The choices are 0 and -inf of a mask, for example.
@@ -85,10 +91,10 @@ def _write_typed_where(g: Any, query_dtype: torch.dtype, condition: Any, *choice
     from torch.onnx._type_utils import JitScalarType
 
     target = JitScalarType.from_dtype(query_dtype)
-    choice_types = [JitScalarType.from_value(choice, target) for choice in choices]
+    choice_types = [JitScalarType.from_value(choice, target) for choice in choice_values]
     typed = [
         choice if choice_type == target else g.op("Cast", choice, to_i=int(target.onnx_type()))
-        for choice, choice_type in zip(choices, choice_types)
+        for choice, choice_type in zip(choice_values, choice_types)
     ]
     return g.op("Where", condition, *typed)
 

@@ -14,21 +14,21 @@ import torch
 import torch.utils.checkpoint
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.source_guard import function_owner
+from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.source_guard import owning_class_or_module
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 
-def bypass_ort_checkpoints() -> None:
+def call_functions_of_ort_checkpoints_directly() -> None:
     """Make ORT's replacement of torch.utils.checkpoint call the function directly.
 
     The call is recorded.
     """
-    ortmodule: Any = function_owner("__init__:")
+    ortmodule: Any = owning_class_or_module("__init__:")
     ortmodule._defined_from_envvar = functools.partial(
-        _record_and_get_level, ortmodule._defined_from_envvar
+        _record_checkpoint_and_get_ort_variable, ortmodule._defined_from_envvar
     )
 
 
@@ -36,28 +36,30 @@ def bypass_ort_checkpoints() -> None:
 _checkpointed_calls: list[None] = []
 
 
-def _record_and_get_level(original: AnyFunction, variable_name: str, *default_value: object) -> Any:
+def _record_checkpoint_and_get_ort_variable(
+    read_ort_variable: AnyFunction, variable_name: str, *default_value: object
+) -> Any:
     """Return ORT's environment value; 1 for the memory level, which means a direct call.
 
     ORT's replacement of torch.utils.checkpoint reads the level last, and only in an export.
     """
     if variable_name != "ORTMODULE_MEMORY_OPT_LEVEL":
-        return original(variable_name, *default_value)
+        return read_ort_variable(variable_name, *default_value)
     _checkpointed_calls.append(None)
     return 1
 
 
 @contextlib.contextmanager
-def call_checkpoints_directly(export: Export) -> Iterator[None]:
+def call_and_record_checkpoints_directly(export_context: ExportContext) -> Iterator[None]:
     """Call checkpointed functions directly, and record whether there were any."""
     _checkpointed_calls.clear()
-    with _replace_torch_checkpoints():
+    with _replace_torch_checkpoints_temporarily():
         yield
-    export.facts["checkpointed"] = bool(_checkpointed_calls)
+    export_context.facts["checkpointed"] = bool(_checkpointed_calls)
 
 
 @contextlib.contextmanager
-def _replace_torch_checkpoints() -> Iterator[None]:
+def _replace_torch_checkpoints_temporarily() -> Iterator[None]:
     """Call checkpointed functions directly.
 
     This also works if `checkpoint` was imported before ORT replaced it.
@@ -91,17 +93,17 @@ def _replace_torch_checkpoints() -> Iterator[None]:
         ) = original_parts
 
 
-def enable_ort_recomputation(export: Export) -> None:
+def enable_ort_recomputation_if_checkpointed(export_context: ExportContext) -> None:
     """Turn on ORT's recomputation, at level 1, if the model has checkpoints."""
-    options = export.options
+    options = export_context.options
     if (
-        export.training
-        and export.facts.get("checkpointed")
+        export_context.training
+        and export_context.facts.get("checkpointed")
         and not options.memory_optimizer_is_enabled()
     ):
         options.memory_optimization_level = 1
         options.recompute_probe_config = "1:1"
-        tally.add_note_once(
+        tally.add_end_note_once(
             "the model's gradient checkpointing became ONNX Runtime's recomputation: "
             "memory_optimization: 1"
         )

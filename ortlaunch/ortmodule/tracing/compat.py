@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.ortmodule.base import custom_functions, registry
-from ortlaunch.ortmodule.base.patching import ModuleView, hide_package, set_environment_variables
+from ortlaunch.ortmodule.base.patching import (
+    ModuleView,
+    hide_package_unless_loaded,
+    set_environment_variables_temporarily,
+)
 from ortlaunch.ortmodule.base.registry import Repair
 from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
@@ -32,16 +36,16 @@ _ORTMODULE = "onnxruntime.training.ortmodule"
 
 
 @functools.cache
-def import_with_repairs() -> ModuleType:
+def import_ortmodule_with_repairs_once() -> ModuleType:
     """Return the module `onnxruntime.training.ortmodule`, with the repairs that its import needs.
 
     Raises:
         MissingDependency: a package or extension is missing; has the command to type.
     """
-    _require_extensions()
-    registry.apply_known_repairs(_BEFORE_IMPORT)
-    ortmodule = _import_ortmodule()
-    registry.apply_known_repairs(_AFTER_IMPORT)
+    _require_built_extensions()
+    registry.apply_fitting_repairs_once(_BEFORE_IMPORT)
+    ortmodule = _import_ortmodule_and_await_deepspeed()
+    registry.apply_fitting_repairs_once(_AFTER_IMPORT)
     return ortmodule
 
 
@@ -70,7 +74,7 @@ _MOVED_MODULES = {
 }
 
 
-def forget_failed_import() -> bool:
+def restore_checkpoint_functions() -> bool:
     """Restore `checkpoint` of torch and DeepSpeed after a failed import of ORTModule.
 
     `import onnxruntime.training`, as for its FusedAdam, also imports ORTModule. On torch 2.9 and
@@ -78,7 +82,7 @@ def forget_failed_import() -> bool:
     replace the replacement, which then passes its own arguments on to the layer.
     """
     restored_flags = [
-        _restore_checkpoint(name)
+        _undo_ort_checkpoint_replacement(name)
         for name in ("torch.utils.checkpoint", "deepspeed")
         if name in sys.modules
     ]
@@ -86,9 +90,11 @@ def forget_failed_import() -> bool:
     return any(restored_flags)
 
 
-def _restore_checkpoint(module_name: str) -> bool:
-    module: Any = sys.modules[module_name]
-    module = getattr(module, "checkpointing", None) if module_name == "deepspeed" else module
+def _undo_ort_checkpoint_replacement(patched_module_name: str) -> bool:
+    module: Any = sys.modules[patched_module_name]
+    module = (
+        getattr(module, "checkpointing", None) if patched_module_name == "deepspeed" else module
+    )
     checkpoint_before: Any = getattr(module, "checkpoint", None)
     unwrapped_checkpoint = checkpoint_before
     # ORT's replacement is a closure over the original function.
@@ -108,10 +114,11 @@ def load_cuda_libraries() -> bool:
     import torch
 
     are_needed = (
-        extensions.ort_package_name() == "onnxruntime-training" and torch.cuda.is_available()
+        extensions.installed_ort_package_name_or_refuse() == "onnxruntime-training"
+        and torch.cuda.is_available()
     )
     if are_needed:
-        cuda_libraries.load_libraries()
+        cuda_libraries.load_installed_cuda_libraries()
     return are_needed
 
 
@@ -126,9 +133,9 @@ def load_cached_extensions() -> bool:
     ortmodule: Any = importlib.import_module(_ORTMODULE)
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     package.__path__.insert(0, str(extensions.extension_cache_folder()))
-    for name in extensions.required_extensions():
-        if not (name == extensions.INTEROP and extensions.interop_refusal_reason()):
-            _load_extension(f"{package.__name__}.{name}")
+    for name in extensions.required_extension_names():
+        if not (name == extensions.INTEROP and extensions.reason_interop_is_unbuildable_or_empty()):
+            _load_extension_or_refuse(f"{package.__name__}.{name}")
     # ORT records this error at its import and would raise it with the first ORTModule.
     if "extensions were not detected" in str(ortmodule._FALLBACK_INIT_EXCEPTION):
         ortmodule._FALLBACK_INIT_EXCEPTION = None
@@ -141,23 +148,23 @@ def disable_custom_autograd() -> bool:
     The replacement module has only the names that ORT uses. If it had every attribute, the lazy
     imports of transformers would mistake it for other modules.
     """
-    if not extensions.interop_refusal_reason():
+    if not extensions.reason_interop_is_unbuildable_or_empty():
         return False
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     stand_in: Any = ModuleType(f"{package.__name__}.torch_interop_utils")
-    stand_in.get_custom_function_forward_runner = custom_functions.raise_interop_missing
-    stand_in.get_custom_function_backward_runner = custom_functions.raise_interop_missing
+    stand_in.get_custom_function_forward_runner = custom_functions.raise_interop_extension_missing
+    stand_in.get_custom_function_backward_runner = custom_functions.raise_interop_extension_missing
     stand_in.clear_all_grad_fns = lambda: None
     sys.modules[stand_in.__name__] = package.torch_interop_utils = stand_in  # type: ignore[attr-defined]
     # ORT reads the variable when it imports this module.
-    with set_environment_variables(ORTMODULE_ENABLE_CUSTOM_AUTOGRAD="0"):
+    with set_environment_variables_temporarily(ORTMODULE_ENABLE_CUSTOM_AUTOGRAD="0"):
         importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
     return True
 
 
 def skip_padding_hook() -> bool:
     """Skip ORT's marking of padding on CUDA, which needs torch_interop_utils."""
-    if not extensions.interop_refusal_reason():
+    if not extensions.reason_interop_is_unbuildable_or_empty():
         return False
     manager = importlib.import_module(
         f"{_ORTMODULE}._graph_transition_manager"
@@ -166,23 +173,23 @@ def skip_padding_hook() -> bool:
     return True
 
 
-def keep_bool_arguments() -> bool:
+def keep_booleans_of_autograd_functions() -> bool:
     """Repair boolean arguments and results of custom autograd functions (every torch).
 
     The functions get booleans as uint8, and cannot return any.
     """
-    if extensions.interop_refusal_reason():
+    if extensions.reason_interop_is_unbuildable_or_empty():
         return False
-    custom_functions.patch_custom_function_export()
+    custom_functions.patch_ort_export_of_custom_functions()
     return True
 
 
-def import_hooks_silently() -> None:
+def import_ort_hooks_without_warning() -> None:
     """Silence ORT's warning that its ZeRO 3 hooks do not support DeepSpeed 0.16.
 
     A user cannot act on that warning. Where DeepSpeed is not imported yet, the hooks do not load it.
     """
-    with warnings.catch_warnings(), hide_package("deepspeed"):
+    with warnings.catch_warnings(), hide_package_unless_loaded("deepspeed"):
         warnings.filterwarnings("ignore", message="DeepSpeed import error")
         importlib.import_module("onnxruntime.training.utils.hooks")
 
@@ -201,25 +208,25 @@ def restore_convolution_symbolics() -> bool:
     return bool(lost_names)
 
 
-def follow_chunk_sizes() -> None:
+def export_chunks_with_sizes() -> None:
     """Replace ORT's export of `chunk` (every torch).
 
     With ORT's, the exporter uses the first batch's sizes as constants.
     """
     forms = importlib.import_module("ortlaunch.ortmodule.tracing.part_forms")
-    _ort_form_registry().register("ConstantChunk", "prim", forms.constant_chunk)
+    _ort_symbolic_registry().register("ConstantChunk", "prim", forms.constant_chunk)
 
 
 def disable_global_forms() -> None:
     """Do not let ORT register its forms of operators for all exports of the process (every torch).
 
     With them an export by the user has operators that only ONNX Runtime Training runs, such as ATen
-    for an Embedding. ORT's own export uses them (operator_table.wrap_with_exact_forms).
+    for an Embedding. ORT's own export uses them (operator_table.wrap_export_with_exact_forms).
     """
-    _ort_form_registry().register_all = lambda opset: None
+    _ort_symbolic_registry().register_all = lambda opset: None
 
 
-def _ort_form_registry() -> Any:
+def _ort_symbolic_registry() -> Any:
     module = importlib.import_module(f"{_ORTMODULE}._custom_op_symbolic_registry")
     return module.CustomOpSymbolicRegistry
 
@@ -231,7 +238,7 @@ def skip_nvtx_without_cuda() -> bool:
     """
     import torch
 
-    if torch.cuda.is_available() or _nvtx_works():
+    if torch.cuda.is_available() or _cuda_nvtx_works():
         return False
     # ORT checks hasattr(torch.cuda.nvtx, "range_push") first, so it skips an nvtx without names.
     helpers: Any = importlib.import_module("onnxruntime.training.utils.torch_profile_utils")
@@ -239,7 +246,7 @@ def skip_nvtx_without_cuda() -> bool:
     return True
 
 
-def _exporter_is_dynamo() -> bool:
+def _is_default_exporter_dynamo() -> bool:
     """Return whether `torch.onnx.export` defaults to the dynamo exporter (torch 2.9 and later).
 
     ORT cannot read the graphs of that exporter.
@@ -250,24 +257,28 @@ def _exporter_is_dynamo() -> bool:
 
 
 def _interop_is_refused() -> bool:
-    return bool(extensions.interop_refusal_reason())
+    return bool(extensions.reason_interop_is_unbuildable_or_empty())
 
 
 _CUSTOM_EXPORT = "_custom_autograd_function_exporter:_default_export"
 _SDPA = "torch.onnx.symbolic_opset14:scaled_dot_product_attention"
 _BEFORE_IMPORT: tuple[Repair, ...] = (
     Repair("alias_moved_exporter_modules", install=alias_moved_exporter_modules),
-    Repair("forget_failed_import", install=forget_failed_import),
+    Repair("restore_checkpoint_functions", install=restore_checkpoint_functions),
     Repair("load_cuda_libraries", install=load_cuda_libraries),
 )
 # Repairs with only a name are steps of an export (pipeline.py), for every torch.
 _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("load_cached_extensions", install=load_cached_extensions),
     Repair("disable_custom_autograd", install=disable_custom_autograd),
-    Repair("export_with_torchscript", install=_exporter_is_dynamo),
+    Repair("export_with_torchscript", install=_is_default_exporter_dynamo),
     Repair("refuse_custom_backward", install=_interop_is_refused),
     Repair("skip_padding_hook", install=skip_padding_hook),
-    Repair("keep_bool_arguments", (_CUSTOM_EXPORT,), keep_bool_arguments),
+    Repair(
+        "keep_booleans_of_autograd_functions",
+        (_CUSTOM_EXPORT,),
+        keep_booleans_of_autograd_functions,
+    ),
     Repair("export_exact_forms", install=disable_global_forms),
     Repair("export_sdpa_dropout", (_SDPA,)),
     Repair("keep_constants_apart"),
@@ -275,9 +286,9 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("propagate_inplace_views"),
     Repair("stop_gradient_under_no_grad"),
     Repair("infer_shapes_without_weights"),
-    Repair("silence_export_warnings", install=import_hooks_silently),
+    Repair("silence_export_warnings", install=import_ort_hooks_without_warning),
     Repair("restore_convolution_symbolics", install=restore_convolution_symbolics),
-    Repair("follow_chunk_sizes", install=follow_chunk_sizes),
+    Repair("export_chunks_with_sizes", install=export_chunks_with_sizes),
     Repair("skip_nvtx_without_cuda", install=skip_nvtx_without_cuda),
 )
 
@@ -285,30 +296,32 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
 # -------------------------------------------------------------------------------------- their parts
 
 
-def _import_ortmodule() -> ModuleType:
+def _import_ortmodule_and_await_deepspeed() -> ModuleType:
     try:
         # ORT replaces DeepSpeed's `checkpoint` too, and for that would import DeepSpeed.
-        with hide_package("deepspeed"):
+        with hide_package_unless_loaded("deepspeed"):
             ortmodule = importlib.import_module(_ORTMODULE)
     except ImportError as error:
-        pip_extra = extensions.EXTRA_BY_PACKAGE[extensions.ort_package_name()]
+        pip_extra = extensions.EXTRA_BY_PACKAGE[extensions.installed_ort_package_name_or_refuse()]
         raise MissingDependency(
             f"ONNX Runtime Training does not import: {error}. "
             f'Type: pip install "ortlaunch[{pip_extra}]"'
         ) from error
     if _CHECKPOINTING not in sys.modules:
-        sys.meta_path.insert(0, _CheckpointFinder(ortmodule._override_gradient_checkpoint))
+        sys.meta_path.insert(
+            0, _DeepSpeedCheckpointReplacer(ortmodule._override_gradient_checkpoint)
+        )
     return ortmodule
 
 
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
-class _CheckpointFinder(importlib.abc.MetaPathFinder):
+class _DeepSpeedCheckpointReplacer(importlib.abc.MetaPathFinder):
     """Replaces DeepSpeed's `checkpoint` once DeepSpeed is imported, as ORT does at its own import."""
 
-    def __init__(self, override: AnyFunction) -> None:
-        self.override = override
+    def __init__(self, replace_checkpoint: AnyFunction) -> None:
+        self.override = replace_checkpoint
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         """Return the spec of DeepSpeed's module, whose loader also replaces; else None."""
@@ -327,7 +340,7 @@ class _CheckpointFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _load_extension(module_name: str) -> None:
+def _load_extension_or_refuse(module_name: str) -> None:
     try:
         importlib.import_module(module_name)
     except ImportError as error:
@@ -338,12 +351,12 @@ def _load_extension(module_name: str) -> None:
         ) from error
 
 
-def _require_extensions() -> None:
-    if missing := extensions.missing_extensions():
+def _require_built_extensions() -> None:
+    if missing := extensions.missing_or_damaged_extension_names():
         missing_reason = "; ".join(
             [
                 f"{', '.join(missing)} not in {extensions.extension_cache_folder()}",
-                *extensions.damage_descriptions(),
+                *extensions.damaged_extension_descriptions(),
             ]
         )
         raise MissingDependency(
@@ -351,7 +364,7 @@ def _require_extensions() -> None:
         )
 
 
-def _nvtx_works() -> bool:
+def _cuda_nvtx_works() -> bool:
     import torch
 
     try:

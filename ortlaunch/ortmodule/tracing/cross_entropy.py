@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
-from ortlaunch.ortmodule.base.source_guard import TRANSITION, function_owner
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owning_class_or_module
 
 if TYPE_CHECKING:
     import onnx
 
-    from ortlaunch.ortmodule.base.export import Facts
+    from ortlaunch.ortmodule.base.export import TraceFacts
 
 # torch's codes of the reductions.
 _NONE = 0
@@ -38,37 +38,43 @@ Loss = AnyFunction
 
 
 def skip_ignored_labels() -> None:
-    """Remove ORT's label sparsity hook; `leave_out_ignored_labels` replaces it.
+    """Remove ORT's label sparsity hook; `leave_out_ignored_labels_in_training_export` replaces it.
 
     In transformers' models ORT computed scores and loss for every label, also for ignored ones.
     """
-    function_owner(TRANSITION)._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
+    owning_class_or_module(TRANSITION)._add_check_label_sparsity_hook = staticmethod(
+        lambda *args: []
+    )
 
 
 @contextlib.contextmanager
-def leave_out_ignored_labels(export: Export) -> Iterator[None]:
+def leave_out_ignored_labels_in_training_export(export_context: ExportContext) -> Iterator[None]:
     """Let every cross entropy of an export gather the rows that are not ignored."""
-    if not export.training or not export.options.enable_embedding_sparse_optimizer:
+    if not export_context.training or not export_context.options.enable_embedding_sparse_optimizer:
         yield
         return
-    with _replace_cross_entropy(
-        _label_gathering_wrapper(export.facts, export.options.print_input_density)
+    with _replace_torch_cross_entropy_temporarily(
+        _create_wrapper_that_drops_ignored_rows(
+            export_context.facts, export_context.options.print_input_density
+        )
     ):
         yield
 
 
-def record_label_density(export: Export) -> None:
+def record_counted_label_fraction(export_context: ExportContext) -> None:
     """Record the share of labels that are not ignored, for engine.json."""
-    tally.label_density = export.facts.get("label_density", tally.label_density)
+    tally.label_density = export_context.facts.get("label_density", tally.label_density)
 
 
 @contextlib.contextmanager
-def _replace_cross_entropy(wrap_loss: Callable[[Loss], Loss]) -> Iterator[None]:
+def _replace_torch_cross_entropy_temporarily(
+    wrap_original_loss: Callable[[Loss], Loss],
+) -> Iterator[None]:
     """Replace the function behind cross entropy, whichever public name a model calls."""
     # torch.nn.functional.cross_entropy calls the function in this module.
     torch_nn: Any = torch._C._nn
     original_loss = torch_nn.cross_entropy_loss
-    wrapped_loss = wrap_loss(original_loss)
+    wrapped_loss = wrap_original_loss(original_loss)
 
     @functools.wraps(original_loss)
     def call_wrapped_loss(scores: torch.Tensor, labels: torch.Tensor, *options: object) -> object:
@@ -84,7 +90,9 @@ def _replace_cross_entropy(wrap_loss: Callable[[Loss], Loss]) -> Iterator[None]:
         torch_nn.cross_entropy_loss = original_loss
 
 
-def _label_gathering_wrapper(facts: Facts, prints_density: bool) -> Callable[[Loss], Loss]:
+def _create_wrapper_that_drops_ignored_rows(
+    trace_facts: TraceFacts, prints_density: bool
+) -> Callable[[Loss], Loss]:
     """Return a cross entropy that skips ignored labels, if the current batch has enough of them."""
 
     def wrap_loss(original_loss: Loss) -> Loss:
@@ -100,8 +108,8 @@ def _label_gathering_wrapper(facts: Facts, prints_density: bool) -> Callable[[Lo
                 is_counted = labels != ignore_index
                 density = float(is_counted.float().mean())
                 if density < SPARSE_LABEL_SHARE:
-                    facts["label_density"] = round(density, 3)
-                    scores, labels = _drop_ignored_rows(
+                    trace_facts["label_density"] = round(density, 3)
+                    scores, labels = _drop_ignored_rows_or_print_density(
                         scores, labels, is_counted, ignore_index, prints_density
                     )
             return original_loss(scores, labels, weight, reduction, ignore_index, smoothing)
@@ -111,10 +119,10 @@ def _label_gathering_wrapper(facts: Facts, prints_density: bool) -> Callable[[Lo
     return wrap_loss
 
 
-def _drop_ignored_rows(
+def _drop_ignored_rows_or_print_density(
     scores: torch.Tensor,
     labels: torch.Tensor,
-    is_counted: torch.Tensor,
+    is_counted_label: torch.Tensor,
     ignore_index: int,
     prints_density: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,30 +134,32 @@ def _drop_ignored_rows(
     # If every label is ignored, the first row is kept, because ORT's matmul fails for empty
     # matrices. The loss ignores its label anyway.
     is_first_row = torch.ones_like(labels).cumsum(0) == 1
-    row_indices = (is_counted | (is_first_row & ~is_counted.any())).nonzero().squeeze(1)
+    row_indices = (is_counted_label | (is_first_row & ~is_counted_label.any())).nonzero().squeeze(1)
     return scores.index_select(0, row_indices), labels.index_select(0, row_indices)
 
 
-def use_shrunken_gathers(export: Export, model: onnx.ModelProto) -> None:
+def change_label_gathers_to_shrunken_gathers(
+    export_context: ExportContext, onnx_model: onnx.ModelProto
+) -> None:
     """Turn gathers of non-zero rows into ShrunkenGather, which ORT's compute optimizer moves up."""
     # The trace gathered no rows.
-    if "label_density" not in export.facts:
+    if "label_density" not in export_context.facts:
         return
-    node_by_output = {name: node for node in model.graph.node for name in node.output}
-    for node in model.graph.node:
+    node_by_output = {name: node for node in onnx_model.graph.node for name in node.output}
+    for node in onnx_model.graph.node:
         gather_axes = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
         if (
             node.op_type == "Gather"
             and gather_axes == [0]
-            and _are_nonzero_rows(node.input[1], node_by_output)
+            and _is_nonzero_row_index(node.input[1], node_by_output)
         ):
             node.op_type = "ShrunkenGather"
             node.domain = "com.microsoft"
-    if not any(item.domain == "com.microsoft" for item in model.opset_import):
-        model.opset_import.add(domain="com.microsoft", version=1)
+    if not any(item.domain == "com.microsoft" for item in onnx_model.opset_import):
+        onnx_model.opset_import.add(domain="com.microsoft", version=1)
 
 
-def _are_nonzero_rows(value_name: str, node_by_output: Mapping[str, onnx.NodeProto]) -> bool:
+def _is_nonzero_row_index(value_name: str, node_by_output: Mapping[str, onnx.NodeProto]) -> bool:
     # The exported form of `nonzero().squeeze(1)`, from its output back: one index a row.
     for operator_type in ("Squeeze", "Transpose", "NonZero"):
         if value_name not in node_by_output or node_by_output[value_name].op_type != operator_type:
@@ -158,12 +168,14 @@ def _are_nonzero_rows(value_name: str, node_by_output: Mapping[str, onnx.NodePro
     return True
 
 
-def write_out_cross_entropy(export: Export) -> AbstractContextManager[None]:
+def write_out_soft_or_smoothed_cross_entropy(
+    export_context: ExportContext,
+) -> AbstractContextManager[None]:
     """Write out cross entropy with label probabilities or smoothing, for which ORT's form fails."""
-    return _replace_cross_entropy(_wrap_with_written_out_loss)
+    return _replace_torch_cross_entropy_temporarily(_wrap_loss_for_probabilities_and_smoothing)
 
 
-def _wrap_with_written_out_loss(original_loss: Loss) -> Loss:
+def _wrap_loss_for_probabilities_and_smoothing(original_loss: Loss) -> Loss:
     """Return a cross entropy that uses sums of logarithms except for plain class labels.
 
     The sums are those of torch's own implementation.

@@ -10,10 +10,10 @@ import torch
 from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.tracing.symbolics import (
-    Form,
     GraphWriter,
-    tensor_dtype,
-    torch_form_of_operator,
+    OperatorForm,
+    dtype_of_graph_value,
+    torch_exporter_form,
 )
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
     These are a bfloat16 GELU, which bfloat16.py hands to torch, and the tanh form in float32, whose
     cube torch writes as products.
     """
-    dtype, form_name = tensor_dtype(x), approximate.node().s("value")
+    dtype, form_name = dtype_of_graph_value(x), approximate.node().s("value")
     if (dtype, form_name) == (torch.bfloat16, "none"):
         return g.op("com.microsoft::Gelu", x)
     if (dtype, form_name) == (torch.float32, "tanh"):
         return g.op("com.microsoft::FastGelu", x)
-    return torch_form_of_operator("gelu", 9)(g, x, approximate)
+    return torch_exporter_form("gelu", 9)(g, x, approximate)
 
 
-def form_without_equal_casts(operator_name: str, opset: int) -> Form:
+def create_form_without_equal_casts(operator_name: str, opset: int) -> OperatorForm:
     """Return torch's form of an operator, without casts to the type that a tensor already has."""
 
     def symbolic(g: GraphContext, *args: Any) -> Any:
@@ -73,7 +73,7 @@ def form_without_equal_casts(operator_name: str, opset: int) -> Form:
             ) == int(to_i)
             return value if is_same_type else g.op("Cast", value, to_i=to_i)
 
-        return torch_form_of_operator(operator_name, opset)(
+        return torch_exporter_form(operator_name, opset)(
             GraphWriter(g, {"Cast": cast_unless_equal}), *args
         )
 
@@ -85,7 +85,7 @@ def detach(g: GraphContext, x: Any) -> Any:
 
     Torch leaves `detach` out of the graph, so the gradient would pass.
     """
-    _stop_gradient_at_copies()
+    _register_ort_gradient_stop_at_clone_once()
     no_format = g.op("prim::Constant")
     no_format.setType(torch._C.OptionalType.ofTensor())
     copied = g.op("org.pytorch.aten::ATen", x, no_format, operator_s="clone", overload_name_s="")
@@ -94,15 +94,15 @@ def detach(g: GraphContext, x: Any) -> Any:
 
 
 @functools.cache
-def _stop_gradient_at_copies() -> None:
+def _register_ort_gradient_stop_at_clone_once() -> None:
     ort_bindings: Any = importlib.import_module("onnxruntime.capi._pybind_state")
     clone = "org.pytorch.aten::ATen::clone::"
     ort_bindings.register_custom_stop_gradient_edges(clone, {0})
     # ORT requires a gradient definition for the copy of a weight in any case.
-    ort_bindings.register_gradient_definition(clone, _zero_gradient_definition())
+    ort_bindings.register_gradient_definition(clone, _create_zero_gradient_definition())
 
 
-def _zero_gradient_definition() -> Any:
+def _create_zero_gradient_definition() -> Any:
     """Return a gradient definition for a node with one input: zeros."""
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 

@@ -19,7 +19,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ortlaunch.ortmodule.base.export import Export, facts_of_last_trace, path_in_model
+from ortlaunch.ortmodule.base.export import (
+    ExportContext,
+    get_or_create_newest_trace_facts,
+    path_in_model,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,10 +48,10 @@ class StaleTensor(torch.Tensor):
     message: str
 
     @staticmethod
-    def __new__(cls, message: str) -> StaleTensor:
+    def __new__(cls, error_message: str) -> StaleTensor:
         with torch._C.DisableTorchFunction():
             stale: StaleTensor = torch.Tensor._make_subclass(cls, torch.empty(0))
-        stale.message = message
+        stale.message = error_message
         return stale
 
     @classmethod
@@ -79,15 +83,15 @@ class _HookComputedWeight:
     Pruning and torch.nn.utils.weight_norm keep it as the attribute `weight`.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, hooked_layer: nn.Module) -> None:
+        self._layer = hooked_layer
 
-    def remakes_attribute(self, attribute_name: str) -> bool:
+    def runs_hooks_and_remakes_attribute(self, attribute_name: str) -> bool:
         """Return whether the hooks make the attribute, without the layer's inputs."""
         tensor_before = vars(self._layer)[attribute_name]
         versions = [buffer._version for buffer in self._layer.buffers()]
         try:
-            self.run_hooks()
+            self.run_forward_pre_hooks()
         # A hook that reads its inputs fails in any way.
         except Exception:
             return False
@@ -99,30 +103,32 @@ class _HookComputedWeight:
             and remade_tensor.shape == tensor_before.shape
         )
 
-    def run_hooks(self) -> None:
+    def run_forward_pre_hooks(self) -> None:
         for hook in self._layer._forward_pre_hooks.values():
             hook(self._layer, ())
 
 
 @contextlib.contextmanager
-def record_escaped_tensors(export: Export) -> Iterator[None]:
+def record_escaped_tensors_and_replacements(export_context: ExportContext) -> Iterator[None]:
     """Record which tensors of the trace are still alive after it, and where they are stored.
 
     Raises:
         RuntimeError: a tensor is stored where it cannot be replaced.
     """
     yield
-    line_by_tensor = export.facts.pop("made", {})
+    line_by_tensor = export_context.facts.pop("made", {})
     # A tensor may be left in a reference cycle that nothing uses: collect those before the search.
     if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
         gc.collect()
     if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
-        with _pause_and_unfreeze_gc():
-            export.facts["kept"] = _find_kept_entries(export.module, line_by_tensor)
+        with _pause_garbage_collection_and_unfreeze():
+            export_context.facts["kept"] = _find_entries_holding_trace_tensors(
+                export_context.module, line_by_tensor
+            )
 
 
 @contextlib.contextmanager
-def _pause_and_unfreeze_gc() -> Iterator[None]:
+def _pause_garbage_collection_and_unfreeze() -> Iterator[None]:
     """Disable garbage collection and unfreeze all objects.
 
     gc.get_referrers searches only objects that are not frozen.
@@ -140,16 +146,16 @@ def _pause_and_unfreeze_gc() -> Iterator[None]:
             gc.enable()
 
 
-def restore_stale_tensors(manager: Manager) -> None:
+def write_stale_tensors_into_their_places(graph_execution_manager: Manager) -> None:
     """Write the stale tensors into their places again.
 
     An export of another graph, or a pass of the model itself, may have written other tensors there.
     """
-    for container, key, value in facts_of_last_trace(manager._graph_transition_manager).get(
-        "kept", ()
-    ):
+    for container, key, value in get_or_create_newest_trace_facts(
+        graph_execution_manager._graph_transition_manager
+    ).get("kept", ()):
         if isinstance(value, _HookComputedWeight):
-            value.run_hooks()
+            value.run_forward_pre_hooks()
         elif isinstance(container, types.CellType):
             container.cell_contents = value
         elif isinstance(container, dict) or key < len(container):
@@ -160,158 +166,195 @@ def _is_not_parameter(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter)
 
 
-def _find_kept_entries(
-    module: nn.Module, line_by_tensor: Mapping[torch.Tensor, str]
+def _find_entries_holding_trace_tensors(
+    traced_model: nn.Module, source_line_by_tensor: Mapping[torch.Tensor, str]
 ) -> list[KeptEntry]:
-    live_tensors = [tensor for tensor in list(line_by_tensor) if _is_not_parameter(tensor)]
-    stale: StaleEntries = {id(tensor): (tensor, line_by_tensor[tensor]) for tensor in live_tensors}
+    live_tensors = [tensor for tensor in list(source_line_by_tensor) if _is_not_parameter(tensor)]
+    stale: StaleEntries = {
+        id(tensor): (tensor, source_line_by_tensor[tensor]) for tensor in live_tensors
+    }
     kept_entries: list[KeptEntry] = []
-    _collect_replacements(module, live_tensors, stale, kept_entries, _MAX_DEPTH)
+    _collect_replacements_in_referrers(traced_model, live_tensors, stale, kept_entries, _MAX_DEPTH)
     container_ids = {id(container) for container, _, _ in kept_entries}
     # Attributes that hold such a container are restored, too: another pass may bind a new
     # container.
-    for layer in module.modules():
+    for layer in traced_model.modules():
         for name, value in vars(layer).items():
-            if id(value) in container_ids or _contains_container(value, container_ids, _MAX_DEPTH):
+            if id(value) in container_ids or _holds_container_inside(
+                value, container_ids, _MAX_DEPTH
+            ):
                 kept_entries.append((vars(layer), name, value))
     return kept_entries
 
 
-def _collect_replacements(
-    module: nn.Module,
-    objects: Sequence[object],
-    stale: StaleEntries,
-    kept_entries: list[KeptEntry],
-    tuple_levels: int,
+def _collect_replacements_in_referrers(
+    traced_model: nn.Module,
+    objects_to_replace: Sequence[object],
+    stale_entry_by_id: StaleEntries,
+    collected_entries: list[KeptEntry],
+    remaining_tuple_levels: int,
 ) -> None:
-    """Record for each container of one of `objects` the replacement of the object there.
+    """Record for each container of one of `objects_to_replace` the replacement of the object there.
 
     Args:
-        module: the traced model.
-        objects: the objects to replace.
-        stale: the objects' entries, see `Stale`.
-        kept_entries: the records; extended in place.
-        tuple_levels: the number of further levels of tuples to search.
+        traced_model: the traced model.
+        objects_to_replace: the objects to replace.
+        stale_entry_by_id: the objects' entries, see `StaleEntries`.
+        collected_entries: the records; extended in place.
+        remaining_tuple_levels: the number of further levels of tuples to search.
     """
     inner_entries: StaleEntries = {}
     # The search's own containers refer to the objects, too.
-    own_ids = {id(objects), id(stale), *map(id, stale.values())}
-    for holder in gc.get_referrers(*objects):
+    own_ids = {id(objects_to_replace), id(stale_entry_by_id), *map(id, stale_entry_by_id.values())}
+    for holder in gc.get_referrers(*objects_to_replace):
         if id(holder) not in own_ids and not isinstance(holder, types.FrameType):
-            kept_entries.extend(
-                _container_replacements(
-                    module, holder, stale, inner_entries if tuple_levels else None
+            collected_entries.extend(
+                _replacements_in_container(
+                    traced_model,
+                    holder,
+                    stale_entry_by_id,
+                    inner_entries if remaining_tuple_levels else None,
                 )
             )
     if inner_entries:
-        _collect_replacements(
-            module,
+        _collect_replacements_in_referrers(
+            traced_model,
             [old for old, _ in inner_entries.values()],
             inner_entries,
-            kept_entries,
-            tuple_levels - 1,
+            collected_entries,
+            remaining_tuple_levels - 1,
         )
 
 
-def _container_replacements(
-    module: nn.Module, holder: Any, stale: StaleEntries, inner_entries: StaleEntries | None
+def _replacements_in_container(
+    traced_model: nn.Module,
+    container_or_holder: Any,
+    stale_entry_by_id: StaleEntries,
+    collected_tuple_entries: StaleEntries | None,
 ) -> list[KeptEntry]:
-    """Return the records of one container; a tuple is put into `inner_entries` with its replacement."""
-    if isinstance(holder, types.CellType):
-        items: Any = {"cell_contents": holder.cell_contents}
+    """Return the records of one container; a tuple is put into `collected_tuple_entries` with its replacement."""
+    if isinstance(container_or_holder, types.CellType):
+        items: Any = {"cell_contents": container_or_holder.cell_contents}
     else:
         items = (
-            holder
-            if isinstance(holder, (dict, list, deque, tuple))
-            else getattr(holder, "__dict__", None)
+            container_or_holder
+            if isinstance(container_or_holder, (dict, list, deque, tuple))
+            else getattr(container_or_holder, "__dict__", None)
         )
-    if items is None or (isinstance(items, tuple) and inner_entries is None):
-        raise RuntimeError(_stale_message(f"a {type(holder).__name__}", "one of its lines"))
+    if items is None or (isinstance(items, tuple) and collected_tuple_entries is None):
+        raise RuntimeError(
+            _stale_tensor_message(f"a {type(container_or_holder).__name__}", "one of its lines")
+        )
     keys_and_values = list(items.items() if isinstance(items, dict) else enumerate(items))
     replacements = {
-        key: _replacement_of_entry(module, holder, items, key, stale[id(value)])
+        key: _create_replacement_of_entry(
+            traced_model, container_or_holder, items, key, stale_entry_by_id[id(value)]
+        )
         for key, value in keys_and_values
-        if id(value) in stale
+        if id(value) in stale_entry_by_id
     }
-    if isinstance(items, tuple) and inner_entries is not None:
-        inner_entries[id(items)] = (
+    if isinstance(items, tuple) and collected_tuple_entries is not None:
+        collected_tuple_entries[id(items)] = (
             items,
-            _same_tuple_type(
+            _tuple_of_original_type(
                 items, tuple(replacements.get(key, value) for key, value in keys_and_values)
             ),
         )
         return []
-    container = holder if isinstance(holder, types.CellType) else items
+    container = container_or_holder if isinstance(container_or_holder, types.CellType) else items
     return [(container, key, value) for key, value in replacements.items()]
 
 
-def _replacement_of_entry(
-    module: nn.Module, holder: object, items: object, key: Any, entry: tuple[object, object]
+def _create_replacement_of_entry(
+    traced_model: nn.Module,
+    holder: object,
+    container_items: object,
+    entry_key: Any,
+    object_and_line_or_replacement: tuple[object, object],
 ) -> object:
     """Return the object that replaces an entry under a key of a container."""
-    if not isinstance(entry[1], str):
-        return entry[1]
-    for path, layer in module.named_modules():
-        if items is layer._buffers:
+    if not isinstance(object_and_line_or_replacement[1], str):
+        return object_and_line_or_replacement[1]
+    for path, layer in traced_model.named_modules():
+        if container_items is layer._buffers:
             raise RuntimeError(
-                _stale_message(f"the buffer {path_in_model(f'{path}.{key}')}", entry[1])
+                _stale_tensor_message(
+                    f"the buffer {path_in_model(f'{path}.{entry_key}')}",
+                    object_and_line_or_replacement[1],
+                )
             )
-        if items is vars(layer) and (hook_weight := _HookComputedWeight(layer)).remakes_attribute(
-            key
-        ):
+        if container_items is vars(layer) and (
+            hook_weight := _HookComputedWeight(layer)
+        ).runs_hooks_and_remakes_attribute(entry_key):
             return hook_weight
-    return StaleTensor(_stale_message(_container_description(module, holder, items, key), entry[1]))
+    return StaleTensor(
+        _stale_tensor_message(
+            _container_location_text(traced_model, holder, container_items, entry_key),
+            object_and_line_or_replacement[1],
+        )
+    )
 
 
-def _stale_message(location: str, source_line: str) -> str:
+def _stale_tensor_message(location_text: str, source_line: str) -> str:
     return (
-        f"{location} keeps a tensor that the forward pass made at {source_line}. "
+        f"{location_text} keeps a tensor that the forward pass made at {source_line}. "
         "ONNX Runtime's graph returns the outputs of the model alone, so that this tensor would "
         "stay the first pass's, without a gradient: return it from forward"
     )
 
 
-def _container_description(module: nn.Module, holder: object, items: object, key: Any) -> str:
-    for path, layer in module.named_modules():
-        if items is vars(layer):
-            return f"the model's attribute {path_in_model(f'{path}.{key}')}"
+def _container_location_text(
+    traced_model: nn.Module, holder: object, container_items: object, entry_key: Any
+) -> str:
+    for path, layer in traced_model.named_modules():
+        if container_items is vars(layer):
+            return f"the model's attribute {path_in_model(f'{path}.{entry_key}')}"
         for name, value in vars(layer).items():
-            if value is items or (
-                name not in _HOOKS and _contains_container(value, {id(items)}, _MAX_DEPTH)
+            if value is container_items or (
+                name not in _HOOKS
+                and _holds_container_inside(value, {id(container_items)}, _MAX_DEPTH)
             ):
                 return f"the model's attribute {path_in_model(f'{path}.{name}')}"
         for hook in (hook for hooks in _HOOKS for hook in getattr(layer, hooks).values()):
-            if any(items is value or holder is value for value in _objects_in_reach_of_hook(hook)):
-                return f"a hook of the layer {path_in_model(path) or 'around all others'} (under {key!r})"
-    return f"a {type(holder).__name__} outside the model (under {key!r})"
+            if any(
+                container_items is value or holder is value
+                for value in _objects_that_hook_may_write_to(hook)
+            ):
+                return f"a hook of the layer {path_in_model(path) or 'around all others'} (under {entry_key!r})"
+    return f"a {type(holder).__name__} outside the model (under {entry_key!r})"
 
 
-def _objects_in_reach_of_hook(hook: object) -> Iterator[object]:
+def _objects_that_hook_may_write_to(forward_hook: object) -> Iterator[object]:
     """Yield the objects that a hook may write to."""
-    function = getattr(hook, "__func__", hook)
+    function = getattr(forward_hook, "__func__", forward_hook)
     for cell in getattr(function, "__closure__", None) or ():
         yield cell
         yield cell.cell_contents
-    owner = getattr(hook, "__self__", None)
+    owner = getattr(forward_hook, "__self__", None)
     if owner is not None and hasattr(owner, "__dict__"):
         yield from (vars(owner), *vars(owner).values())
     if isinstance(function, types.FunctionType):
         yield from (function.__globals__.get(name) for name in function.__code__.co_names)
 
 
-def _same_tuple_type(original_tuple: Any, values: tuple[Any, ...]) -> Any:
+def _tuple_of_original_type(original_tuple: Any, new_values: tuple[Any, ...]) -> Any:
     return (
-        type(original_tuple)(*values)
+        type(original_tuple)(*new_values)
         if hasattr(original_tuple, "_fields")
-        else type(original_tuple)(values)
+        else type(original_tuple)(new_values)
     )
 
 
-def _contains_container(value: object, container_ids: set[int], levels: int) -> bool:
-    if not levels or not isinstance(value, (dict, list, tuple, deque)):
+def _holds_container_inside(
+    possible_container: object, container_ids: set[int], remaining_levels: int
+) -> bool:
+    if not remaining_levels or not isinstance(possible_container, (dict, list, tuple, deque)):
         return False
-    inner = value.values() if isinstance(value, dict) else value
+    inner = (
+        possible_container.values() if isinstance(possible_container, dict) else possible_container
+    )
     return any(
-        id(item) in container_ids or _contains_container(item, container_ids, levels - 1)
+        id(item) in container_ids
+        or _holds_container_inside(item, container_ids, remaining_levels - 1)
         for item in inner
     )

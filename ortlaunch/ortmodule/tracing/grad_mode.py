@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base import export as ort_export
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
-from ortlaunch.ortmodule.base.torch_calls import tensor_getter
+from ortlaunch.ortmodule.base.torch_calls import tensor_property_getter
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
@@ -32,7 +32,7 @@ _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__
 # Types that contain no tensors; `tensors` skips them for speed.
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
-Export = AnyFunction
+ExportFunction = AnyFunction
 # The grad mode at the start of the current export's forward pass; one entry for each open `set_starting_grad_mode`.
 _starting_modes: list[bool] = []
 # One entry for each time that the model read the grad mode.
@@ -40,41 +40,43 @@ _mode_reads: list[None] = []
 
 
 @contextlib.contextmanager
-def set_starting_grad_mode(is_enabled: bool) -> Iterator[None]:
+def set_starting_grad_mode(gradients_are_enabled: bool) -> Iterator[None]:
     """Set the grad mode in which an export's forward pass begins."""
-    _starting_modes.append(is_enabled)
+    _starting_modes.append(gradients_are_enabled)
     try:
         yield
     finally:
         _starting_modes.pop()
 
 
-def starting_grad_mode(default_mode: bool) -> bool:
+def starting_grad_mode_or_default(default_grad_mode: bool) -> bool:
     """Return whether gradients are on at the start of this export's forward pass."""
-    return _starting_modes[-1] if _starting_modes else default_mode
+    return _starting_modes[-1] if _starting_modes else default_grad_mode
 
 
 @contextlib.contextmanager
-def record_grad_mode_reads(export: ort_export.Export) -> Iterator[None]:
+def record_whether_model_reads_grad_mode(
+    export_context: ort_export.ExportContext,
+) -> Iterator[None]:
     """Record whether the model reads the grad mode; its graph is then valid for this mode only."""
     _mode_reads.clear()
     yield
-    export.facts["grad_mode"] = bool(_mode_reads)
+    export_context.facts["grad_mode"] = bool(_mode_reads)
 
 
-def wrap_with_grad_mode_tracking(export: Export) -> Export:
+def wrap_export_with_grad_mode_tracking(torch_export: ExportFunction) -> ExportFunction:
     """Wrap an export so that it follows the model's grad mode.
 
     The mode is set by `no_grad`, `set_grad_enabled`, `enable_grad` and `inference_mode`.
     """
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
         with (
             _GradModeTracker(model, kwargs["training"] != torch.onnx.TrainingMode.EVAL) as mode,
-            mode.intercept_hidden_calls(),
+            mode.intercept_grad_mode_and_custom_functions(),
         ):
-            return export(model, *args, **kwargs)
+            return torch_export(model, *args, **kwargs)
 
     return export_with_grad_mode
 
@@ -89,21 +91,21 @@ class _GradModeTracker(TorchFunctionMode):
     scripted function.
     """
 
-    def __init__(self, model: torch.nn.Module, is_training: bool) -> None:
+    def __init__(self, traced_model: torch.nn.Module, is_training_export: bool) -> None:
         super().__init__()
-        starting_mode = starting_grad_mode(is_training)
-        self._training = is_training and starting_mode
+        starting_mode = starting_grad_mode_or_default(is_training_export)
+        self._training = is_training_export and starting_mode
         # The mode that the model sees; for torch gradients are off throughout an export.
         self._enabled = starting_mode
         # By tensor: whether it has a gradient with gradients on everywhere.
         self._trained = WeakTensorKeyDictionary()
         # Tensors computed from trained ones with gradients off, each with its detached copy.
         self._stopped = WeakTensorKeyDictionary()
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*traced_model.parameters(), *traced_model.buffers()):
             self._trained[tensor] = tensor.requires_grad
 
     @contextlib.contextmanager
-    def intercept_hidden_calls(self) -> Iterator[None]:
+    def intercept_grad_mode_and_custom_functions(self) -> Iterator[None]:
         """Intercept the calls that no function mode sees.
 
         These are reads of the grad mode, and custom functions.
@@ -119,17 +121,19 @@ class _GradModeTracker(TorchFunctionMode):
                     return handle_torch_function(call_apply, input_tensors, *args, **kwargs)
                 return original_apply.__get__(None, function)(*args, **kwargs)
 
-            input_tensors = tuple(nested_tensors((args, kwargs)))
+            input_tensors = tuple(tensors_inside_nested_values((args, kwargs)))
             # In a layer that runs as torch.
             if not torch.jit.is_tracing():
                 return call_apply(*args, **kwargs)
             # A trace takes other arguments for constants; a weight's memory is that of each step.
-            nested = nested_tensors([value for value in args if not isinstance(value, _T)])
+            nested = tensors_inside_nested_values(
+                [value for value in args if not isinstance(value, _T)]
+            )
             if not {id(tensor) for tensor in nested} <= weight_ids:
                 raise RuntimeError(_NESTED_MESSAGE.format(function.__name__))
-            versions = tensor_versions(input_tensors)
+            versions = inplace_change_counts(input_tensors)
             result = call_apply(*args, **kwargs)
-            if tensors_changed_since(input_tensors, versions):
+            if tensors_changed_in_place_since(input_tensors, versions):
                 raise RuntimeError(_DIRTY_MESSAGE.format(function.__name__))
             return result
 
@@ -163,112 +167,135 @@ class _GradModeTracker(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             self._enabled = args[0]
             return None
-        if func == tensor_getter("requires_grad") and args[0] in self._trained:
+        if func == tensor_property_getter("requires_grad") and args[0] in self._trained:
             return self._trained[args[0]] and args[0] not in self._stopped
-        if func is _T.register_hook and self._has_gradient(args[0]):
+        if func is _T.register_hook and self._would_have_gradient(args[0]):
             raise RuntimeError(
                 "the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls "
                 "none"
             )
-        if func == tensor_getter("data"):
+        if func == tensor_property_getter("data"):
             # A trace records .data as a constant.
             func = _T.detach
             args = args[:1]
         if any(isinstance(value, complex) for value in args) and (
-            input_tensors := nested_tensors(args)
+            input_tensors := tensors_inside_nested_values(args)
         ):
             # A trace refuses Python's complex numbers, as 1j * x has.
             args = tuple(
-                _complex_constant(value, input_tensors[0]) if isinstance(value, complex) else value
+                _compute_complex_constant_in_graph(value, input_tensors[0])
+                if isinstance(value, complex)
+                else value
                 for value in args
             )
         # torch's exporter has no form of a scatter of True or False.
         if func in _SCATTER_FUNCTIONS:
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
-        return self._call_and_track(func, args, kwargs or {})
+        return self._call_and_track_gradients(func, args, kwargs or {})
 
-    def _call_and_track(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+    def _call_and_track_gradients(
+        self, called_function: AnyFunction, call_arguments: Args, call_keywords: Kwargs
+    ) -> object:
         float_tensors = [
-            tensor for tensor in nested_tensors((args, kwargs)) if _can_have_gradient(tensor)
+            tensor
+            for tensor in tensors_inside_nested_values((call_arguments, call_keywords))
+            if _is_float_or_complex(tensor)
         ]
-        versions = tensor_versions(float_tensors)
-        is_trained = func is not _T.detach and any(
-            self._has_gradient(tensor) for tensor in float_tensors
+        versions = inplace_change_counts(float_tensors)
+        is_trained = called_function is not _T.detach and any(
+            self._would_have_gradient(tensor) for tensor in float_tensors
         )
         if self._enabled and any(tensor in self._stopped for tensor in float_tensors):
-            args, kwargs = tree_map_only(torch.Tensor, self._detached_copy, (args, kwargs))
-        result = func(*args, **kwargs)
-        changed = tensors_changed_since(float_tensors, versions)
+            call_arguments, call_keywords = tree_map_only(
+                torch.Tensor, self._detached_copy_if_stopped, (call_arguments, call_keywords)
+            )
+        result = called_function(*call_arguments, **call_keywords)
+        changed = tensors_changed_in_place_since(float_tensors, versions)
         for tensor in changed:
             if isinstance(tensor, torch.nn.Parameter):
                 raise RuntimeError(CHANGED_WEIGHT_MESSAGE)
             # The tensor was made in one mode and is changed in the other; detaching cannot express
             # that.
-            if self._has_gradient(tensor) and (tensor in self._stopped) == self._enabled:
+            if self._would_have_gradient(tensor) and (tensor in self._stopped) == self._enabled:
                 raise RuntimeError(CHANGED_MESSAGE)
-        for tensor in (*changed, *filter(_can_have_gradient, nested_tensors(result))):
+        for tensor in (
+            *changed,
+            *filter(_is_float_or_complex, tensors_inside_nested_values(result)),
+        ):
             self._trained[tensor] = is_trained
             self._stopped.pop(tensor, None)
             if is_trained and not self._enabled:
                 self._stopped[tensor] = None
         return result
 
-    def _has_gradient(self, tensor: torch.Tensor) -> bool:
+    def _would_have_gradient(self, traced_tensor: torch.Tensor) -> bool:
         """Return whether the tensor would have a gradient if gradients were on everywhere."""
-        return self._training and _can_have_gradient(tensor) and self._trained.get(tensor, True)
+        return (
+            self._training
+            and _is_float_or_complex(traced_tensor)
+            and self._trained.get(traced_tensor, True)
+        )
 
-    def _detached_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in self._stopped:
-            return tensor
-        stopped: torch.Tensor | None = self._stopped[tensor]
+    def _detached_copy_if_stopped(self, traced_tensor: torch.Tensor) -> torch.Tensor:
+        if traced_tensor not in self._stopped:
+            return traced_tensor
+        stopped: torch.Tensor | None = self._stopped[traced_tensor]
         if stopped is None:
-            stopped = self._stopped[tensor] = tensor.detach()
+            stopped = self._stopped[traced_tensor] = traced_tensor.detach()
         return stopped
 
 
-def nested_tensors(values: Any) -> list[torch.Tensor]:
+def tensors_inside_nested_values(nested_values: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results.
 
     The result is that of torch's tree_leaves, in a tenth of its time.
     """
-    if isinstance(values, _T):
-        return [values]
-    if type(values) in (tuple, list):
-        return [tensor for value in values for tensor in nested_tensors(value)]
-    if type(values) is dict:
-        return [tensor for value in values.values() for tensor in nested_tensors(value)]
-    if type(values) in _NO_TENSORS:
+    if isinstance(nested_values, _T):
+        return [nested_values]
+    if type(nested_values) in (tuple, list):
+        return [tensor for value in nested_values for tensor in tensors_inside_nested_values(value)]
+    if type(nested_values) is dict:
+        return [
+            tensor
+            for value in nested_values.values()
+            for tensor in tensors_inside_nested_values(value)
+        ]
+    if type(nested_values) in _NO_TENSORS:
         return []
-    return [value for value in tree_leaves(values) if isinstance(value, _T)]
+    return [value for value in tree_leaves(nested_values) if isinstance(value, _T)]
 
 
-def tensor_versions(checked_tensors: Sequence[torch.Tensor]) -> list[int]:
+def inplace_change_counts(checked_tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return how often each tensor was changed in place; hidden from function modes."""
     with torch._C.DisableTorchFunction():
         return [value._version for value in checked_tensors]
 
 
-def tensors_changed_since(
-    checked_tensors: Sequence[torch.Tensor], versions: Sequence[int]
+def tensors_changed_in_place_since(
+    checked_tensors: Sequence[torch.Tensor], earlier_change_counts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return the tensors that were changed in place since `tensor_versions` returned `versions`."""
+    """Return the tensors that were changed in place since `inplace_change_counts` returned `earlier_change_counts`."""
     return [
         value
-        for value, old, new in zip(checked_tensors, versions, tensor_versions(checked_tensors))
+        for value, old, new in zip(
+            checked_tensors, earlier_change_counts, inplace_change_counts(checked_tensors)
+        )
         if old != new
     ]
 
 
-def _can_have_gradient(tensor: torch.Tensor) -> bool:
+def _is_float_or_complex(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-def _complex_constant(value: complex, like_tensor: torch.Tensor) -> torch.Tensor:
+def _compute_complex_constant_in_graph(
+    complex_number: complex, like_tensor: torch.Tensor
+) -> torch.Tensor:
     """Compute a complex constant in the graph, because ONNX has none."""
     parts = [
         like_tensor.new_zeros((), dtype=torch.get_default_dtype()) + part
-        for part in (value.real, value.imag)
+        for part in (complex_number.real, complex_number.imag)
     ]
     return torch.complex(parts[0], parts[1])
 

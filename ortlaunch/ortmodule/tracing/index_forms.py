@@ -17,9 +17,9 @@ from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.tracing.symbolics import (
     GraphWriter,
-    is_boolean_tensor,
-    tensor_dtype,
-    write_integers,
+    dtype_of_graph_value,
+    is_boolean_graph_value,
+    write_int64_constant,
 )
 
 # torch indexes with uint8 tensors as with masks.
@@ -32,7 +32,7 @@ def index(g: Any, x: Any, indices: Any) -> Any:
     With several tensors torch's form does not wrap negative indices, and accepts only masks of one
     dimension.
     """
-    unmasked_indices = _masks_to_indices(g, symbolic_helper._unpack_list(indices))
+    unmasked_indices = _masks_to_index_tensors(g, symbolic_helper._unpack_list(indices))
     tensor_dims = [
         dim
         for dim, index_tensor in enumerate(unmasked_indices)
@@ -44,25 +44,31 @@ def index(g: Any, x: Any, indices: Any) -> Any:
         )
         # The sizes are read at run time, because they may differ between batches.
         from_end = g.op(
-            "Add", integer_index, g.op("Gather", g.op("Shape", x), write_integers(g, dim))
+            "Add", integer_index, g.op("Gather", g.op("Shape", x), write_int64_constant(g, dim))
         )
         unmasked_indices[dim] = g.op(
-            "Where", g.op("Less", integer_index, write_integers(g, 0)), from_end, integer_index
+            "Where",
+            g.op("Less", integer_index, write_int64_constant(g, 0)),
+            from_end,
+            integer_index,
         )
         indices = g.op("prim::ListConstruct", *unmasked_indices)
     return importlib.import_module("torch.onnx.symbolic_opset11").index(g, x, indices)
 
 
-def _masks_to_indices(g: Any, indices: list[Any]) -> list[Any]:
+def _masks_to_index_tensors(g: Any, mask_and_index_values: list[Any]) -> list[Any]:
     """Replace each mask by the indices of its true values: one index tensor for each dimension."""
     index_tensors: list[Any] = []
-    for index_tensor in indices:
-        if symbolic_helper._is_none(index_tensor) or tensor_dtype(index_tensor) not in _MASKS:
+    for index_tensor in mask_and_index_values:
+        if (
+            symbolic_helper._is_none(index_tensor)
+            or dtype_of_graph_value(index_tensor) not in _MASKS
+        ):
             index_tensors.append(index_tensor)
         else:
             true_positions = g.op("NonZero", index_tensor)
             index_tensors += [
-                g.op("Gather", true_positions, write_integers(g, dim))
+                g.op("Gather", true_positions, write_int64_constant(g, dim))
                 for dim in range(index_tensor.type().dim())
             ]
     return index_tensors
@@ -77,7 +83,7 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     torch_form = importlib.import_module("torch.onnx.symbolic_opset11").index_put
     index_tensors: list[Any] = symbolic_helper._unpack_list(indices)
     accumulates = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
-    has_mask = any(is_boolean_tensor(index_tensor) for index_tensor in index_tensors)
+    has_mask = any(is_boolean_graph_value(index_tensor) for index_tensor in index_tensors)
     # For a single mask and a scalar, torch's form is a masked fill, of a mask with all dimensions.
     if (
         has_mask
@@ -93,17 +99,17 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
         return torch_form(g, into, indices, values, accumulate)
     replaced_operators: dict[str, Callable[..., Any]] = {}
     if has_mask:
-        indices = g.op("prim::ListConstruct", *_masks_to_indices(g, index_tensors))
-    if _may_repeat_values(g, has_mask):
+        indices = g.op("prim::ListConstruct", *_masks_to_index_tensors(g, index_tensors))
+    if _index_put_may_repeat_values(g, has_mask):
         # Torch's form reshapes the values; Expand also repeats them.
         replaced_operators["Reshape"] = lambda value, shape, **_: g.op("Expand", value, shape)
     if accumulates:
-        _require_summing_opset(g)
+        _require_opset_with_summing_scatter(g)
         replaced_operators["ScatterND"] = functools.partial(g.op, "ScatterND", reduction_s="add")
     return torch_form(GraphWriter(g, replaced_operators), into, indices, values, accumulate)
 
 
-def _may_repeat_values(g: Any, has_mask: bool) -> bool:
+def _index_put_may_repeat_values(g: Any, has_mask: bool) -> bool:
     """Return whether the values of an index_put in the traced graph may have to be repeated."""
     into, indices, values = [*g.original_node.inputs()][:3]
     index_ranks = [index_tensor.type().dim() for index_tensor in indices.node().inputs()]
@@ -120,7 +126,7 @@ def _may_repeat_values(g: Any, has_mask: bool) -> bool:
     )
 
 
-def _require_summing_opset(g: Any) -> None:
+def _require_opset_with_summing_scatter(g: Any) -> None:
     """Refuse an opset before 16, whose Scatter operators cannot add.
 
     There torch's forms keep only one of several values for the same element.
@@ -141,7 +147,7 @@ def diff(g: Any, x: Any, difference_count: Any, dim: Any, prepended: Any, append
     parts = [part for part in (prepended, x, appended) if not symbolic_helper._is_none(part)]
     x = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
     # torch's difference of two booleans is their exclusive or.
-    operator_type = "Xor" if is_boolean_tensor(x) else "Sub"
+    operator_type = "Xor" if is_boolean_graph_value(x) else "Sub"
     for _ in range(order):
         later = symbolic_helper._slice_helper(g, x, axes=[axis], starts=[1], ends=[sys.maxsize])
         x = g.op(
@@ -154,7 +160,7 @@ def diff(g: Any, x: Any, difference_count: Any, dim: Any, prepended: Any, append
 
 def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
     """Write cumsum; a boolean tensor is cast to integers first."""
-    if is_boolean_tensor(x):
+    if is_boolean_graph_value(x):
         x = g.op("Cast", x, to_i=torch.onnx.TensorProtoDataType.INT64.value)
     return importlib.import_module("torch.onnx.symbolic_opset11").cumsum(g, x, dim, dtype)
 
@@ -166,22 +172,22 @@ def floor_divide(g: Any, x: Any, y: Any) -> Any:
     """
     # Sizes are not negative, so the exporter's form is right for them, and ORT infers shapes from
     # it.
-    if _is_nonnegative_size(x) and _is_nonnegative_size(y):
+    if _is_computed_from_sizes_only(x) and _is_computed_from_sizes_only(y):
         return importlib.import_module("torch.onnx.symbolic_opset9").floor_divide(g, x, y)
     # ONNX's Mod has the sign of the divisor, so the difference is a multiple of the divisor.
     return g.op("Div", g.op("Sub", x, g.op("Mod", x, y)), y)
 
 
-def _is_nonnegative_size(value: Any) -> bool:
+def _is_computed_from_sizes_only(graph_value: Any) -> bool:
     """Return whether a value is computed from sizes and non-negative constants only."""
-    node = value.node()
+    node = graph_value.node()
     operator_type = node.kind().removeprefix("onnx::")
     if operator_type == "Constant":
         return bool((node.t("value") >= 0).all())
     if operator_type in ("Gather", "Cast", "Add", "Mul", "Div", "Squeeze", "Unsqueeze"):
         return all(
             map(
-                _is_nonnegative_size,
+                _is_computed_from_sizes_only,
                 list(node.inputs())[: 1 if operator_type == "Gather" else None],
             )
         )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.tracing.symbolics import (
-    Form,
     GraphWriter,
-    ort_forms,
-    torch_form_of_operator,
-    write_number_like,
+    OperatorForm,
+    ort_form_by_operator,
+    torch_exporter_form,
+    write_scalar_constant_in_type_of,
 )
 
 if TYPE_CHECKING:
@@ -25,23 +25,25 @@ def layer_norm(g: GraphContext, x: Any, sizes: Any, weight: Any, bias: Any, *oth
     shares a constant between norms, and ORT would give two gradients the same name.
     """
     if symbolic_helper._is_none(bias) and not symbolic_helper._is_none(weight):
-        bias = g.op("Mul", weight, write_number_like(g, 0.0, weight))
-    return ort_forms()["aten::layer_norm"](g, x, sizes, weight, bias, *others)
+        bias = g.op("Mul", weight, write_scalar_constant_in_type_of(g, 0.0, weight))
+    return ort_form_by_operator()["aten::layer_norm"](g, x, sizes, weight, bias, *others)
 
 
-def form_with_safe_root(operator_name: str) -> Form:
+def create_form_with_zero_gradient_root(operator_name: str) -> OperatorForm:
     """Return torch's form of an operator with a square root whose gradient at zero is zero."""
 
     def symbolic(g: GraphContext, *args: Any) -> Any:
         def write_safe_root(square: Any) -> Any:
-            zero = write_number_like(g, 0.0, square)
+            zero = write_scalar_constant_in_type_of(g, 0.0, square)
             is_zero = g.op("Equal", square, zero)
             # Where the square is 0 the root is taken of 1: the root's infinite gradient times
             # Where's 0 would be nan.
-            safe_square = g.op("Where", is_zero, write_number_like(g, 1.0, square), square)
+            safe_square = g.op(
+                "Where", is_zero, write_scalar_constant_in_type_of(g, 1.0, square), square
+            )
             return g.op("Where", is_zero, zero, g.op("Sqrt", safe_square))
 
-        return torch_form_of_operator(operator_name, 9)(
+        return torch_exporter_form(operator_name, 9)(
             GraphWriter(g, {"Sqrt": write_safe_root}), *args
         )
 

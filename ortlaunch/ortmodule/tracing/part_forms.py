@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.onnx import symbolic_helper
 
-from ortlaunch.ortmodule.tracing.symbolics import write_integers
+from ortlaunch.ortmodule.tracing.symbolics import write_int64_constant
 
 
 def chunk(g: Any, x: Any, chunks: Any, dim: Any) -> Any:
@@ -37,10 +37,10 @@ def constant_chunk(g: Any, x: Any, chunks: int, dim: int, part_count: int = 0) -
     # Division that rounds up, as in torch's chunk.
     part_size = g.op(
         "Div",
-        g.op("Add", _write_dim_size(g, x, dim), write_integers(g, [chunks - 1])),
-        write_integers(g, [chunks]),
+        g.op("Add", _write_size_of_dimension(g, x, dim), write_int64_constant(g, [chunks - 1])),
+        write_int64_constant(g, [chunks]),
     )
-    return _write_split(g, x, part_size, dim, part_count or chunks)
+    return _write_split_into_traced_part_count(g, x, part_size, dim, part_count or chunks)
 
 
 def split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
@@ -53,15 +53,19 @@ def split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
     part_count = symbolic_helper._maybe_get_const(_outputs, "i")
     is_size_unknown = symbolic_helper._get_tensor_dim_size(x, axis) is None
     if is_size_unknown and isinstance(part_size, int) and isinstance(part_count, int):
-        return _write_split(g, x, write_integers(g, [part_size]), axis, part_count)
+        return _write_split_into_traced_part_count(
+            g, x, write_int64_constant(g, [part_size]), axis, part_count
+        )
     return importlib.import_module("torch.onnx.symbolic_opset13").split(g, x, sizes, dim, _outputs)
 
 
-def _write_dim_size(g: Any, x: Any, dim: int) -> Any:
-    return g.op("Gather", g.op("Shape", x), write_integers(g, [dim]))
+def _write_size_of_dimension(g: Any, x: Any, dim: int) -> Any:
+    return g.op("Gather", g.op("Shape", x), write_int64_constant(g, [dim]))
 
 
-def _write_split(g: Any, x: Any, part_size: Any, dim: int, part_count: int) -> list[Any]:
+def _write_split_into_traced_part_count(
+    g: Any, x: Any, part_size: Any, dim: int, part_count: int
+) -> list[Any]:
     """Write a Split into as many parts as were traced; it fails in a pass with more or fewer parts.
 
     Args:
@@ -73,15 +77,18 @@ def _write_split(g: Any, x: Any, part_size: Any, dim: int, part_count: int) -> l
     """
     remaining_size = g.op(
         "Sub",
-        _write_dim_size(g, x, dim),
-        g.op("Mul", part_size, write_integers(g, [part_count - 1])),
+        _write_size_of_dimension(g, x, dim),
+        g.op("Mul", part_size, write_int64_constant(g, [part_count - 1])),
     )
     last_size = g.op("Min", part_size, remaining_size)
     # In a pass with fewer parts `remaining_size` is below 1. A last part of full size then exceeds the
     # dimension, so that Split fails.
     if part_count > 1:
         last_size = g.op(
-            "Where", g.op("Less", remaining_size, write_integers(g, [1])), part_size, last_size
+            "Where",
+            g.op("Less", remaining_size, write_int64_constant(g, [1])),
+            part_size,
+            last_size,
         )
     split = g.op(
         "Split",

@@ -59,12 +59,12 @@ MISSING_VALUE = object()
 _MAX_LEVELS = 4
 
 
-# One entry for each open `pause_recording`.
+# One entry for each open `pause_state_recording`.
 _paused: list[None] = []
 
 
 @contextlib.contextmanager
-def pause_recording() -> Iterator[None]:
+def pause_state_recording() -> Iterator[None]:
     """Pause the recording of reads and writes."""
     tracer = sys.gettrace()
     _paused.append(None)
@@ -76,7 +76,7 @@ def pause_recording() -> Iterator[None]:
         sys.settrace(tracer)
 
 
-def innermost_model_frame() -> types.FrameType | None:
+def innermost_frame_of_model_code_or_none() -> types.FrameType | None:
     """Return the innermost running frame of the model's code, in neither torch nor ortlaunch."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
@@ -84,25 +84,26 @@ def innermost_model_frame() -> types.FrameType | None:
     return frame
 
 
-def _model_line_and_layer(path_by_layer_id: Mapping[int, str]) -> tuple[str, str]:
+def _running_line_text_and_layer_path(path_by_layer_id: Mapping[int, str]) -> tuple[str, str]:
     """Return the running line of the model's code, and the path of its layer."""
-    frame = innermost_model_frame()
+    frame = innermost_frame_of_model_code_or_none()
     if frame is None:
         return "", ""
     line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-    return line, path_by_layer_id.get(id(first_argument_of_frame(frame)), "")
+    return line, path_by_layer_id.get(id(first_argument_of_running_function(frame)), "")
 
 
-def first_argument_of_frame(frame: types.FrameType) -> object:
+def first_argument_of_running_function(frame: types.FrameType) -> object:
     """Return the first argument of a running function, which is `self` in a method."""
     return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 
-class StateReads:
+class RecordedStateReads:
     """Places that passes of a model depend on, and names in their code.
 
     A layer's attribute counts if it is read before it is written, a global if the code names it, a
-    variable of the environment if it is read. `value_by_path` maps each place to a snapshot (`value_snapshot`) of
+    variable of the environment if it is read. `value_by_path` maps each place to a snapshot
+    (`comparable_value_snapshot`) of
     its value when first recorded.
     """
 
@@ -115,11 +116,11 @@ class StateReads:
 
 
 @contextlib.contextmanager
-def record_state_reads(module: nn.Module) -> Iterator[StateReads]:
-    """Record the places that passes of `module` read in the with-block; yield the records."""
+def record_python_values_that_passes_read(traced_model: nn.Module) -> Iterator[RecordedStateReads]:
+    """Record the places that passes of `traced_model` read in the with-block; yield the records."""
     # The root module has no path. It is ORT's wrapper, so leave it out.
-    path_by_layer_id = {id(layer): path for path, layer in module.named_modules() if path}
-    reads = StateReads()
+    path_by_layer_id = {id(layer): path for path, layer in traced_model.named_modules() if path}
+    reads = RecordedStateReads()
     # If a pass writes a place before it reads it, the old value does not matter.
     written_paths: set[StatePath] = set()
     seen_codes: set[types.CodeType] = set()
@@ -139,13 +140,13 @@ def record_state_reads(module: nn.Module) -> Iterator[StateReads]:
         if path is None or (path, name) in written_paths or (path, name) in reads.value_by_path:
             return value
         if isinstance(value, _RECORDED_TYPES) or name in vars(layer):
-            reads.value_by_path[path, name] = value_snapshot(value)
+            reads.value_by_path[path, name] = comparable_value_snapshot(value)
         return value
 
     def set_and_record(layer: nn.Module, name: str, value: Any) -> None:
         if running_passes and not _paused and id(layer) in path_by_layer_id:
             written_paths.add((path_by_layer_id[id(layer)], name))
-            reads.writer_by_layer[path_by_layer_id[id(layer)]] = _model_line_and_layer(
+            reads.writer_by_layer[path_by_layer_id[id(layer)]] = _running_line_text_and_layer_path(
                 path_by_layer_id
             )
         original_setattr(layer, name, value)
@@ -162,13 +163,13 @@ def record_state_reads(module: nn.Module) -> Iterator[StateReads]:
                 code.co_names, (word for word in code.co_consts if isinstance(word, str))
             )
             if _is_user_file(code.co_filename):
-                for state_path, value in _named_module_globals(
+                for state_path, value in _user_module_globals_by_path(
                     code.co_names, frame.f_globals, set()
                 ):
-                    reads.value_by_path.setdefault(state_path, value_snapshot(value))
+                    reads.value_by_path.setdefault(state_path, comparable_value_snapshot(value))
 
     def begin_pass(called_module: nn.Module, _: object) -> None:
-        if called_module is module:
+        if called_module is traced_model:
             written_paths.clear()
             running_passes.append(None)
             sys.settrace(trace_call)
@@ -178,13 +179,16 @@ def record_state_reads(module: nn.Module) -> Iterator[StateReads]:
         sys.settrace(previous_tracer)
 
     previous_tracer: Any = sys.gettrace()
-    hooks = [module.register_forward_pre_hook(begin_pass), module.register_forward_hook(end_pass)]
+    hooks = [
+        traced_model.register_forward_pre_hook(begin_pass),
+        traced_model.register_forward_hook(end_pass),
+    ]
     module_class: Any = nn.Module
     # Set on the class: Python ignores such methods on an instance.
     module_class.__getattribute__ = get_and_record
     module_class.__setattr__ = set_and_record
     try:
-        with _record_environment_reads(reads, running_passes):
+        with _record_environment_variable_reads(reads, running_passes):
             yield reads
     finally:
         end_pass()
@@ -195,7 +199,9 @@ def record_state_reads(module: nn.Module) -> Iterator[StateReads]:
 
 
 @contextlib.contextmanager
-def _record_environment_reads(reads: StateReads, running_passes: list[None]) -> Iterator[None]:
+def _record_environment_variable_reads(
+    recorded_reads: RecordedStateReads, running_passes: list[None]
+) -> Iterator[None]:
     """Record the environment variables that a pass reads."""
     environment_class: Any = type(os.environ)
     original_getitem = environment_class.__getitem__
@@ -203,7 +209,7 @@ def _record_environment_reads(reads: StateReads, running_passes: list[None]) -> 
     def get_and_record(variables: Any, name: str) -> Any:
         if running_passes and not _paused:
             is_set = variables.encodekey(name) in variables._data
-            reads.value_by_path.setdefault(
+            recorded_reads.value_by_path.setdefault(
                 (ENVIRONMENT, name), original_getitem(variables, name) if is_set else MISSING_VALUE
             )
         return original_getitem(variables, name)
@@ -212,95 +218,106 @@ def _record_environment_reads(reads: StateReads, running_passes: list[None]) -> 
         yield
 
 
-def _named_module_globals(
-    global_names: Iterable[str], module_globals: Mapping[str, object], seen_modules: set[int]
+def _user_module_globals_by_path(
+    names_in_code: Iterable[str],
+    module_globals: Mapping[str, object],
+    visited_globals_ids: set[int],
 ) -> Iterator[tuple[StatePath, object]]:
-    """Yield place and value of each global in `global_names`, of this module and user modules it names."""
+    """Yield place and value of each global in `names_in_code`, of this module and user modules it names."""
     module_name = module_globals.get("__name__")
     if (
-        id(module_globals) in seen_modules
+        id(module_globals) in visited_globals_ids
         or vars(sys.modules.get(str(module_name), object)) is not module_globals
     ):
         return
-    seen_modules.add(id(module_globals))
-    for name in global_names:
+    visited_globals_ids.add(id(module_globals))
+    for name in names_in_code:
         value = module_globals.get(name, MISSING_VALUE)
         if isinstance(value, types.ModuleType):
             if _is_user_file(getattr(value, "__file__", None)):
-                yield from _named_module_globals(global_names, vars(value), seen_modules)
+                yield from _user_module_globals_by_path(
+                    names_in_code, vars(value), visited_globals_ids
+                )
         elif value is not MISSING_VALUE:
             yield (f"{GLOBAL}{module_name}", name), value
 
 
-def value_snapshot(
-    value: Any, attribute_names: set[str] | None = None, levels: int = _MAX_LEVELS
+def comparable_value_snapshot(
+    python_value: Any,
+    only_attributes_with_tensors: set[str] | None = None,
+    remaining_levels: int = _MAX_LEVELS,
 ) -> Any:
     """Return a snapshot of a value. Two snapshots can be compared with `same`.
 
     Args:
-        value: the value.
-        attribute_names: only these attributes of objects; tensors in objects and dictionaries are included.
+        python_value: the value.
+        only_attributes_with_tensors: only these attributes of objects; tensors in objects and
+            dictionaries are included.
             None: all attributes, without those tensors, because a pass may store results there that
             nothing reads.
-        levels: the number of levels of nested values to include.
+        remaining_levels: the number of levels of nested values to include.
     """
-    if isinstance(value, (*_IMMUTABLE_TYPES, StaleTensor)) or not levels:
-        return value
-    if isinstance(value, nn.Parameter) and value.requires_grad:
+    if isinstance(python_value, (*_IMMUTABLE_TYPES, StaleTensor)) or not remaining_levels:
+        return python_value
+    if isinstance(python_value, nn.Parameter) and python_value.requires_grad:
         # An input of the graph, never a constant of the trace; every step changes its values.
-        return value
-    if isinstance(value, torch.Tensor):
+        return python_value
+    if isinstance(python_value, torch.Tensor):
         # The version counts in-place changes; a tensor of inference mode has none.
-        return value, None if value.is_inference() else value._version
-    if isinstance(value, numpy.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, (random.Random, numpy.random.RandomState, numpy.random.Generator)):
-        return generator_state_text(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(value_snapshot(item, attribute_names, levels - 1) for item in value)
-    if isinstance(value, (set, frozenset)):
-        return frozenset(value)
-    if isinstance(value, Mapping):
-        items = list(value.items())
-        holder_or_type = type(value)
-    elif hasattr(value, "__dict__") and not isinstance(
-        value, (nn.Module, types.ModuleType, enum.Enum)
+        return python_value, None if python_value.is_inference() else python_value._version
+    if isinstance(python_value, numpy.ndarray):
+        return str(python_value.dtype), python_value.shape, python_value.tobytes()
+    if isinstance(python_value, (random.Random, numpy.random.RandomState, numpy.random.Generator)):
+        return random_generator_state_text(python_value)
+    if isinstance(python_value, (list, tuple)):
+        return tuple(
+            comparable_value_snapshot(item, only_attributes_with_tensors, remaining_levels - 1)
+            for item in python_value
+        )
+    if isinstance(python_value, (set, frozenset)):
+        return frozenset(python_value)
+    if isinstance(python_value, Mapping):
+        items = list(python_value.items())
+        holder_or_type = type(python_value)
+    elif hasattr(python_value, "__dict__") and not isinstance(
+        python_value, (nn.Module, types.ModuleType, enum.Enum)
     ):
-        if isinstance(value, type) and not _may_hold_settings(value):
-            return value
+        if isinstance(python_value, type) and not _is_user_class_with_attributes(python_value):
+            return python_value
         items = [
             item
-            for item in vars(value).items()
-            if attribute_names is None or item[0] in attribute_names
+            for item in vars(python_value).items()
+            if only_attributes_with_tensors is None or item[0] in only_attributes_with_tensors
         ]
-        holder_or_type = value if callable(value) else type(value)
+        holder_or_type = python_value if callable(python_value) else type(python_value)
     else:
-        return value
+        return python_value
     kept_items = [
         item
         for item in items
-        if attribute_names is not None or not isinstance(item[1], torch.Tensor)
+        if only_attributes_with_tensors is not None or not isinstance(item[1], torch.Tensor)
     ]
     return holder_or_type, *(
-        (key, value_snapshot(item, attribute_names, levels - 1)) for key, item in kept_items
+        (key, comparable_value_snapshot(item, only_attributes_with_tensors, remaining_levels - 1))
+        for key, item in kept_items
     )
 
 
-def generator_state_text(
-    generator: random.Random | numpy.random.RandomState | numpy.random.Generator,
+def random_generator_state_text(
+    random_generator: random.Random | numpy.random.RandomState | numpy.random.Generator,
 ) -> str:
     """Return the state of one of Python's or NumPy's random generators as a text."""
-    if isinstance(generator, random.Random):
-        return repr(generator.getstate())
-    if isinstance(generator, numpy.random.RandomState):
-        state: Mapping[str, object] = generator.get_state(legacy=False)
+    if isinstance(random_generator, random.Random):
+        return repr(random_generator.getstate())
+    if isinstance(random_generator, numpy.random.RandomState):
+        state: Mapping[str, object] = random_generator.get_state(legacy=False)
     else:
-        state = generator.bit_generator.state
+        state = random_generator.bit_generator.state
     # Texts, because arrays cannot be compared by ==. Arrays and NumPy's numbers have tolist().
     return json.dumps(state, default=operator.methodcaller("tolist"))
 
 
-def _may_hold_settings(value_class: type) -> bool:
+def _is_user_class_with_attributes(value_class: type) -> bool:
     """Return whether a class may hold values that its user changes.
 
     A custom autograd function does not count, because its code runs in every pass.
@@ -310,7 +327,7 @@ def _may_hold_settings(value_class: type) -> bool:
 
 
 def are_snapshots_equal(snapshot: object, other_snapshot: object) -> bool:
-    """Return whether two snapshots made by `value_snapshot` are equal."""
+    """Return whether two snapshots made by `comparable_value_snapshot` are equal."""
     if snapshot is other_snapshot:
         return True
     if isinstance(snapshot, tuple) and isinstance(other_snapshot, tuple):
@@ -327,30 +344,30 @@ def are_snapshots_equal(snapshot: object, other_snapshot: object) -> bool:
     )
 
 
-class StateValues:
+class StateValueSnapshots:
     """The values at places when this object was made."""
 
     def __init__(
         self,
-        module: nn.Module,
+        traced_model: nn.Module,
         state_paths: Iterable[StatePath],
-        attribute_names: set[str] | None = None,
+        only_attributes_with_tensors: set[str] | None = None,
     ) -> None:
-        layers = dict(module.named_modules())
-        self._names = attribute_names
+        layers = dict(traced_model.named_modules())
+        self._names = only_attributes_with_tensors
         self._recorded_values = []
         for state_path in state_paths:
-            own_values, class_values = _mappings_to_search(layers, *state_path)
+            own_values, class_values = _own_and_class_mappings_to_search(layers, *state_path)
             value = own_values.get(state_path[1], class_values.get(state_path[1], MISSING_VALUE))
             self._recorded_values.append(
                 (state_path, own_values, class_values, value, isinstance(value, _IMMUTABLE_TYPES))
             )
         self.snapshots = {
-            state_path: value_snapshot(value, attribute_names)
+            state_path: comparable_value_snapshot(value, only_attributes_with_tensors)
             for state_path, *_, value, _ in self._recorded_values
         }
 
-    def changed_paths(self) -> list[StatePath]:
+    def state_paths_with_changed_value(self) -> list[StatePath]:
         """Return the places whose value differs now."""
         differing_paths = []
         # If many places share one value, compare it only once.
@@ -362,36 +379,38 @@ class StateValues:
             pair = id(value), id(new)
             if pair not in compared:
                 compared[pair] = are_snapshots_equal(
-                    self.snapshots[state_path], value_snapshot(new, self._names)
+                    self.snapshots[state_path], comparable_value_snapshot(new, self._names)
                 )
             if not compared[pair]:
                 differing_paths.append(state_path)
         return differing_paths
 
 
-def _mappings_to_search(
-    layers: dict[str, nn.Module], holder: str, name: str
+def _own_and_class_mappings_to_search(
+    layer_by_path: dict[str, nn.Module], layer_path_or_global_holder: str, value_name: str
 ) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Return two mappings to search for a place, in order.
 
-    Layer: its own attributes, then the class that defines `name`. Global or environment: the second
+    Layer: its own attributes, then the class that defines `value_name`. Global or environment: the second
     is empty.
     """
-    if holder.startswith(GLOBAL):
-        module = sys.modules.get(holder.removeprefix(GLOBAL))
+    if layer_path_or_global_holder.startswith(GLOBAL):
+        module = sys.modules.get(layer_path_or_global_holder.removeprefix(GLOBAL))
         return (vars(module) if module else {}), {}
-    if holder == ENVIRONMENT:
+    if layer_path_or_global_holder == ENVIRONMENT:
         return os.environ, {}
-    if holder not in layers:
+    if layer_path_or_global_holder not in layer_by_path:
         return {}, {}
-    class_dicts = (vars(class_dict) for class_dict in type(layers[holder]).__mro__)
-    return vars(layers[holder]), next(
-        (class_dict for class_dict in class_dicts if name in class_dict), {}
+    class_dicts = (
+        vars(class_dict) for class_dict in type(layer_by_path[layer_path_or_global_holder]).__mro__
+    )
+    return vars(layer_by_path[layer_path_or_global_holder]), next(
+        (class_dict for class_dict in class_dicts if value_name in class_dict), {}
     )
 
 
 @functools.cache
-def _installed_folders() -> tuple[str, ...]:
+def _standard_library_and_package_folders() -> tuple[str, ...]:
     """Return the folders of the standard library and of installed packages."""
     import site
 
@@ -411,5 +430,5 @@ def _is_user_file(file_name: object) -> bool:
     return (
         isinstance(file_name, str)
         and os.path.isabs(file_name)
-        and not os.path.realpath(file_name).startswith(_installed_folders())
+        and not os.path.realpath(file_name).startswith(_standard_library_and_package_folders())
     )

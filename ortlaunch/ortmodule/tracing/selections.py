@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule.base.torch_calls import pause_tracing, tensor_getter
-from ortlaunch.ortmodule.tracing.grad_mode import nested_tensors
+from ortlaunch.ortmodule.base.torch_calls import (
+    pause_tracing_and_torch_function,
+    tensor_property_getter,
+)
+from ortlaunch.ortmodule.tracing.grad_mode import tensors_inside_nested_values
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args
@@ -22,25 +25,25 @@ _T = torch.Tensor
 _MASKS = (torch.bool, torch.uint8)
 # The first dimension of their results follows from values.
 _SELECTING = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
-_SHAPES = {_T.size, tensor_getter("shape")}
+_SHAPES = {_T.size, tensor_property_getter("shape")}
 _COUNTS = {_T.numel, _T.nelement, torch.numel}
 
 
-class Selections:
+class ValueDependentDims:
     """The dimensions of tensors that have such a size, as far as they are known."""
 
     def __init__(self) -> None:
         self._dims_by_tensor = WeakTensorKeyDictionary()
 
-    def record_call(
+    def record_value_dependent_dims_of_results(
         self,
-        function: AnyFunction,
-        args: Args,
+        called_function: AnyFunction,
+        call_arguments: Args,
         input_tensors: Sequence[torch.Tensor],
-        result: object,
+        call_result: object,
     ) -> None:
         """Record the dimensions of a call's results; `input_tensors` are the tensors among its arguments."""
-        selected_dim = self._selected_dim(function, args)
+        selected_dim = self._selected_dim_or_none(called_function, call_arguments)
         dims_before = [
             (input_tensor, self._dims_by_tensor[input_tensor])
             for input_tensor in input_tensors
@@ -48,8 +51,8 @@ class Selections:
         ]
         if selected_dim is None and not dims_before:
             return
-        with pause_tracing():
-            for result_tensor in nested_tensors(result):
+        with pause_tracing_and_torch_function():
+            for result_tensor in tensors_inside_nested_values(call_result):
                 # A dimension stays the same one if it has the same place and size.
                 dims = {
                     dim
@@ -61,30 +64,40 @@ class Selections:
                 if dims and result_tensor.dim():
                     self._dims_by_tensor[result_tensor] = dims
 
-    def value_dependent_sizes(self, function: AnyFunction, args: Args, result: Any) -> list[object]:
+    def value_dependent_sizes_read_by_call(
+        self, called_function: AnyFunction, call_arguments: Args, call_result: Any
+    ) -> list[object]:
         """Return the sizes among a call's results, of those that read sizes, that follow from values."""
-        dims = self._dims_by_tensor.get(args[0]) if args and isinstance(args[0], _T) else None
+        dims = (
+            self._dims_by_tensor.get(call_arguments[0])
+            if call_arguments and isinstance(call_arguments[0], _T)
+            else None
+        )
         if not dims:
             return []
-        if function in _COUNTS:
-            return [result]
-        if function is _T.__len__:
-            return [result] if 0 in dims else []
-        if function not in _SHAPES:
+        if called_function in _COUNTS:
+            return [call_result]
+        if called_function is _T.__len__:
+            return [call_result] if 0 in dims else []
+        if called_function not in _SHAPES:
             return []
-        if len(args) > 1:
-            return [result] if args[1] % len(args[0].shape) in dims else []
-        return [result[dim] for dim in dims]
+        if len(call_arguments) > 1:
+            return [call_result] if call_arguments[1] % len(call_arguments[0].shape) in dims else []
+        return [call_result[dim] for dim in dims]
 
-    def _selected_dim(self, function: AnyFunction, args: Args) -> int | None:
+    def _selected_dim_or_none(
+        self, called_function: AnyFunction, call_arguments: Args
+    ) -> int | None:
         """Return the dimension that an index or a function such as `nonzero` selects, or None."""
-        name = getattr(function, "__name__", "")
-        if name in _SELECTING or (name == "where" and len(args) == 1):
+        name = getattr(called_function, "__name__", "")
+        if name in _SELECTING or (name == "where" and len(call_arguments) == 1):
             return 0
-        if function is not _T.__getitem__:
+        if called_function is not _T.__getitem__:
             return None
         dim = 0
-        for part in args[1] if isinstance(args[1], tuple) else args[1:]:
+        for part in (
+            call_arguments[1] if isinstance(call_arguments[1], tuple) else call_arguments[1:]
+        ):
             if isinstance(part, _T) and (part.dtype in _MASKS or part in self._dims_by_tensor):
                 return dim
             dim += part is None or isinstance(part, slice)

@@ -17,8 +17,8 @@ from ortlaunch.ortmodule.base.ort_types import AnyFunction
 if TYPE_CHECKING:
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
 
-Export = AnyFunction
-Form = AnyFunction
+ExportFunction = AnyFunction
+OperatorForm = AnyFunction
 """A function `form(g, *inputs)` that writes an operator's nodes into the graph `g`.
 
 It returns the value or values that replace the operator's outputs.
@@ -28,9 +28,9 @@ It returns the value or values that replace the operator's outputs.
 class GraphWriter:
     """A graph being written, in which functions replace some ONNX operators."""
 
-    def __init__(self, graph: Any, replaced_operators: Mapping[str, AnyFunction]) -> None:
-        self._graph = graph
-        self._replaced_operators = replaced_operators
+    def __init__(self, written_graph: Any, writer_by_operator: Mapping[str, AnyFunction]) -> None:
+        self._graph = written_graph
+        self._replaced_operators = writer_by_operator
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
@@ -41,22 +41,24 @@ class GraphWriter:
         return self._graph.op(operator_type, *inputs, **attributes)
 
 
-def wrap_with_forms(export: Export, load_forms: Callable[[], Mapping[str, Form]]) -> Export:
+def wrap_export_with_operator_forms(
+    torch_export: ExportFunction, load_form_by_operator: Callable[[], Mapping[str, OperatorForm]]
+) -> ExportFunction:
     """Wrap an export so that it uses these forms instead of the exporter's during each call.
 
     Args:
-        export: the export.
-        load_forms: returns the forms by full operator name.
+        torch_export: the export.
+        load_form_by_operator: returns the forms by full operator name.
     """
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_with_forms(*args: object, **kwargs: Any) -> Any:
         opset = kwargs["opset_version"]
-        active_forms = load_forms()
+        active_forms = load_form_by_operator()
         for name, form in active_forms.items():
             torch.onnx.register_custom_op_symbolic(name, form, opset)
         try:
-            return export(*args, **kwargs)
+            return torch_export(*args, **kwargs)
         finally:
             # The exporter's registry is global; other exports need the exporter's own forms.
             for name in active_forms:
@@ -65,47 +67,55 @@ def wrap_with_forms(export: Export, load_forms: Callable[[], Mapping[str, Form]]
     return export_with_forms
 
 
-def ort_forms() -> dict[str, Form]:
+def ort_form_by_operator() -> dict[str, OperatorForm]:
     """Return ONNX Runtime's own forms by full operator name."""
     module = importlib.import_module("onnxruntime.training.ortmodule._custom_op_symbolic_registry")
-    ort_symbolics: dict[str, Form] = module.CustomOpSymbolicRegistry._SYMBOLICS
+    ort_symbolics: dict[str, OperatorForm] = module.CustomOpSymbolicRegistry._SYMBOLICS
     return {
         f"aten{name}" if name.startswith("::") else name: form
         for name, form in ort_symbolics.items()
     }
 
 
-def tensor_dtype(value: Any) -> torch.dtype:
+def dtype_of_graph_value(graph_value: Any) -> torch.dtype:
     """Return the type of a tensor in the graph."""
     from torch.onnx._type_utils import JitScalarType
 
-    dtype: torch.dtype = JitScalarType.from_value(value).dtype()
+    dtype: torch.dtype = JitScalarType.from_value(graph_value).dtype()
     return dtype
 
 
-def is_boolean_tensor(value: Any) -> bool:
+def is_boolean_graph_value(graph_value: Any) -> bool:
     """Return whether the value is a boolean tensor; False for None."""
     from torch.onnx import symbolic_helper
 
-    return bool(not symbolic_helper._is_none(value) and symbolic_helper._is_bool(value))
+    return bool(not symbolic_helper._is_none(graph_value) and symbolic_helper._is_bool(graph_value))
 
 
-def write_integers(g: GraphContext, values: int | list[int]) -> Any:
+def write_int64_constant(g: GraphContext, integer_or_integers: int | list[int]) -> Any:
     """Write an int64 constant."""
-    return g.op("Constant", value_t=torch.tensor(values))
+    return g.op("Constant", value_t=torch.tensor(integer_or_integers))
 
 
-def write_number_like(g: GraphContext, constant_number: float, like_value: Any) -> Any:
-    """Write a constant without dimensions, of the type of `like_value`."""
-    return g.op("Constant", value_t=torch.tensor(constant_number, dtype=tensor_dtype(like_value)))
+def write_scalar_constant_in_type_of(
+    g: GraphContext, constant_number: float, typed_value: Any
+) -> Any:
+    """Write a constant without dimensions, of the type of `typed_value`."""
+    return g.op(
+        "Constant", value_t=torch.tensor(constant_number, dtype=dtype_of_graph_value(typed_value))
+    )
 
 
-def constant_numbers(value: Any) -> list[float]:
+def constant_numbers(graph_value: Any) -> list[float]:
     """Return the numbers of a constant or of a list of constants in a traced graph.
 
     Computed values are left out.
     """
-    parts = list(value.node().inputs()) if value.node().kind() == "prim::ListConstruct" else [value]
+    parts = (
+        list(graph_value.node().inputs())
+        if graph_value.node().kind() == "prim::ListConstruct"
+        else [graph_value]
+    )
     part_values = [
         part.toIValue() if part.node().kind() == "prim::Constant" else None for part in parts
     ]
@@ -121,9 +131,9 @@ def constant_numbers(value: Any) -> list[float]:
     return [float(element) for element in elements if isinstance(element, (int, float))]
 
 
-def torch_form_of_operator(operator_name: str, opset: int) -> Form:
+def torch_exporter_form(operator_name: str, opset: int) -> OperatorForm:
     """Return torch's own form of an operator, of an opset."""
-    form: Form = getattr(
+    form: OperatorForm = getattr(
         importlib.import_module(f"torch.onnx.symbolic_opset{opset}"), operator_name
     )
     return form

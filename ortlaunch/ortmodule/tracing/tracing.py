@@ -21,33 +21,38 @@ _INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
 _MAX_ELEMENTS = 1024
 
 
-def wrap_hiding_large_weights(export: AnyFunction) -> AnyFunction:
+def wrap_export_hiding_large_weights(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that its shape inference gets no large weights.
 
     Torch copies each weight twice for its shape alone.
     """
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_without_weights(*args: object, **kwargs: object) -> object:
         with mock.patch.object(
             torch._C,
             _INFERENCE,
-            functools.partial(_infer_without_large_weights, getattr(torch._C, _INFERENCE)),
+            functools.partial(_infer_shapes_without_large_weights, getattr(torch._C, _INFERENCE)),
         ):
-            return export(*args, **kwargs)
+            return torch_export(*args, **kwargs)
 
     return export_without_weights
 
 
-def _infer_without_large_weights(
-    original_infer: Callable[..., None], graph: object, weights: dict[str, object], opset: int
+def _infer_shapes_without_large_weights(
+    torch_infer_shapes: Callable[..., None],
+    graph: object,
+    weight_by_name: dict[str, object],
+    opset: int,
 ) -> None:
     """Run shape inference without large weights.
 
     Small ones stay, because a buffer's values may be the sizes of a view.
     """
-    original_infer(
-        graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset
+    torch_infer_shapes(
+        graph,
+        {name: weight for name, weight in weight_by_name.items() if not _is_large(weight)},
+        opset,
     )
 
 
@@ -55,24 +60,24 @@ def _is_large(weight: object) -> bool:
     return isinstance(weight, torch.Tensor) and weight.numel() > _MAX_ELEMENTS
 
 
-def wrap_restoring_cast_cache(export: AnyFunction) -> AnyFunction:
+def wrap_export_restoring_autocast_cache(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that it restores autocast's cache.
 
     Torch leaves the cache off after a failed trace.
     """
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_with_autocasts_cache(*args: object, **kwargs: object) -> object:
         cached = torch.is_autocast_cache_enabled()
         try:
-            return export(*args, **kwargs)
+            return torch_export(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(cached)
 
     return export_with_autocasts_cache
 
 
-def wrap_with_copied_constants(export: AnyFunction) -> AnyFunction:
+def wrap_export_to_clone_scalar_constants(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that its forms read copies of a graph's constants.
 
     Torch's repeat_interleave wraps a negative dimension in place (`dim += rank`), in a constant
@@ -80,25 +85,28 @@ def wrap_with_copied_constants(export: AnyFunction) -> AnyFunction:
     dimension.
     """
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_with_own_constants(*args: object, **kwargs: object) -> object:
         # The globals of the module that defines the helpers, because torch 2.9 and later have moved
         # it.
         names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
         with mock.patch.dict(
-            names, _parse_arg=functools.partial(_parse_and_clone, names["_parse_arg"])
+            names,
+            _parse_arg=functools.partial(_parse_argument_and_clone_scalar, names["_parse_arg"]),
         ):
-            return export(*args, **kwargs)
+            return torch_export(*args, **kwargs)
 
     return export_with_own_constants
 
 
-def _parse_and_clone(original_parse: AnyFunction, *arguments: object, **keywords: object) -> object:
-    parsed = original_parse(*arguments, **keywords)
+def _parse_argument_and_clone_scalar(
+    torch_parse_argument: AnyFunction, *parse_arguments: object, **parse_keywords: object
+) -> object:
+    parsed = torch_parse_argument(*parse_arguments, **parse_keywords)
     return parsed.clone() if isinstance(parsed, torch.Tensor) and not parsed.dim() else parsed
 
 
-def wrap_allowing_swapped_weights(export: AnyFunction) -> AnyFunction:
+def wrap_export_allowing_functional_call(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that `torch.func.functional_call` and `parametrize.cached()` can be traced.
 
     Both refuse to run in a trace, although they work in one.
@@ -109,38 +117,38 @@ def wrap_allowing_swapped_weights(export: AnyFunction) -> AnyFunction:
     jit = ModuleView(torch.jit, is_tracing=lambda: False)
     c = ModuleView(torch._C, _get_tracing_state=lambda: None)
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_with_swapped_weights(*args: object, **kwargs: object) -> object:
         with (
             mock.patch.object(stateless, "torch", ModuleView(torch, jit=jit)),
             mock.patch.object(parametrize, "torch", ModuleView(torch, _C=c)),
         ):
-            return export(*args, **kwargs)
+            return torch_export(*args, **kwargs)
 
     return export_with_swapped_weights
 
 
-def wrap_for_torchscript(export: AnyFunction) -> AnyFunction:
+def wrap_export_for_torchscript(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that it uses TorchScript.
 
     Torch 2.9 and later default to the dynamo exporter, whose graphs ORT cannot read.
     """
-    return functools.partial(export, dynamo=False)
+    return functools.partial(torch_export, dynamo=False)
 
 
-def wrap_silencing_warnings(export: AnyFunction) -> AnyFunction:
+def wrap_export_silencing_warnings(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that it gives no warnings about tracing and deprecation.
 
     A user cannot act on these warnings.
     """
 
-    @functools.wraps(export)
+    @functools.wraps(torch_export)
     def export_quietly(*args: object, **kwargs: object) -> object:
         with warnings.catch_warnings():
             for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", category)
-            # Torch's shape inference warns in the name of its caller, which is `_infer_without_large_weights`.
+            # Torch's shape inference warns in the name of its caller, which is `_infer_shapes_without_large_weights`.
             warnings.filterwarnings("ignore", module=rf"torch\.onnx|{__name__}")
-            return export(*args, **kwargs)
+            return torch_export(*args, **kwargs)
 
     return export_quietly

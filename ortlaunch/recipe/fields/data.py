@@ -373,7 +373,7 @@ class Data(Section):
         return self.packing or not self.attend_across_documents
 
     @property
-    def lengths(self) -> Sequence[int]:
+    def padding_lengths_below_sequence_length(self) -> Sequence[int]:
         """Lengths below `sequence_length` that a micro batch may be padded to, ascending."""
         return (
             # Multiples of 8, as `padding: longest` rounds up; the full length is not among them.
@@ -382,7 +382,7 @@ class Data(Section):
             else self.bucket_lengths or ()
         )
 
-    def sources(self) -> Iterator[tuple[str, str | Corpus]]:
+    def key_and_source_pairs(self) -> Iterator[tuple[str, str | Corpus]]:
         """Yield every source with its key in the recipe."""
         for part_index, part in enumerate(self.parts):
             yield (
@@ -395,18 +395,23 @@ class Data(Section):
             yield "data.evaluation", self.evaluation
 
 
-def is_chat(source: str | Corpus) -> bool:
+def has_chat_rows(source_name_or_corpus: str | Corpus) -> bool:
     """Return whether the rows of a source are chats."""
-    if isinstance(source, str):
-        return source == "python-chats"
+    if isinstance(source_name_or_corpus, str):
+        return source_name_or_corpus == "python-chats"
     return bool(
-        source.messages_column or source.prompt_column or source.response_column or source.prompt
+        source_name_or_corpus.messages_column
+        or source_name_or_corpus.prompt_column
+        or source_name_or_corpus.response_column
+        or source_name_or_corpus.prompt
     )
 
 
-def uses_template(source: str | Corpus) -> bool:
+def is_written_by_chat_template(source_name_or_corpus: str | Corpus) -> bool:
     """Return whether a chat template writes the rows of a source."""
-    return is_chat(source) and (isinstance(source, str) or source.prompt is None)
+    return has_chat_rows(source_name_or_corpus) and (
+        isinstance(source_name_or_corpus, str) or source_name_or_corpus.prompt is None
+    )
 
 
 def is_custom(source: str | Corpus) -> bool:

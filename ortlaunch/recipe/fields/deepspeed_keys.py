@@ -13,7 +13,7 @@ from typing import Any
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.zero import Zero
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_name
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 
 # DeepSpeed's name -> the recipe's field. Setting one of these raw is refused, because two places
 # for one value could disagree.
@@ -120,11 +120,11 @@ PATH_BY_SETTING = {
 def deepspeed_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the raw settings and of `zero.offload`."""
     if recipe.zero:
-        yield from _raw_setting_rules(recipe.zero.deepspeed, "")
-        yield from _offload_rules(recipe.zero)
+        yield from _raw_deepspeed_key_rules(recipe.zero.deepspeed, "")
+        yield from _zero_offload_rules(recipe.zero)
 
 
-def _offload_rules(zero: Zero) -> Iterator[Problem]:
+def _zero_offload_rules(zero: Zero) -> Iterator[Problem]:
     offload = zero.offload
     if offload is None:
         return
@@ -153,7 +153,7 @@ def _offload_rules(zero: Zero) -> Iterator[Problem]:
         yield ("zero.offload.nvme_path",), "has no effect without nvme; leave it out"
 
 
-def _raw_setting_rules(raw_settings: dict[str, Any], section_path: str) -> Iterator[Problem]:
+def _raw_deepspeed_key_rules(raw_settings: dict[str, Any], section_path: str) -> Iterator[Problem]:
     # None: NESTED does not list this section, so no key in it is reported as unknown.
     known_keys = (
         NESTED_KEYS.get(section_path) if section_path else [*TOP_LEVEL_KEYS, *DEEPSPEED_OWNED]
@@ -166,7 +166,7 @@ def _raw_setting_rules(raw_settings: dict[str, Any], section_path: str) -> Itera
         elif setting_path in _REFUSED:
             yield key_names, _REFUSED[setting_path]
         elif known_keys is not None and key not in known_keys:
-            closest_key = closest_name(key, known_keys)
+            closest_key = closest_or_translated_name_or_none(key, known_keys)
             yield (
                 key_names,
                 "unknown DeepSpeed key" + (f"; did you mean {closest_key}?" if closest_key else ""),
@@ -178,7 +178,7 @@ def _raw_setting_rules(raw_settings: dict[str, Any], section_path: str) -> Itera
                 "DeepSpeed's default",
             )
         elif isinstance(value, dict):
-            yield from _raw_setting_rules(value, setting_path)
+            yield from _raw_deepspeed_key_rules(value, setting_path)
         elif setting_path in NESTED_KEYS and value is not None:
             yield (
                 key_names,

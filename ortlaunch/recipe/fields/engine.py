@@ -186,7 +186,7 @@ class Engine(Section):
     checkpointing, which becomes memory optimization), nor with memory_efficient_grad_management.
     null: on, except with these three."""
 
-    def setting_lines(self) -> list[str]:
+    def non_default_setting_lines(self) -> list[str]:
         """Return a line on the settings other than the defaults; none without such."""
         non_default_values = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
         settings_text = ", ".join(

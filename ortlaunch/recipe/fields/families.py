@@ -154,53 +154,60 @@ def known_fields(model_type: object) -> set[str] | None:
     return None if family is None else COMMON_FIELDS | set(family)
 
 
-def fill_config_defaults(config: dict[str, Any] | None) -> dict[str, Any] | None:
+def config_with_family_defaults_or_none(
+    model_config: dict[str, Any] | None,
+) -> dict[str, Any] | None:
     """Return the config with the family's defaults filled in, or None for other model types.
 
     Types like Llama have Llama's defaults, but none for their sizes.
     """
-    model_type = str((config or {}).get("model_type"))
-    if config is None or model_type not in (*FAMILIES, *DECODERS):
+    model_type = str((model_config or {}).get("model_type"))
+    if model_config is None or model_type not in (*FAMILIES, *DECODERS):
         return None
     if model_type in FAMILIES:
-        return {**FAMILIES[model_type], **config}
+        return {**FAMILIES[model_type], **model_config}
     defaults = {**LLAMA_DEFAULTS, "tie_word_embeddings": DECODERS[model_type].tied}
-    return {**defaults, **config} if set(config) >= SIZE_FIELDS else None
+    return {**defaults, **model_config} if set(model_config) >= SIZE_FIELDS else None
 
 
-def normalize_sizes(config: dict[str, Any]) -> dict[str, Any] | None:
+def config_with_planned_size_names_or_none(model_config: dict[str, Any]) -> dict[str, Any] | None:
     """Return a config of a family of `COUNTED` with the names of sizes that a plan reads.
 
     None for other model types, or if a size is unknown: nothing is filled in.
     """
-    model_type = config.get("model_type")
+    model_type = model_config.get("model_type")
     if model_type not in SIZE_FIELDS_BY_TYPE or not all(
-        config.get(name) is not None for name in SIZE_FIELDS_BY_TYPE[model_type]
+        model_config.get(name) is not None for name in SIZE_FIELDS_BY_TYPE[model_type]
     ):
         return None
     if model_type == "vit":
         # The tokens of an image, with the one of its class.
-        positions = int((config["image_size"] // config["patch_size"]) ** 2 + 1)
-        return {**config, "vocab_size": 0, "positions": positions}
+        positions = int((model_config["image_size"] // model_config["patch_size"]) ** 2 + 1)
+        return {**model_config, "vocab_size": 0, "positions": positions}
     if model_type != "whisper":
         own_names = _FIELD_NAMES_BY_TYPE.get(str(model_type), {})
         renamed_sizes = {
-            name: config[own_name] for name, own_name in own_names.items() if own_name in config
+            name: model_config[own_name]
+            for name, own_name in own_names.items()
+            if own_name in model_config
         }
         if model_type == "gpt2":
-            renamed_sizes["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
+            renamed_sizes["intermediate_size"] = (
+                model_config.get("n_inner") or 4 * model_config["n_embd"]
+            )
         # Its embeddings are projected, as those of one published size are.
         if (
             model_type == "opt"
-            and config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]
+            and model_config.get("word_embed_proj_dim", model_config["hidden_size"])
+            != model_config["hidden_size"]
         ):
             return None
-        return {**_DROPOUTS.get(str(model_type), {}), **config, **renamed_sizes}
+        return {**_DROPOUTS.get(str(model_type), {}), **model_config, **renamed_sizes}
     return {
-        **config,
-        "hidden_size": config["d_model"],
-        "intermediate_size": config["encoder_ffn_dim"],
-        "num_attention_heads": config["encoder_attention_heads"],
-        "num_hidden_layers": config["encoder_layers"] + config["decoder_layers"],
-        "positions": config["max_source_positions"],
+        **model_config,
+        "hidden_size": model_config["d_model"],
+        "intermediate_size": model_config["encoder_ffn_dim"],
+        "num_attention_heads": model_config["encoder_attention_heads"],
+        "num_hidden_layers": model_config["encoder_layers"] + model_config["decoder_layers"],
+        "positions": model_config["max_source_positions"],
     }

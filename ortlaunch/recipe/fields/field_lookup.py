@@ -19,7 +19,7 @@ from ortlaunch.recipe.text.place import KeyPath, format_key_path
 _CONTAINERS = (tuple, dict)
 
 
-def models_of_section(annotation: Any) -> Iterator[type[BaseModel]]:
+def section_models_in_annotation(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models inside Optional, Union and Annotated.
 
     The items of a list, and the values of a mapping with keys of the user's, are not a section.
@@ -33,21 +33,21 @@ def models_of_section(annotation: Any) -> Iterator[type[BaseModel]]:
     ):
         yield annotation
     for argument in typing.get_args(annotation):
-        yield from models_of_section(argument)
+        yield from section_models_in_annotation(argument)
 
 
-def item_models(annotation: Any) -> Iterator[type[BaseModel]]:
+def item_models_in_annotation(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models of the items of a list, or of the values of such a mapping."""
     type_arguments = typing.get_args(annotation)
     for argument in type_arguments:
         yield from (
-            models_of_section(argument)
+            section_models_in_annotation(argument)
             if typing.get_origin(annotation) in _CONTAINERS
-            else item_models(argument)
+            else item_models_in_annotation(argument)
         )
 
 
-def models_at_path(key_path: KeyPath) -> list[type[BaseModel]]:
+def section_models_at_path_or_empty(key_path: KeyPath) -> list[type[BaseModel]]:
     """Return the models of the section at `key_path`, of which a value has one; [] for a plain field.
 
     An unknown path has none either.
@@ -56,10 +56,10 @@ def models_at_path(key_path: KeyPath) -> list[type[BaseModel]]:
     field = None
     for key in key_path:
         if isinstance(key, int) or (field is not None and not models):
-            models = [*item_models(field.annotation)] if field else []
+            models = [*item_models_in_annotation(field.annotation)] if field else []
             continue
         field = find_field(models, key)
-        models = [*models_of_section(field.annotation)] if field else []
+        models = [*section_models_in_annotation(field.annotation)] if field else []
     return models
 
 
@@ -71,25 +71,27 @@ def find_field(models: Sequence[type[BaseModel]], field_name: int | str) -> Fiel
 
 def first_model_at_path(key_path: KeyPath) -> type[BaseModel] | None:
     """Return the first model of the section at `key_path`; None for a field or an unknown path."""
-    return next(iter(models_at_path(key_path)), None)
+    return next(iter(section_models_at_path_or_empty(key_path)), None)
 
 
-def section_keys(section_path: KeyPath) -> tuple[str, ...]:
+def keys_accepted_by_section(section_path: KeyPath) -> tuple[str, ...]:
     """Return the keys that a section accepts."""
     # `extends` is read before validation and is therefore no field of the model.
     field_names = tuple(
-        name for model in models_at_path(section_path) for name in model.model_fields
+        name
+        for model in section_models_at_path_or_empty(section_path)
+        for name in model.model_fields
     )
     return field_names if section_path else (*field_names, "extends")
 
 
-def nested_field_path(section_path: KeyPath, field_name: str) -> KeyPath | None:
+def path_of_field_in_child_section(section_path: KeyPath, field_name: str) -> KeyPath | None:
     """Return the path of a field of that name in one of the section's own sections, or None."""
     model = first_model_at_path(section_path)
     for child_name, field in model.model_fields.items() if model else ():
         if any(
             field_name in inner_model.model_fields
-            for inner_model in models_of_section(field.annotation)
+            for inner_model in section_models_in_annotation(field.annotation)
         ):
             return (*section_path, child_name, field_name)
     return None
@@ -99,7 +101,11 @@ def _field_info(key_path: KeyPath) -> Any:
     # An index points into a list; the field is the list's.
     while key_path and isinstance(key_path[-1], int):
         key_path = key_path[:-1]
-    return find_field(models_at_path(key_path[:-1]), key_path[-1]) if key_path else None
+    return (
+        find_field(section_models_at_path_or_empty(key_path[:-1]), key_path[-1])
+        if key_path
+        else None
+    )
 
 
 def is_required(key_path: KeyPath) -> bool:
@@ -114,7 +120,7 @@ def accepts_null(key_path: KeyPath) -> bool:
     return bool(field and type(None) in typing.get_args(field.annotation))
 
 
-def accepted_names(key_path: KeyPath) -> tuple[str, ...]:
+def names_accepted_by_field(key_path: KeyPath) -> tuple[str, ...]:
     """Return the names that a field of a few names accepts."""
 
     def names_in_annotation(annotation: Any) -> Iterator[str]:
@@ -139,7 +145,7 @@ def accepted_names(key_path: KeyPath) -> tuple[str, ...]:
 
 
 @functools.cache
-def field_docstrings() -> dict[tuple[str, str], str]:
+def docstring_by_section_and_field() -> dict[tuple[str, str], str]:
     """Return {(class of the section, field): docstring under the field, on one line}."""
     docstrings = dict[tuple[str, str], str]()
     # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
@@ -174,14 +180,14 @@ def field_docstrings() -> dict[tuple[str, str], str]:
     return docstrings
 
 
-def first_docstring_sentence(key_path: KeyPath) -> str:
+def first_docstring_sentence_or_empty(key_path: KeyPath) -> str:
     """Return the first sentence of the docstring of a field or a section, or ""."""
     if not key_path or isinstance(key_path[-1], int):
         return ""
     model = first_model_at_path(key_path)
     docstrings = (
-        field_docstrings().get((section_type.__name__, key_path[-1]))
-        for section_type in models_at_path(key_path[:-1])
+        docstring_by_section_and_field().get((section_type.__name__, key_path[-1]))
+        for section_type in section_models_at_path_or_empty(key_path[:-1])
     )
     docstring = next(filter(None, docstrings), None)
     return (
@@ -192,10 +198,10 @@ def first_docstring_sentence(key_path: KeyPath) -> str:
 
 
 @functools.cache
-def unique_field_paths() -> dict[str, str]:
+def path_by_unambiguous_field_name() -> dict[str, str]:
     """Return {name: dotted path} of every field whose name occurs once and is unambiguous."""
     paths_by_name: dict[str, list[str]] = {}
-    for key_path in _all_field_paths(Recipe, ()):
+    for key_path in _all_field_paths_below_section(Recipe, ()):
         paths_by_name.setdefault(str(key_path[-1]), []).append(format_key_path(key_path))
     # Names that a user may well write with another meaning in another section.
     ambiguous_names = ("r", "dropout", "split", "subset", "revision", "keep")
@@ -206,10 +212,12 @@ def unique_field_paths() -> dict[str, str]:
     }
 
 
-def _all_field_paths(model: type[BaseModel], section_path: KeyPath) -> Iterator[KeyPath]:
+def _all_field_paths_below_section(
+    model: type[BaseModel], section_path: KeyPath
+) -> Iterator[KeyPath]:
     for name, field in model.model_fields.items():
         yield (*section_path, name)
         # `data.evaluation` has the same corpus fields as `data.train`: their names would occur twice.
         if name != "evaluation":
-            for child in models_of_section(field.annotation):
-                yield from _all_field_paths(child, (*section_path, name))
+            for child in section_models_in_annotation(field.annotation):
+                yield from _all_field_paths_below_section(child, (*section_path, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from ortlaunch.recipe.fields.data import Corpus, Data
-from ortlaunch.recipe.fields.section import non_default_fields
+from ortlaunch.recipe.fields.section import names_of_non_default_fields
 
 _BUILT_IN = {
     "python-docs": Corpus(format="text"),
@@ -36,7 +36,7 @@ def missing_evaluation_message(recipe_name: object, data: Data) -> str:
     values_by_field = {
         key: value
         for key, value in example_source.model_dump().items()
-        if key in non_default_fields(example_source) and key not in _PLACES
+        if key in names_of_non_default_fields(example_source) and key not in _PLACES
     }
     if example_source.format == "hub":
         values_by_field["split"] = "test"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch.errors import PlanError
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.text.words import closest_name
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 
 PREFIX = "ORTMODULE_"
 
@@ -93,16 +93,18 @@ def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX)}
 
 
-def variable_contradictions(
+def variable_and_contradiction_pairs(
     engine: Engine, environ: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield (variable, problem) for each variable that contradicts the recipe or has no effect."""
     for name, variable_text in variables_in(environ).items():
-        if message := _contradiction(engine, name, variable_text):
+        if message := _contradiction_message_or_none(engine, name, variable_text):
             yield name, message
 
 
-def environment_lines(engine: Engine, environ: Mapping[str, str]) -> list[str]:
+def environment_lines_or_refuse_contradiction(
+    engine: Engine, environ: Mapping[str, str]
+) -> list[str]:
     """Return a line on ORTModule's variables in the user's environment; none without such.
 
     Raises:
@@ -112,7 +114,7 @@ def environment_lines(engine: Engine, environ: Mapping[str, str]) -> list[str]:
         f"{variable_name}={environ[variable_name]} in your environment {message}"
         # The variables have no effect with other engines.
         for variable_name, message in (
-            variable_contradictions(engine, environ) if engine.name == "ort" else ()
+            variable_and_contradiction_pairs(engine, environ) if engine.name == "ort" else ()
         )
     ]
     if contradiction_texts:
@@ -126,7 +128,9 @@ def environment_lines(engine: Engine, environ: Mapping[str, str]) -> list[str]:
     return [f"from your environment: {variables_text} ({effect_text})"] if variables_text else []
 
 
-def _contradiction(engine: Engine, variable_name: str, variable_text: str) -> str | None:
+def _contradiction_message_or_none(
+    engine: Engine, variable_name: str, variable_text: str
+) -> str | None:
     variable = ORT_VARIABLES.get(variable_name)
     if variable is None:
         return None if variable_name in HARMLESS else _unknown_variable_message(variable_name)
@@ -153,7 +157,7 @@ def _unknown_variable_message(variable_name: str) -> str:
         return f"{LEFT_OUT[variable_name]}; remove it"
     names_by_core = {_distinctive_part(variable): variable for variable in ORT_VARIABLES}
     closest_variable = names_by_core.get(
-        closest_name(_distinctive_part(variable_name), names_by_core) or ""
+        closest_or_translated_name_or_none(_distinctive_part(variable_name), names_by_core) or ""
     )
     advice = (
         f"; did you mean {closest_variable}? That is engine.{ORT_VARIABLES[closest_variable].field}"
@@ -169,7 +173,7 @@ def _distinctive_part(variable_name: str) -> str:
     return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", variable_name)
 
 
-def use_recipe_field_names(message: str) -> str:
+def replace_setting_names_by_recipe_fields(message: str) -> str:
     """Replace ORTModule's names of settings by the recipe's: `Settings.opset` -> `engine.opset`."""
     message = message.replace("transformers: attn_implementation='eager'", "model.attention=eager")
     message = message.replace("use the model without ORTModule", "use engine.name=eager")

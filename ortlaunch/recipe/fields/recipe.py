@@ -1,7 +1,7 @@
 """A recipe: one frozen model for each section, in the file of its name.
 
 The docstring under each field is the manual; error messages and `ortlaunch schema` read it on
-demand (`field_lookup.field_docstrings`), not pydantic at every start. Imports pydantic only, so that
+demand (`field_lookup.docstring_by_section_and_field`), not pydantic at every start. Imports pydantic only, so that
 `--help`, `validate` and `plan` stay fast.
 """
 
@@ -71,9 +71,9 @@ class Recipe(Section):
 
     def sweep_lines(self) -> list[str]:
         """Return the sweep as lines for a person; none without one."""
-        return [] if self.sweep is None else self.sweep.summary_lines(self.train.max_steps)
+        return [] if self.sweep is None else self.sweep.sweep_summary_lines(self.train.max_steps)
 
-    def epoch_intervals(self) -> Iterator[tuple[str, float]]:
+    def name_and_epochs_of_intervals(self) -> Iterator[tuple[str, float]]:
         """Yield the intervals that are given in epochs, by their names in steps.json."""
         for name, interval_epochs in (
             ("evaluated_every", self.train.evaluate_every_epochs),

@@ -109,12 +109,12 @@ class NameIn:
         return (*self._others, *self._table)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._validate_name)
+        return core_schema.no_info_plain_validator_function(self._require_name_of_table)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return {"enum": list(self.names), "type": "string"}
 
-    def _validate_name(self, value: object) -> str:
+    def _require_name_of_table(self, value: object) -> str:
         if isinstance(value, str) and value in self.names:
             return value
         *other_names, last_name = map(repr, self.names)
@@ -143,7 +143,7 @@ class Section(BaseModel):
 NO_EFFECT_MESSAGE = "has no effect with {}, which takes {}; leave it out, or write null"
 
 
-def non_default_fields(section: BaseModel) -> set[str]:
+def names_of_non_default_fields(section: BaseModel) -> set[str]:
     """Return the fields whose value is not the default; a resolved recipe sets every field."""
     defaults = type(section).model_fields
     return {

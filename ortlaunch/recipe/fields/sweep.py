@@ -37,7 +37,7 @@ class Parameter(Section):
     `{optimizer.name: sgd}`; the others leave it as the recipe has it. Those fields come first."""
 
     @model_validator(mode="after")
-    def _check(self) -> Parameter:
+    def _require_one_field_with_ordered_bounds(self) -> Parameter:
         set_fields = [name for name in VALUE_FIELDS if getattr(self, name) is not None]
         if len(set_fields) != 1:
             raise PydanticCustomError("space", f"give exactly one of {', '.join(VALUE_FIELDS)}")
@@ -110,7 +110,7 @@ class Search(Section):
 
     def grid_combinations(self) -> Iterator[dict[str, object]]:
         """Yield the fields of every combination of the space, whose sets are finite, in order."""
-        return value_combinations(
+        return combinations_of_applicable_values(
             [*self.space.items()], lambda parameter: parameter.finite_values or (), {}
         )
 
@@ -120,7 +120,7 @@ class Search(Section):
         grid_size = sum(1 for _ in self.grid_combinations()) if self.sampler == "grid" else None
         return min((limit for limit in (self.trials, grid_size) if limit is not None), default=None)
 
-    def summary_lines(self, trial_steps: int | None) -> list[str]:
+    def sweep_summary_lines(self, trial_steps: int | None) -> list[str]:
         """Return the sweep as lines for a person.
 
         Args:
@@ -147,7 +147,7 @@ class Search(Section):
         ]
 
 
-def value_combinations(
+def combinations_of_applicable_values(
     parameters: Sequence[tuple[str, Parameter]],
     values_of_parameter: Callable[[Parameter], Sequence[object]],
     chosen_values: Mapping[str, object],
@@ -158,9 +158,11 @@ def value_combinations(
         return
     (name, parameter), *other_parameters = parameters
     if not parameter.applies_to_trial(chosen_values):
-        yield from value_combinations(other_parameters, values_of_parameter, chosen_values)
+        yield from combinations_of_applicable_values(
+            other_parameters, values_of_parameter, chosen_values
+        )
         return
     for value in values_of_parameter(parameter):
-        yield from value_combinations(
+        yield from combinations_of_applicable_values(
             other_parameters, values_of_parameter, {**chosen_values, name: value}
         )

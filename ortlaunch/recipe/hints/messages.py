@@ -8,15 +8,15 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from ortlaunch.recipe.fields.field_lookup import (
-    accepted_names,
     accepts_null,
-    first_docstring_sentence,
+    first_docstring_sentence_or_empty,
     is_required,
+    names_accepted_by_field,
 )
 from ortlaunch.recipe.hints.keys_of_other_tools import NO_PREFERENCES, PREFERENCES
 from ortlaunch.recipe.text.place import KeyPath, format_key_path
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.words import REMEDIES, closest_name, normalize_word
+from ortlaunch.recipe.text.words import REMEDIES, closest_or_translated_name_or_none, normalize_word
 
 # pydantic's types of errors -> the accepted type, for people who do not know Python.
 _TYPE_NAMES = {
@@ -71,41 +71,47 @@ EXAMPLES: dict[KeyPath, str] = {
 }
 
 
-def missing_key_message(path: KeyPath) -> str:
+def missing_key_message(key_path: KeyPath) -> str:
     """Return the message about a required key that is missing."""
-    example = f", for example {path[-1]}: {EXAMPLES[path]}" if path in EXAMPLES else ""
-    accepted_words = accepted_names(path)
+    example = f", for example {key_path[-1]}: {EXAMPLES[key_path]}" if key_path in EXAMPLES else ""
+    accepted_words = names_accepted_by_field(key_path)
     shows_words_alone = (
-        len(accepted_words) > 1 and not example and path[-1] != "source"
+        len(accepted_words) > 1 and not example and key_path[-1] != "source"
     )  # which may be a mapping, too
     expectation = (
         f"one of {', '.join(accepted_words)}"
         if shows_words_alone
-        else first_docstring_sentence(path)
+        else first_docstring_sentence_or_empty(key_path)
     )
     return "is missing" + (f": {expectation}" if expectation else "") + example
 
 
-def wrong_value_message(path: KeyPath, error_details: ErrorDetails, value_node: Tree | None) -> str:
+def wrong_value_message(
+    key_path: KeyPath, error_details: ErrorDetails, value_node: Tree | None
+) -> str:
     """Return the message about a value of the wrong type, or out of bounds."""
-    if error_details["loc"][-1] == "[key]" and (accepted_keys := accepted_names(path[:-1])):
-        guess = _guess_text(closest_name(str(path[-1]), accepted_keys))
+    if error_details["loc"][-1] == "[key]" and (
+        accepted_keys := names_accepted_by_field(key_path[:-1])
+    ):
+        guess = _guess_text(closest_or_translated_name_or_none(str(key_path[-1]), accepted_keys))
         return f"unknown key; valid here: {', '.join(accepted_keys)}{guess}"
     raw_text = (value_node.raw if value_node else None) or str(error_details["input"])
-    is_preference = path == ("model", "task") and normalize_word(raw_text) in PREFERENCES
+    is_preference = key_path == ("model", "task") and normalize_word(raw_text) in PREFERENCES
     expectation = (
-        NO_PREFERENCES if is_preference else _accepted_values_text(path, error_details, raw_text)
+        NO_PREFERENCES
+        if is_preference
+        else _accepted_values_text(key_path, error_details, raw_text)
     )
     return (
-        f"got {_written_value_text(error_details, value_node)}; "
-        f"{expectation}{_usual_cause_text(path, error_details, value_node)}"
+        f"got {_value_as_written_text(error_details, value_node)}; "
+        f"{expectation}{_usual_mistake_sentence_or_empty(key_path, error_details, value_node)}"
     )
 
 
-def _written_value_text(error_details: ErrorDetails, value_node: Tree | None) -> str:
+def _value_as_written_text(error_details: ErrorDetails, value_node: Tree | None) -> str:
     if value_node is None or value_node.node_type != "scalar":
         return _shorten_text(
-            repr(value_node.plain_value() if value_node else error_details["input"])
+            repr(value_node.value_without_locations() if value_node else error_details["input"])
         )
     if value_node.scalar is None:
         return "null" if value_node.raw else "nothing"
@@ -123,23 +129,29 @@ def _shorten_text(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _accepted_values_text(path: KeyPath, error_details: ErrorDetails, raw_text: str) -> str:
+def _accepted_values_text(key_path: KeyPath, error_details: ErrorDetails, raw_text: str) -> str:
     error_type = error_details["type"]
     context = error_details.get("ctx", {})
-    if path[:2] == ("data", "evaluation") and error_type == "extra_forbidden":
+    if key_path[:2] == ("data", "evaluation") and error_type == "extra_forbidden":
         return "it is of a corpus, and share and samples are of data.train; give one of both"
-    if path in (("data", "train"), ("data", "evaluation")):
+    if key_path in (("data", "train"), ("data", "evaluation")):
         other_forms = (
-            ", or a list of {source, weight}" if path[-1] == "train" else ", or {share: 0.05}"
+            ", or a list of {source, weight}" if key_path[-1] == "train" else ", or {share: 0.05}"
         )
-        guess_note = _guess_text(closest_name(raw_text, accepted_names(path)))
+        guess_note = _guess_text(
+            closest_or_translated_name_or_none(raw_text, names_accepted_by_field(key_path))
+        )
         return f"it must be python-docs, python-chats or a mapping, as {_CORPUS}{other_forms}{guess_note}"
-    if path == ("data", "tokenizer"):
-        return f"it must be a folder, a hub id, or a mapping, as {EXAMPLES[path]}"
+    if key_path == ("data", "tokenizer"):
+        return f"it must be a folder, a hub id, or a mapping, as {EXAMPLES[key_path]}"
     if error_type == "literal_error":
-        accepted_words = accepted_names(path)
-        closest_word = closest_name(raw_text, accepted_words) if len(accepted_words) > 1 else None
-        remedy = REMEDIES.get((str(path[-1]), normalize_word(raw_text)))
+        accepted_words = names_accepted_by_field(key_path)
+        closest_word = (
+            closest_or_translated_name_or_none(raw_text, accepted_words)
+            if len(accepted_words) > 1
+            else None
+        )
+        remedy = REMEDIES.get((str(key_path[-1]), normalize_word(raw_text)))
         return (
             "it must be "
             + " or ".join(filter(None, (", ".join(accepted_words[:-1]), accepted_words[-1])))
@@ -147,41 +159,45 @@ def _accepted_values_text(path: KeyPath, error_details: ErrorDetails, raw_text: 
         )
     if error_type in _BOUNDS:
         return f"it must be {_BOUNDS[error_type]} {next(iter(context.values()))}"
-    if _TYPE_NAMES.get(error_type) == "a mapping" and raw_text in accepted_names((*path, "name")):
+    if _TYPE_NAMES.get(error_type) == "a mapping" and raw_text in names_accepted_by_field(
+        (*key_path, "name")
+    ):
         return (
-            f"it must be a mapping, as {EXAMPLES[path]}; on the command line: "
-            f"{format_key_path(path)}.name={raw_text}"
+            f"it must be a mapping, as {EXAMPLES[key_path]}; on the command line: "
+            f"{format_key_path(key_path)}.name={raw_text}"
         )
     if error_type in _TYPE_NAMES:
         expectation = (
-            f", as {EXAMPLES[path]}"
-            if path in EXAMPLES
-            else f": {first_docstring_sentence(path)}"
-            if first_docstring_sentence(path)
+            f", as {EXAMPLES[key_path]}"
+            if key_path in EXAMPLES
+            else f": {first_docstring_sentence_or_empty(key_path)}"
+            if first_docstring_sentence_or_empty(key_path)
             else ""
         )
-        accepted_words = accepted_names(path) if "number" in _TYPE_NAMES[error_type] else ()
+        accepted_words = (
+            names_accepted_by_field(key_path) if "number" in _TYPE_NAMES[error_type] else ()
+        )
         return (
             "it must be "
             f"{' or '.join((_TYPE_NAMES[error_type], *accepted_words))}{expectation}"
-            f"{_guess_text(closest_name(raw_text, accepted_words))}"
+            f"{_guess_text(closest_or_translated_name_or_none(raw_text, accepted_words))}"
         )
     if error_type in ("missing", "too_short", "too_long", "string_too_short"):
-        if path in EXAMPLES:
-            return f"write it as {EXAMPLES[path]}"
+        if key_path in EXAMPLES:
+            return f"write it as {EXAMPLES[key_path]}"
         if error_type == "too_long":
             return f"it must have at most {context['max_length']} values"
         return "it has too few values" if error_details["input"] else "it must not be empty"
     if error_type == "string_too_long":
         return f"it must have at most {context['max_length']} characters"
     if error_type == "string_pattern_mismatch":
-        return _pattern_text(path)
+        return _required_text_form_message(key_path)
     # An error without a message of its own here: pydantic's, in the form of the others.
     message: str = error_details["msg"]
     return message[0].lower() + message[1:]
 
 
-def _pattern_text(key_path: KeyPath) -> str:
+def _required_text_form_message(key_path: KeyPath) -> str:
     """Return the form that a field's text must have."""
     if key_path == ("submit", "time"):
         return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
@@ -207,7 +223,7 @@ def _guess_text(closest_name: str | None) -> str:
     return f"; did you mean {closest_name}?" if closest_name else ""
 
 
-def _usual_cause_text(
+def _usual_mistake_sentence_or_empty(
     key_path: KeyPath, error_details: ErrorDetails, value_node: Tree | None
 ) -> str:
     """Return the usual mistake behind such a value, as a sentence of its own, or ""."""
@@ -238,26 +254,28 @@ def _usual_cause_text(
         return f'. Write "{raw_text}" in quotes'
     if error_type == "tuple_type" and isinstance(value, str) and key_path not in EXAMPLES:
         return f". Write [{raw_text}]"
-    return _number_mistake_text(error_details, value, value_node.quoted)
+    return _number_mistake_sentence_or_empty(error_details, value, value_node.quoted)
 
 
-def _number_mistake_text(error_details: ErrorDetails, value: Any, is_quoted: bool) -> str:
+def _number_mistake_sentence_or_empty(
+    error_details: ErrorDetails, scalar_value: Any, is_quoted: bool
+) -> str:
     expected_type = _TYPE_NAMES.get(error_details["type"], "")
     if "number" not in expected_type and expected_type != "true or false":
         return ""
-    if isinstance(value, float) and value.is_integer():
-        return f". Write {value:.0f}"
-    if not isinstance(value, str):
+    if isinstance(scalar_value, float) and scalar_value.is_integer():
+        return f". Write {scalar_value:.0f}"
+    if not isinstance(scalar_value, str):
         return ""
-    if is_quoted and (_is_number_text(value) or value.lower() in ("true", "false")):
+    if is_quoted and (_is_number_text(scalar_value) or scalar_value.lower() in ("true", "false")):
         return ". Quotes make it text: omit the quotes"
     # yaml_text.py keeps such a value as text; YAML 1.1 would read it as octal.
-    if re.fullmatch(r"[-+]?0[0-9]+", value):
-        return f". Write {int(value)}, without the leading zero"
-    if re.fullmatch(r"[0-9]{1,3}([, ][0-9]{3})+", value):
-        return f". Write {re.sub('[, ]', '', value)}"
+    if re.fullmatch(r"[-+]?0[0-9]+", scalar_value):
+        return f". Write {int(scalar_value)}, without the leading zero"
+    if re.fullmatch(r"[0-9]{1,3}([, ][0-9]{3})+", scalar_value):
+        return f". Write {re.sub('[, ]', '', scalar_value)}"
     # As 1k, 2M or 10%.
-    is_scaled_number = re.fullmatch(r"([0-9.]+) ?([kKmMbBgG%])", value)
+    is_scaled_number = re.fullmatch(r"([0-9.]+) ?([kKmMbBgG%])", scalar_value)
     return ". Write the number out" if is_scaled_number else ""
 
 

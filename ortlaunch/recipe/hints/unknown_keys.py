@@ -16,8 +16,8 @@ from ortlaunch.recipe.fields.field_lookup import (
     find_field,
     first_model_at_path,
     is_required,
-    item_models,
-    models_of_section,
+    item_models_in_annotation,
+    section_models_in_annotation,
 )
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.hints.did_you_mean import Advice, advise_on_unknown_key
@@ -36,7 +36,7 @@ class KnownKeys(NamedTuple):
     doubtful_paths: list[KeyPath]
 
 
-def resolve_unknown_keys(tree: Tree) -> KnownKeys:
+def report_and_move_or_drop_unknown_keys(tree: Tree) -> KnownKeys:
     """Remove unknown keys from the tree, or move them to the key that was meant."""
     problems: list[ProblemLine] = []
     doubtful_paths: list[KeyPath] = []
@@ -49,7 +49,7 @@ def resolve_unknown_keys(tree: Tree) -> KnownKeys:
                 f"{format_key_path(unknown_path)}: unknown key; {advice.text}",
             )
         )
-        tree = _move_or_drop_key(tree, unknown_path, advice)
+        tree = _tree_with_key_moved_or_dropped(tree, unknown_path, advice)
         # The value was not moved to its target, so the target's own errors would mislead.
         if advice.target_path and not (advice.is_certain and tree.find_subtree(advice.target_path)):
             doubtful_paths.append(advice.target_path)
@@ -69,7 +69,7 @@ def resolve_unknown_keys(tree: Tree) -> KnownKeys:
         tree = replace(tree, children={})
         # Suppresses errors about missing keys: they may be among the removed ones.
         doubtful_paths.append(("extends",))
-    return KnownKeys(_drop_empty_keys(tree), problems, doubtful_paths)
+    return KnownKeys(_tree_without_nulls_of_optional_keys(tree), problems, doubtful_paths)
 
 
 def _unknown_key_paths(
@@ -80,10 +80,10 @@ def _unknown_key_paths(
         if field is None:
             yield (*section_path, key)
             continue
-        inner_models = [*models_of_section(field.annotation)]
+        inner_models = [*section_models_in_annotation(field.annotation)]
         if child.node_type == "mapping" and inner_models:
             yield from _unknown_key_paths(child, inner_models, (*section_path, key))
-        models_of_items = [*item_models(field.annotation)]
+        models_of_items = [*item_models_in_annotation(field.annotation)]
         for item_index, item in (
             child.children.items()
             if models_of_items and not (inner_models and child.node_type == "mapping")
@@ -96,7 +96,7 @@ def _unknown_key_paths(
             )
 
 
-def _move_or_drop_key(tree: Tree, unknown_path: KeyPath, advice: Advice) -> Tree:
+def _tree_with_key_moved_or_dropped(tree: Tree, unknown_path: KeyPath, advice: Advice) -> Tree:
     value = tree.find_subtree(unknown_path)
     remaining_tree = tree.remove_key(unknown_path)
     target = advice.target_path
@@ -113,13 +113,13 @@ def _move_or_drop_key(tree: Tree, unknown_path: KeyPath, advice: Advice) -> Tree
         section is None or section.node_type == "mapping" for section in sections_on_path
     )
     return (
-        remaining_tree.set_subtree(target, value)
+        remaining_tree.copy_with_subtree(target, value)
         if can_be_moved and target != ("extends",)
         else remaining_tree
     )
 
 
-def _drop_empty_keys(tree: Tree, section_path: KeyPath = ()) -> Tree:
+def _tree_without_nulls_of_optional_keys(tree: Tree, section_path: KeyPath = ()) -> Tree:
     """Return the tree without nulls of keys that have a default and do not accept null.
 
     Such a key was left empty, or unset by an override.
@@ -134,5 +134,7 @@ def _drop_empty_keys(tree: Tree, section_path: KeyPath = ()) -> Tree:
             ):
                 tree = tree.remove_key((key,))
         elif first_model_at_path(child_path) and child.node_type == "mapping":
-            tree = tree.set_subtree((key,), _drop_empty_keys(child, child_path))
+            tree = tree.copy_with_subtree(
+                (key,), _tree_without_nulls_of_optional_keys(child, child_path)
+            )
     return tree

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.manual.schema import recipe_schema
+from ortlaunch.recipe.manual.schema import recipe_schema_with_descriptions
 
 _HEAD = """\
 # The recipe, field by field
@@ -32,14 +32,14 @@ _TYPE_WORDS = {
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def recipe_markdown() -> str:
+def recipe_manual_page_markdown() -> str:
     """Return the whole page."""
-    schema = recipe_schema()
+    schema = recipe_schema_with_descriptions()
     # Fields of the same section model, as `data.train` and `data.evaluation`, share one chapter.
     sections: dict[str, list[str]] = {}
-    for path, section_name in _section_paths(schema, schema, ""):
+    for path, section_name in _path_and_section_name_pairs(schema, schema, ""):
         sections.setdefault(section_name, []).append(path)
-    lines = [_HEAD, *_field_table(schema, schema, sections)]
+    lines = [_HEAD, *_field_table_lines(schema, schema, sections)]
     for section_name, paths in sections.items():
         section_schema = schema["$defs"][section_name]
         heading = ", ".join(f"`{path}`" for path in paths)
@@ -53,23 +53,23 @@ def recipe_markdown() -> str:
             section_schema["description"],
             "",
         ]
-        lines += _field_table(schema, section_schema, sections)
+        lines += _field_table_lines(schema, section_schema, sections)
     return "\n".join(lines) + "\n"
 
 
-def _section_paths(
+def _path_and_section_name_pairs(
     schema: dict[str, Any], section_schema: dict[str, Any], path_prefix: str
 ) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, name in $defs) of each section, depth first."""
     for field, field_schema in section_schema["properties"].items():
-        for section_name, path_mark in _section_references(field_schema):
+        for section_name, path_mark in _section_name_and_path_mark_pairs(field_schema):
             yield f"{path_prefix}{field}{path_mark}", section_name
-            yield from _section_paths(
+            yield from _path_and_section_name_pairs(
                 schema, schema["$defs"][section_name], f"{path_prefix}{field}{path_mark}."
             )
 
 
-def _section_references(
+def _section_name_and_path_mark_pairs(
     field_schema: dict[str, Any], path_mark: str = ""
 ) -> Iterator[tuple[str, str]]:
     """Yield (name in $defs, mark) for each section of a field.
@@ -79,17 +79,17 @@ def _section_references(
     if "$ref" in field_schema:
         yield field_schema["$ref"].rpartition("/")[2], path_mark
     for branch in _union_branches(field_schema):
-        yield from _section_references(branch, path_mark)
+        yield from _section_name_and_path_mark_pairs(branch, path_mark)
     for schema_key, inner_mark in (("items", "[]"), ("additionalProperties", ".*")):
         if isinstance(field_schema.get(schema_key), dict):
-            yield from _section_references(field_schema[schema_key], inner_mark)
+            yield from _section_name_and_path_mark_pairs(field_schema[schema_key], inner_mark)
 
 
 def _union_branches(field_schema: dict[str, Any]) -> list[dict[str, Any]]:
     return [*field_schema.get("anyOf", ()), *field_schema.get("oneOf", ())]
 
 
-def _field_table(
+def _field_table_lines(
     schema: dict[str, Any], section_schema: dict[str, Any], paths_by_section: dict[str, list[str]]
 ) -> list[str]:
     required = section_schema.get("required", ())
@@ -101,7 +101,7 @@ def _field_table(
             field_schema,
             *(
                 schema["$defs"][section_name]
-                for section_name, _ in _section_references(field_schema)
+                for section_name, _ in _section_name_and_path_mark_pairs(field_schema)
             ),
         ]
         manual = next(
@@ -109,7 +109,7 @@ def _field_table(
             for candidate in candidate_schemas
             if "description" in candidate
         )
-        value = _table_cell(_accepted_values_text(field_schema, paths_by_section))
+        value = _table_cell(_accepted_values_in_words(field_schema, paths_by_section))
         lines.append(f"| `{field}` | {value} | {default} | {_table_cell(manual)} |")
     return lines
 
@@ -127,7 +127,7 @@ def _default_text(field_schema: dict[str, Any]) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def _accepted_values_text(
+def _accepted_values_in_words(
     field_schema: dict[str, Any], paths_by_section: dict[str, list[str]]
 ) -> str:
     """Return the accepted values in words."""
@@ -136,7 +136,7 @@ def _accepted_values_text(
         return f"[{paths_by_section[section_name][0]}](#{section_name})"
     if _union_branches(field_schema):
         return " or ".join(
-            _accepted_values_text(branch, paths_by_section)
+            _accepted_values_in_words(branch, paths_by_section)
             for branch in _union_branches(field_schema)
         )
     # pydantic writes a Literal of one name as `const`.
@@ -146,7 +146,8 @@ def _accepted_values_text(
         )
     # A pair, as `betas`.
     if "prefixItems" in field_schema:
-        return f"[{', '.join(_accepted_values_text(item, paths_by_section) for item in field_schema['prefixItems'])}]"
+        items = field_schema["prefixItems"]
+        return f"[{', '.join(_accepted_values_in_words(item, paths_by_section) for item in items)}]"
     bounds = [
         f"{bound_sign} {_number_text(field_schema[section_name])}"
         for section_name, bound_sign in _BOUNDS.items()
@@ -155,7 +156,7 @@ def _accepted_values_text(
     bounds += [f"`{field_schema['pattern']}`"] if "pattern" in field_schema else []
     inner_schema = field_schema.get("items") or field_schema.get("additionalProperties")
     inner_text = (
-        f" of {_accepted_values_text(inner_schema, paths_by_section)}"
+        f" of {_accepted_values_in_words(inner_schema, paths_by_section)}"
         if isinstance(inner_schema, dict)
         else ""
     )

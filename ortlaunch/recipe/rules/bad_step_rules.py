@@ -17,7 +17,7 @@ def bad_step_actions(train: Train) -> set[str]:
     return {train.on_nonfinite, *([train.on_spike.action] if train.on_spike else [])}
 
 
-def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
+def bad_step_limit_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of limits without effect, and of a disabled overflow check."""
     train = recipe.train
     for limit_field, action in _ACTION_BY_LIMIT.items():

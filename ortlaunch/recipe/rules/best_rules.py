@@ -17,7 +17,7 @@ def evaluates_with_scores(recipe: Recipe) -> bool:
     return has_score_metric or bool(recipe.model.traits.predicts and recipe.train.metric)
 
 
-def best_rules(recipe: Recipe) -> Iterator[Problem]:
+def metric_and_evaluation_need_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of metrics that the task lacks, and of fields that need evaluations."""
     if recipe.train.metric is not None and recipe.data.evaluation is None:
         yield (
@@ -30,7 +30,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
     ):
         if directed_metric is None:
             continue
-        yield from _metric_rules(recipe, field_path, directed_metric)
+        yield from _known_metric_and_mode_rules(recipe, field_path, directed_metric)
         # The evaluation at the end alone has nothing to be compared with.
         if not recipe.train.evaluates:
             yield (
@@ -39,10 +39,10 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
                 "evaluate_every_epochs; set one of them",
             )
     if recipe.sweep is not None:
-        yield from _sweep_rules(recipe, recipe.sweep)
+        yield from _sweep_metric_and_sampler_rules(recipe, recipe.sweep)
 
 
-def _metric_rules(
+def _known_metric_and_mode_rules(
     recipe: Recipe, field_path: str, directed_metric: DirectedMetric
 ) -> Iterator[Problem]:
     # Names of the user's own metrics are known only when they run: any name is accepted then.
@@ -61,9 +61,11 @@ def _metric_rules(
         )
 
 
-def _sweep_rules(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
+def _sweep_metric_and_sampler_rules(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
     for metric_index, directed_metric in enumerate(sweep.metrics):
-        yield from _metric_rules(recipe, f"sweep.metrics[{metric_index}]", directed_metric)
+        yield from _known_metric_and_mode_rules(
+            recipe, f"sweep.metrics[{metric_index}]", directed_metric
+        )
     if recipe.data.evaluation is None:
         yield (
             ("sweep.metrics", "data.evaluation"),

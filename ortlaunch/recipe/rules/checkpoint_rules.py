@@ -8,7 +8,7 @@ from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.text.place import Problem
 
 
-def checkpoint_rules(recipe: Recipe) -> Iterator[Problem]:
+def checkpoint_retention_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of fields without effect."""
     if recipe.checkpoint.keep is None and recipe.checkpoint.keep_every is not None:
         yield (

@@ -10,13 +10,17 @@ from ortlaunch.recipe.fields.data import (
     Data,
     HeldOut,
     TokenizerTraining,
-    is_chat,
+    has_chat_rows,
     is_custom,
-    uses_template,
+    is_written_by_chat_template,
 )
 from ortlaunch.recipe.fields.prompts import PLACE_NAMES, PLACES, PROMPTS, PromptTemplate
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import MAX_COUNT, NO_EFFECT_MESSAGE, non_default_fields
+from ortlaunch.recipe.fields.section import (
+    MAX_COUNT,
+    NO_EFFECT_MESSAGE,
+    names_of_non_default_fields,
+)
 from ortlaunch.recipe.rules.model_rules import function_name_rules
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.units import human_bytes
@@ -68,18 +72,18 @@ _REASONS_NEEDED = {
 _FILE_FORMATS = ("folder", "jsonl", "csv", "parquet", "custom")
 
 
-def data_rules(recipe: Recipe) -> Iterator[Problem]:
+def all_data_section_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule of the section."""
-    for source_key, source in recipe.data.sources():
+    for source_key, source in recipe.data.key_and_source_pairs():
         if isinstance(source, Corpus):
-            yield from _corpus_rules(source_key, source)
-            yield from _stream_rules(source_key, source, recipe)
-    yield from _mixture_rules(recipe.data)
+            yield from _corpus_field_rules(source_key, source)
+            yield from _streamed_source_rules(source_key, source, recipe)
+    yield from _mixture_weight_rules(recipe.data)
     yield from _task_and_data_rules(recipe)
-    yield from _tokenizer_rules(recipe.data, recipe.model.task)
-    yield from _chat_rules(recipe.data, recipe.model.task)
-    yield from _packing_rules(recipe.data, recipe.model.task)
-    yield from _padding_rules(recipe.data, recipe.model.task)
+    yield from _tokenizer_and_masking_rules(recipe.data, recipe.model.task)
+    yield from _chat_task_and_template_rules(recipe.data, recipe.model.task)
+    yield from _packing_and_attention_rules(recipe.data, recipe.model.task)
+    yield from _padding_length_rules(recipe.data, recipe.model.task)
     if recipe.data.padding == "longest" and recipe.engine.name == "inductor":
         message = (
             "got longest, but inductor compiles at most eight lengths and runs the others in "
@@ -89,7 +93,7 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from function_name_rules("data.collate", recipe.data.collate)
 
 
-def _corpus_rules(source_key: str, corpus: Corpus) -> Iterator[Problem]:
+def _corpus_field_rules(source_key: str, corpus: Corpus) -> Iterator[Problem]:
     format_key = f"{source_key}.format"
     required_field = _FORMAT_NEEDS[corpus.format]
     accepted_fields = _FORMAT_FIELDS[corpus.format]
@@ -99,7 +103,9 @@ def _corpus_rules(source_key: str, corpus: Corpus) -> Iterator[Problem]:
             f"is missing: format {corpus.format} needs {required_field}",
         )
     # `_stream` reports where a stream is possible.
-    for key in sorted(non_default_fields(corpus) - {"format", "stream"} - set(accepted_fields)):
+    for key in sorted(
+        names_of_non_default_fields(corpus) - {"format", "stream"} - set(accepted_fields)
+    ):
         yield (
             (f"{source_key}.{key}", format_key),
             NO_EFFECT_MESSAGE.format(f"format {corpus.format}", ", ".join(accepted_fields)),
@@ -138,21 +144,22 @@ def _corpus_rules(source_key: str, corpus: Corpus) -> Iterator[Problem]:
         "prompt_column": ("input_column", "system_column", "prompt", *_LOSS_FIELDS),
     }
     for key in sorted(
-        non_default_fields(corpus) & {*_CHAT_FIELDS} - {*fields_by_column.get(main_column, ())}
+        names_of_non_default_fields(corpus)
+        & {*_CHAT_FIELDS} - {*fields_by_column.get(main_column, ())}
     ):
         rows_text = main_column or "rows without messages_column or prompt_column"
         yield (f"{source_key}.{key}", format_key), f"has no effect with {rows_text}; remove it"
-    for key in sorted(non_default_fields(corpus) & {"train_key", "train_on_end"}):
+    for key in sorted(names_of_non_default_fields(corpus) & {"train_key", "train_on_end"}):
         if corpus.train_on == "all":
             yield (
                 (f"{source_key}.{key}", f"{source_key}.train_on"),
                 "has no effect with train_on: all; remove it",
             )
     if corpus.prompt is not None:
-        yield from _prompt_rules(source_key, corpus, corpus.prompt)
+        yield from _prompt_placeholder_rules(source_key, corpus, corpus.prompt)
 
 
-def _prompt_rules(
+def _prompt_placeholder_rules(
     source_key: str, corpus: Corpus, prompt: str | PromptTemplate
 ) -> Iterator[Problem]:
     """Yield the problems of the places in a prompt's template."""
@@ -176,7 +183,7 @@ def _prompt_rules(
             )
 
 
-def _stream_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
+def _streamed_source_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a source whose samples are not known in advance."""
     stream_key = f"{source_key}.stream"
     stream = corpus.stream
@@ -193,7 +200,7 @@ def _stream_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> Iterator[P
     traits = recipe.model.traits
     least_buffer_bytes = 4 * stream.shuffle * (data.sequence_length or 0) * 4
     needs_text = f"needs all samples of data.train, and {stream_key} has none yet; give"
-    needs_all_rows = is_chat(corpus) or traits.label or traits.pairs
+    needs_all_rows = has_chat_rows(corpus) or traits.label or traits.pairs
     for key_name, is_broken, message in (
         (
             stream_key,
@@ -253,10 +260,10 @@ def _stream_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> Iterator[P
             yield (key_name, stream_key), message
 
 
-def _mixture_rules(data: Data) -> Iterator[Problem]:
+def _mixture_weight_rules(data_section: Data) -> Iterator[Problem]:
     # Only ratios of weights matter; they need not sum to 1.
-    total_weight = sum(filter(None, [part.weight for part in data.parts]))
-    for part_index, part in enumerate(data.parts):
+    total_weight = sum(filter(None, [part.weight for part in data_section.parts]))
+    for part_index, part in enumerate(data_section.parts):
         part_key = f"data.train[{part_index}]"
         if part.weight is None and total_weight:
             yield (
@@ -269,7 +276,7 @@ def _mixture_rules(data: Data) -> Iterator[Problem]:
                 f"got {part.weight:g}, and all weights are {total_weight:g}: less than one sample in "
                 "65,536; leave it out",
             )
-        if is_custom(part.source) and not data.is_custom:
+        if is_custom(part.source) and not data_section.is_custom:
             yield (
                 (f"{part_key}.source", "data.train"),
                 "is custom, and other sources of data.train are not: use custom for all or none",
@@ -285,7 +292,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
     is_custom_data = data.is_custom
     evaluation_source = data.evaluation
     if isinstance(evaluation_source, HeldOut):
-        yield from _held_out_rules(evaluation_source, traits.pairs and not is_custom_data)
+        yield from _held_out_size_rules(evaluation_source, traits.pairs and not is_custom_data)
     elif evaluation_source is not None and is_custom(evaluation_source) != is_custom_data:
         yield (
             ("data.evaluation", "data.train.format", "data.evaluation.format"),
@@ -296,7 +303,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
     for key in ("tokenizer", "sequence_length", "processor", "transcript_length"):
         if (
             key not in used_fields
-            and key in non_default_fields(data)
+            and key in names_of_non_default_fields(data)
             and getattr(data, key) is not None
         ):
             yield (f"data.{key}", "data.train.format"), f"has no effect with {samples_text}"
@@ -314,7 +321,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
             ("data.collate", "data.train.format"),
             "is for custom data only",
         )
-    for key, source in data.sources():
+    for key, source in data.key_and_source_pairs():
         file_format = source.format if isinstance(source, Corpus) else "text"
         format_key = f"{key}.format"
         for key_names, is_broken, message in (
@@ -331,7 +338,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
                 yield key_names, message
 
 
-def _held_out_rules(held_out: HeldOut, has_sentence_pairs: bool) -> Iterator[Problem]:
+def _held_out_size_rules(held_out: HeldOut, has_sentence_pairs: bool) -> Iterator[Problem]:
     if held_out.share is not None and held_out.samples is not None:
         yield (
             ("data.evaluation.samples", "data.evaluation.share"),
@@ -347,24 +354,28 @@ def _held_out_rules(held_out: HeldOut, has_sentence_pairs: bool) -> Iterator[Pro
         )
 
 
-def _chat_rules(data: Data, task_name: str) -> Iterator[Problem]:
+def _chat_task_and_template_rules(data_section: Data, task_name: str) -> Iterator[Problem]:
     """Yield the problems of sources of chats, and of the template that writes them."""
-    chat_keys = [key for key, source in data.sources() if is_chat(source)]
+    chat_keys = [
+        key for key, source in data_section.key_and_source_pairs() if has_chat_rows(source)
+    ]
     for key in chat_keys if MODEL_TASKS[task_name].predicts != "next" else ():
         yield (
             (key, "model.task"),
             f"contains chats, which are for task causal-lm, not for {task_name}",
         )
-    uses_chat_template = any(uses_template(source) for _, source in data.sources())
-    if data.chat_template is not None and not uses_chat_template:
+    uses_chat_template = any(
+        is_written_by_chat_template(source) for _, source in data_section.key_and_source_pairs()
+    )
+    if data_section.chat_template is not None and not uses_chat_template:
         yield (
             ("data.chat_template", "data.train"),
             "has no effect without chats: no source has a messages_column",
         )
     if (
         uses_chat_template
-        and isinstance(data.tokenizer, TokenizerTraining)
-        and data.chat_template is None
+        and isinstance(data_section.tokenizer, TokenizerTraining)
+        and data_section.chat_template is None
     ):
         yield (
             ("data.chat_template", "data.tokenizer.train", chat_keys[0]),
@@ -372,40 +383,44 @@ def _chat_rules(data: Data, task_name: str) -> Iterator[Problem]:
         )
 
 
-def _packing_rules(data: Data, task_name: str) -> Iterator[Problem]:
+def _packing_and_attention_rules(data_section: Data, task_name: str) -> Iterator[Problem]:
     field_path = "data.attend_across_documents"
-    text_keys = [key for key, source in data.sources() if not is_chat(source)]
-    if data.packing and len(text_keys) == len([*data.sources()]):
+    text_keys = [
+        key for key, source in data_section.key_and_source_pairs() if not has_chat_rows(source)
+    ]
+    if data_section.packing and len(text_keys) == len([*data_section.key_and_source_pairs()]):
         yield ("data.packing", "data.train"), "has no effect without chats; text is always packed"
-    elif data.packing and text_keys and data.attend_across_documents:
+    elif data_section.packing and text_keys and data_section.attend_across_documents:
         yield (
             (field_path, "data.packing"),
             f"is missing: false; {text_keys[0]} is text, and packed chats never attend to others",
         )
-    if data.packing and data.lengths:
-        key = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
+    if data_section.packing and data_section.padding_lengths_below_sequence_length:
+        key = "data.bucket_lengths" if data_section.bucket_lengths else "data.padding"
         yield (key, "data.packing"), "has no effect with data.packing, whose samples are full"
-    if data.attend_across_documents:
+    if data_section.attend_across_documents:
         return
-    if data.is_custom or MODEL_TASKS[task_name].predicts != "next":
-        data_text = "custom data" if data.is_custom else task_name
+    if data_section.is_custom or MODEL_TASKS[task_name].predicts != "next":
+        data_text = "custom data" if data_section.is_custom else task_name
         yield (
             (field_path, "model.task", "data.train.format"),
             f"is for causal-lm on text, not for {data_text}",
         )
-    for key in (key for key, source in data.sources() if is_chat(source)):
-        if not (data.packing and text_keys):
+    for key in (
+        key for key, source in data_section.key_and_source_pairs() if has_chat_rows(source)
+    ):
+        if not (data_section.packing and text_keys):
             yield (field_path, key), "has no effect with chats: each is one sample, or packed apart"
 
 
-def _padding_rules(data: Data, task_name: str) -> Iterator[Problem]:
-    field_path = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
-    lengths = data.bucket_lengths
-    if lengths is None and data.padding == "fixed":
+def _padding_length_rules(data_section: Data, task_name: str) -> Iterator[Problem]:
+    field_path = "data.bucket_lengths" if data_section.bucket_lengths else "data.padding"
+    lengths = data_section.bucket_lengths
+    if lengths is None and data_section.padding == "fixed":
         return
     # Other text is cut into windows of equal length.
     if not MODEL_TASKS[task_name].label and not any(
-        is_chat(source) for _, source in data.sources()
+        has_chat_rows(source) for _, source in data_section.key_and_source_pairs()
     ):
         yield (
             (field_path, "model.task"),
@@ -413,12 +428,12 @@ def _padding_rules(data: Data, task_name: str) -> Iterator[Problem]:
         )
     if lengths is None:
         return
-    if data.padding == "longest":
+    if data_section.padding == "longest":
         yield (
             ("data.padding", field_path),
             "got longest, which needs no bucket_lengths; give only one of them",
         )
-    sequence_length = data.sequence_length or MAX_COUNT
+    sequence_length = data_section.sequence_length or MAX_COUNT
     if list(lengths) != sorted(set(lengths)) or not lengths or lengths[-1] >= sequence_length:
         lengths_text = ", ".join(map(str, lengths))
         yield (
@@ -427,10 +442,10 @@ def _padding_rules(data: Data, task_name: str) -> Iterator[Problem]:
         )
 
 
-def _tokenizer_rules(data: Data, task_name: str) -> Iterator[Problem]:
+def _tokenizer_and_masking_rules(data_section: Data, task_name: str) -> Iterator[Problem]:
     """Yield the problems of the tokenizer, and of the words that are masked."""
-    tokenizer = data.tokenizer
-    length = data.sequence_length
+    tokenizer = data_section.tokenizer
+    length = data_section.sequence_length
     # A common mistake: these names would be looked up on the hub.
     if tokenizer in ("wordpiece", "bpe"):
         yield (
@@ -443,7 +458,7 @@ def _tokenizer_rules(data: Data, task_name: str) -> Iterator[Problem]:
             ("data.tokenizer.train", "model.task"),
             f"got bpe, which has no [MASK] token, for task {task_name}; use wordpiece",
         )
-    max_predictions = data.masked_lm.max_predictions if data.masked_lm else None
+    max_predictions = data_section.masked_lm.max_predictions if data_section.masked_lm else None
     if max_predictions and length and max_predictions >= length:
         yield (
             ("data.masked_lm.max_predictions", "data.sequence_length"),

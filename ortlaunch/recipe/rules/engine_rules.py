@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.ort_variables import variable_contradictions
+from ortlaunch.recipe.fields.ort_variables import variable_and_contradiction_pairs
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import non_default_fields
+from ortlaunch.recipe.fields.section import names_of_non_default_fields
 from ortlaunch.recipe.rules.model_rules import function_name_rules
-from ortlaunch.recipe.rules.parity import compared_steps
+from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
 from ortlaunch.recipe.text.place import Problem
 
 # cluster:strategy:count, several of them separated by commas.
@@ -43,10 +43,10 @@ _REQUIRED_FIELDS = {
 }
 
 
-def engine_rules(recipe: Recipe) -> Iterator[Problem]:
+def all_engine_section_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the engine's settings."""
-    yield from _engine_name_rules(recipe)
-    yield from _parity_rules(recipe)
+    yield from _engine_field_and_zero_3_rules(recipe)
+    yield from _parity_field_rules(recipe)
     if recipe.engine.matmul_precision != "highest" and recipe.format.is_narrow:
         yield (
             ("engine.matmul_precision", "precision"),
@@ -69,15 +69,15 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     # The fields below belong to engine ort; `_name` reports them with other engines.
     if recipe.engine.name != "ort":
         return
-    yield from _field_pair_rules(recipe)
-    yield from _memory_rules(recipe)
-    yield from _cast_rules(recipe)
-    yield from _triton_rules(recipe)
-    for name, message in variable_contradictions(recipe.engine, recipe.launch.env):
+    yield from _required_field_and_attention_rules(recipe)
+    yield from _memory_optimization_rules(recipe)
+    yield from _cast_propagation_rules(recipe)
+    yield from _triton_config_rules(recipe)
+    for name, message in variable_and_contradiction_pairs(recipe.engine, recipe.launch.env):
         yield (f"launch.env.{name}", "engine"), message
 
 
-def _engine_name_rules(recipe: Recipe) -> Iterator[Problem]:
+def _engine_field_and_zero_3_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the engine's name beside micro_size, ort's fields and ZeRO 3."""
     engine = recipe.engine
     # The rules of the other engines apply when one of them is chosen.
@@ -90,7 +90,9 @@ def _engine_name_rules(recipe: Recipe) -> Iterator[Problem]:
             )
         return
     if engine.name != "ort":
-        for key in sorted(non_default_fields(engine) - {*_FIELDS_OF_ALL_ENGINES, *_PARITY_FIELDS}):
+        for key in sorted(
+            names_of_non_default_fields(engine) - {*_FIELDS_OF_ALL_ENGINES, *_PARITY_FIELDS}
+        ):
             yield (
                 (f"engine.{key}", "engine.name"),
                 (
@@ -109,10 +111,10 @@ def _engine_name_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _parity_rules(recipe: Recipe) -> Iterator[Problem]:
+def _parity_field_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the fields for the comparison with plain PyTorch."""
     engine = recipe.engine
-    set_fields = [key for key in _PARITY_FIELDS if key in non_default_fields(engine)]
+    set_fields = [key for key in _PARITY_FIELDS if key in names_of_non_default_fields(engine)]
     if engine.name == "eager":
         for key in set_fields:
             yield (
@@ -122,7 +124,7 @@ def _parity_rules(recipe: Recipe) -> Iterator[Problem]:
                     "PyTorch; leave it out, or choose one: engine.name=ort"
                 ),
             )
-    elif engine.name != "auto" and not compared_steps(recipe).steps:
+    elif engine.name != "auto" and not parity_step_count_and_reason(recipe).steps:
         for key in set(set_fields) - {"parity_steps"}:
             yield (
                 (f"engine.{key}", "engine.parity_steps"),
@@ -169,7 +171,7 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             )
         return
     # ONNX Runtime's CPU kernels have no lower precision for float32 matmuls.
-    conflicting_setting = setting_against_torch_matmul(recipe)
+    conflicting_setting = setting_that_disables_torch_matmul(recipe)
     if recipe.engine.matmul_precision != "highest" and conflicting_setting:
         yield (
             ("engine.matmul_precision", "launch.device"),
@@ -206,7 +208,7 @@ def _onednn_rules(recipe: Recipe) -> Iterator[Problem]:
     if (
         engine.onednn
         and engine.name == "ort"
-        and (conflicting_setting := setting_against_torch_matmul(recipe))
+        and (conflicting_setting := setting_that_disables_torch_matmul(recipe))
     ):
         yield (
             ("engine.onednn",),
@@ -214,7 +216,7 @@ def _onednn_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def setting_against_torch_matmul(recipe: Recipe) -> str:
+def setting_that_disables_torch_matmul(recipe: Recipe) -> str:
     """Return the setting that keeps torch's matmuls out of ORT's graph on a CPU; "" if none."""
     engine = recipe.engine
     if engine.torch_matmul is False:
@@ -229,7 +231,7 @@ def setting_against_torch_matmul(recipe: Recipe) -> str:
     return next((name for name in fields if getattr(engine, name)), "")
 
 
-def _field_pair_rules(recipe: Recipe) -> Iterator[Problem]:
+def _required_field_and_attention_rules(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     for field_name, required_field in _REQUIRED_FIELDS.items():
         if getattr(engine, field_name) and not getattr(engine, required_field):
@@ -251,7 +253,7 @@ def _field_pair_rules(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _memory_rules(recipe: Recipe) -> Iterator[Problem]:
+def _memory_optimization_rules(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     if engine.memory_optimization_config and engine.memory_optimization:
         yield (
@@ -295,7 +297,7 @@ def _memory_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _cast_rules(recipe: Recipe) -> Iterator[Problem]:
+def _cast_propagation_rules(recipe: Recipe) -> Iterator[Problem]:
     for field_name in ("cast_propagation", "cast_propagation_level"):
         default = type(recipe.engine).model_fields[field_name].default
         # Only autocast inserts casts: that is fp16 without DeepSpeed.
@@ -315,7 +317,7 @@ def _cast_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _triton_rules(recipe: Recipe) -> Iterator[Problem]:
+def _triton_config_rules(recipe: Recipe) -> Iterator[Problem]:
     config = recipe.engine.triton_config or {}
     for key in config:
         if key not in _TRITON_KEYS:

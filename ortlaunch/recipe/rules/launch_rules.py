@@ -26,13 +26,13 @@ _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def launch_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the processes, of variables' names, and of an elastic run."""
-    yield from _process_count_rules(recipe)
-    yield from _variable_rules(recipe)
+    yield from _single_process_launcher_rules(recipe)
+    yield from _environment_variable_rules(recipe)
     if recipe.launch.elastic is not None:
         yield from _elastic_rules(recipe)
 
 
-def _process_count_rules(recipe: Recipe) -> Iterator[Problem]:
+def _single_process_launcher_rules(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
     processes_per_node = launch.processes_per_node or 1
     # The largest number of hosts that an elastic run may have; 1 where the recipe leaves it open.
@@ -47,7 +47,7 @@ def _process_count_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _variable_rules(recipe: Recipe) -> Iterator[Problem]:
+def _environment_variable_rules(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
     for name in launch.env:
         if not _VARIABLE_NAME.fullmatch(name):

@@ -11,14 +11,14 @@ from ortlaunch.recipe.fields.families import (
     COMMON_DEFAULTS,
     FAMILIES,
     LINEAR_LAYERS,
-    fill_config_defaults,
+    config_with_family_defaults_or_none,
     known_fields,
 )
 from ortlaunch.recipe.fields.model import Model
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import MAX_COUNT
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_name
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Counts that must be at least 1.
@@ -36,18 +36,20 @@ _MOST_BY_FIELD = {
 _CONFIG = "model.config"
 
 
-def model_rules(recipe: Recipe) -> Iterator[Problem]:
+def all_model_section_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the model."""
-    yield from _model_builder_rules(recipe.model)
+    yield from _factory_or_pretrained_rules(recipe.model)
     yield from function_name_rules("model.factory", recipe.model.factory)
     if recipe.model.config is not None:
-        config_problems = list(_config_rules(recipe.model.config, bool(recipe.model.pretrained)))
+        config_problems = list(
+            _model_config_key_rules(recipe.model.config, bool(recipe.model.pretrained))
+        )
         yield from config_problems
         # Otherwise the rules below would judge a misspelt field by the family's default.
         if not config_problems:
-            yield from _task_rules(recipe.model)
-            yield from _head_count_rules(recipe)
-            yield from _lora_rules(recipe.model)
+            yield from _task_and_model_type_rules(recipe.model)
+            yield from _head_count_and_length_rules(recipe)
+            yield from _lora_target_module_rules(recipe.model)
 
 
 def function_name_rules(field_path: str, function_name: str | None) -> Iterator[Problem]:
@@ -56,7 +58,7 @@ def function_name_rules(field_path: str, function_name: str | None) -> Iterator[
         yield (field_path,), f'got {function_name}; write it as "package.module:function"'
 
 
-def _model_builder_rules(model: Model) -> Iterator[Problem]:
+def _factory_or_pretrained_rules(model: Model) -> Iterator[Problem]:
     """Yield the problems of the model's builder: a factory, or transformers."""
     if model.traits.is_own:
         if not model.factory:
@@ -91,12 +93,12 @@ def _model_builder_rules(model: Model) -> Iterator[Problem]:
         )
 
 
-def _config_rules(config: dict[str, Any], is_pretrained: bool) -> Iterator[Problem]:
+def _model_config_key_rules(model_config: dict[str, Any], is_pretrained: bool) -> Iterator[Problem]:
     """Yield the problems of the config's names and types, where the family is known."""
-    model_type = config.get("model_type")
+    model_type = model_config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         yield (f"{_CONFIG}.model_type",), f"got {model_type!r}; it must be text, as bert or llama"
-    elif model_type is None and config and not is_pretrained:
+    elif model_type is None and model_config and not is_pretrained:
         yield (
             (_CONFIG, f"{_CONFIG}.model_type"),
             "lacks model_type (as bert or llama), which defines the other keys",
@@ -106,17 +108,19 @@ def _config_rules(config: dict[str, Any], is_pretrained: bool) -> Iterator[Probl
         family = next((name for name in FAMILIES if name == model_type.lower()), None)
         if family:
             yield (f"{_CONFIG}.model_type",), f"got {model_type}; transformers writes {family}"
-    for key, value in config.items():
-        yield from _config_field_rules(key, value, str(model_type))
+    for key, value in model_config.items():
+        yield from _model_config_value_rules(key, value, str(model_type))
 
 
-def _config_field_rules(field_name: str, value: object, model_type: str) -> Iterator[Problem]:
+def _model_config_value_rules(
+    field_name: str, field_value: object, model_type: str
+) -> Iterator[Problem]:
     known_names = known_fields(model_type)
     # The worker checks other families against transformers.
     if known_names is None:
         return
     if field_name not in known_names:
-        closest_field = closest_name(field_name, known_names)
+        closest_field = closest_or_translated_name_or_none(field_name, known_names)
         advice = (
             f"did you mean {closest_field}?"
             if closest_field
@@ -124,37 +128,42 @@ def _config_field_rules(field_name: str, value: object, model_type: str) -> Iter
         )
         yield (f"{_CONFIG}.{field_name}",), f"unknown key; {advice}"
         return
-    if expectation := _accepted_values_text(
-        field_name, value, {**COMMON_DEFAULTS, **FAMILIES[model_type]}.get(field_name)
+    if expectation := _accepted_config_values_text_or_none(
+        field_name, field_value, {**COMMON_DEFAULTS, **FAMILIES[model_type]}.get(field_name)
     ):
-        yield (f"{_CONFIG}.{field_name}",), f"got {_value_text(value)}; it must be {expectation}"
+        yield (
+            (f"{_CONFIG}.{field_name}",),
+            f"got {_value_text(field_value)}; it must be {expectation}",
+        )
 
 
-def _accepted_values_text(field_name: str, value: Any, default: object) -> str | None:
-    """Return the values that a config's field accepts, or None where `value` is one of them.
+def _accepted_config_values_text_or_none(
+    field_name: str, field_value: Any, default: object
+) -> str | None:
+    """Return the values that a config's field accepts, or None where `field_value` is one of them.
 
     The type follows from the field's default and its name.
     """
     # bool is a subclass of int: true is no number here.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if default is None and value is None:
+    is_number = isinstance(field_value, (int, float)) and not isinstance(field_value, bool)
+    if default is None and field_value is None:
         return None
     if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
+        return None if isinstance(field_value, bool) else "true or false"
     if isinstance(default, int) or field_name in _COUNTS:
         least = 1 if field_name in _COUNTS else 0
         most = _MOST_BY_FIELD.get(field_name, MAX_COUNT)
-        is_accepted = is_number and isinstance(value, int) and least <= value <= most
+        is_accepted = is_number and isinstance(field_value, int) and least <= field_value <= most
         return (
             None
             if is_accepted
-            else f"a whole number from {least}{f' to {most}' if is_number and value > most else ''}"
+            else f"a whole number from {least}{f' to {most}' if is_number and field_value > most else ''}"
         )
     if "dropout" in field_name:
-        return None if is_number and 0 <= value < 1 else "a number from 0, below 1"
+        return None if is_number and 0 <= field_value < 1 else "a number from 0, below 1"
     if isinstance(default, float):
         return None if is_number else "a number"
-    return "a word" if isinstance(default, str) and not isinstance(value, str) else None
+    return "a word" if isinstance(default, str) and not isinstance(field_value, str) else None
 
 
 def _value_text(value: object) -> str:
@@ -163,7 +172,7 @@ def _value_text(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _task_rules(model: Model) -> Iterator[Problem]:
+def _task_and_model_type_rules(model: Model) -> Iterator[Problem]:
     config = model.config or {}
     traits = model.traits
     model_type = config.get("model_type")
@@ -186,8 +195,8 @@ def _task_rules(model: Model) -> Iterator[Problem]:
         )
 
 
-def _head_count_rules(recipe: Recipe) -> Iterator[Problem]:
-    full_config = fill_config_defaults(recipe.model.config)
+def _head_count_and_length_rules(recipe: Recipe) -> Iterator[Problem]:
+    full_config = config_with_family_defaults_or_none(recipe.model.config)
     # With `pretrained`, `config` has only the changed fields: the defaults are not the model's.
     if full_config is None or recipe.model.pretrained:
         return
@@ -230,7 +239,7 @@ def _length_and_vocabulary_rules(recipe: Recipe, full_config: dict[str, Any]) ->
         )
 
 
-def _lora_rules(model: Model) -> Iterator[Problem]:
+def _lora_target_module_rules(model: Model) -> Iterator[Problem]:
     linear_layers = LINEAR_LAYERS.get(str((model.config or {}).get("model_type")))
     if model.lora is None or linear_layers is None:
         return
@@ -240,7 +249,7 @@ def _lora_rules(model: Model) -> Iterator[Problem]:
         if name.split(".")[-1] not in (*linear_layers, "all-linear")
     ]
     if unknown_modules:
-        closest_layer = closest_name(unknown_modules[0], linear_layers)
+        closest_layer = closest_or_translated_name_or_none(unknown_modules[0], linear_layers)
         yield (
             ("model.lora.target_modules", f"{_CONFIG}.model_type"),
             f"got {', '.join(unknown_modules)}, and the model's linear layers are {', '.join(linear_layers)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ortlaunch.recipe.fields.families import FAMILIES
-from ortlaunch.recipe.fields.pretrained import read_local_config
+from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.fields.recipe import Recipe
 
 
@@ -16,7 +16,7 @@ class ParityStepCount(NamedTuple):
     reason: str = ""
 
 
-def compared_steps(recipe: Recipe, model_type: str | None = None) -> ParityStepCount:
+def parity_step_count_and_reason(recipe: Recipe, model_type: str | None = None) -> ParityStepCount:
     """Return the number of first steps of a training that are compared with plain PyTorch.
 
     `auto` compares the first step of every model but those that ortlaunch's tests compare in
@@ -35,16 +35,18 @@ def compared_steps(recipe: Recipe, model_type: str | None = None) -> ParityStepC
         return ParityStepCount(1, "engine.postprocess changes the graph")
     if recipe.model.factory:
         return ParityStepCount(1, "your own model")
-    known_type = model_type or _local_model_type(recipe)
+    known_type = model_type or _local_model_type_or_none(recipe)
     if known_type in FAMILIES:
         return ParityStepCount(0, f"every release of ortlaunch compares {known_type} with it")
     return ParityStepCount(1, "as every model but BERT and Llama")
 
 
-def _local_model_type(recipe: Recipe) -> str | None:
+def _local_model_type_or_none(recipe: Recipe) -> str | None:
     """Return the model's type from its config, as far as that is on this host."""
     pretrained_config = (
-        read_local_config(recipe.model.pretrained) if recipe.model.pretrained else None
+        read_local_model_config_or_none(recipe.model.pretrained)
+        if recipe.model.pretrained
+        else None
     )
     # `model.config` overrides fields of the pretrained config.
     model_type = {**(pretrained_config or {}), **(recipe.model.config or {})}.get("model_type")

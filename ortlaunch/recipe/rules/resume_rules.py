@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ortlaunch.optimizers import OPTIMIZERS
-from ortlaunch.recipe.text.yaml_text import dump_on_one_line
+from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
 
 
 class ChangeRule(NamedTuple):
@@ -292,14 +292,14 @@ class Change(NamedTuple):
     @property
     def change_text(self) -> str:
         """The change without a verdict."""
-        return f"{self.field}: {_recipe_text(self.old_value)} -> {_recipe_text(self.new_value)}"
+        return f"{self.field}: {_value_as_recipe_text(self.old_value)} -> {_value_as_recipe_text(self.new_value)}"
 
     def summary_line(self, allowed_names: tuple[str, ...] = ()) -> str:
         """Return the change as a line for the user."""
-        message = f"{self.change_text}: {self._verdict(allowed_names)}"
+        message = f"{self.change_text}: {self._verdict_with_allow_option(allowed_names)}"
         return f"{message} ({self.rule.explanation})" if self.rule.explanation else message
 
-    def _verdict(self, allowed_names: tuple[str, ...]) -> str:
+    def _verdict_with_allow_option(self, allowed_names: tuple[str, ...]) -> str:
         if self.rule.verdict != REFUSED:
             return self.rule.verdict
         allow_name = self.rule.allow_name
@@ -316,7 +316,7 @@ class Change(NamedTuple):
         return self.rule.verdict == REFUSED and self.rule.allow_name not in allowed_names
 
 
-def _recipe_text(value: Any) -> str:
+def _value_as_recipe_text(value: Any) -> str:
     """Return a value as a recipe writes it; keys without a value are left out.
 
     A list of one text is shown as that text, because both forms mean the same.
@@ -330,28 +330,33 @@ def _recipe_text(value: Any) -> str:
     return (
         repr(text)
         if isinstance(text, (str, int, float)) and not isinstance(text, bool)
-        else dump_on_one_line(text)
+        else one_line_yaml_text(text)
     )
 
 
-def find_changes(
+def changed_leaves_with_rules(
     old_values: Mapping[str, Any],
     new_values: Mapping[str, Any],
     rules: Mapping[str, RuleOrFunction],
 ) -> list[Change]:
     """Return every leaf that differs, in the order of `old_values`, each with its rule."""
     return [
-        Change(field, old_value, new_value, find_rule(field, rules, old_value, new_value))
-        for field, old_value, new_value in changed_leaves(old_values, new_values)
-        if not _are_same_files(old_value, new_value)
+        Change(
+            field,
+            old_value,
+            new_value,
+            rule_of_field_or_nearest_parent(field, rules, old_value, new_value),
+        )
+        for field, old_value, new_value in changed_leaf_paths_and_values(old_values, new_values)
+        if not _are_absolute_paths_of_same_files(old_value, new_value)
     ]
 
 
-def _are_same_files(old_value: Any, new_value: Any) -> bool:
+def _are_absolute_paths_of_same_files(old_value: Any, new_value: Any) -> bool:
     """Return whether both values are absolute paths of the same files, one perhaps through a link."""
     if isinstance(old_value, (list, tuple)) and isinstance(new_value, (list, tuple)):
         return len(old_value) == len(new_value) > 0 and all(
-            map(_are_same_files, old_value, new_value)
+            map(_are_absolute_paths_of_same_files, old_value, new_value)
         )
     return (
         isinstance(old_value, str)
@@ -361,7 +366,9 @@ def _are_same_files(old_value: Any, new_value: Any) -> bool:
     )
 
 
-def changes_for_evaluation(all_changes: list[Change], keeps_vocabulary: bool) -> list[Change]:
+def changes_that_concern_evaluation(
+    all_changes: list[Change], keeps_vocabulary: bool
+) -> list[Change]:
     """Return the changes that concern an evaluation.
 
     Changes of the model are refused, all others take effect.
@@ -372,13 +379,13 @@ def changes_for_evaluation(all_changes: list[Change], keeps_vocabulary: bool) ->
     """
     ignored_fields = (*_TRAINING_FIELDS, *_DATA_FIELDS) if keeps_vocabulary else _TRAINING_FIELDS
     return [
-        change._replace(rule=_rule_for_evaluation(change))
+        change._replace(rule=_change_rule_for_evaluation(change))
         for change in all_changes
         if not _is_at_or_below(change.field, ignored_fields)
     ]
 
 
-def _rule_for_evaluation(change: Change) -> ChangeRule:
+def _change_rule_for_evaluation(change: Change) -> ChangeRule:
     if _is_at_or_below(change.field, _DATA_FIELDS):
         return _OTHER_DATA
     is_refused = change.rule.verdict == REFUSED
@@ -398,7 +405,7 @@ def _is_at_or_below(field_path: str, ancestor_paths: tuple[str, ...]) -> bool:
     )
 
 
-def find_rule(
+def rule_of_field_or_nearest_parent(
     field_path: str, rules: Mapping[str, RuleOrFunction], old_value: Any, new_value: Any
 ) -> ChangeRule:
     """Return the field's rule, or that of the nearest mapping above it that has one."""
@@ -409,14 +416,14 @@ def find_rule(
     return rule if isinstance(rule, ChangeRule) else rule(old_value, new_value)
 
 
-def changed_leaves(
+def changed_leaf_paths_and_values(
     old_value: Any, new_value: Any, dotted_path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted path, before, after) of every leaf that differs."""
     if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
         # Keys of both, in order, each once.
         for key in dict.fromkeys((*old_value, *new_value)):
-            yield from changed_leaves(
+            yield from changed_leaf_paths_and_values(
                 old_value.get(key),
                 new_value.get(key),
                 f"{dotted_path}.{key}" if dotted_path else key,

@@ -9,16 +9,16 @@ from ortlaunch.optimizers import OPTIMIZERS
 from ortlaunch.recipe.fields.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import NO_EFFECT_MESSAGE, non_default_fields
-from ortlaunch.recipe.rules.bad_step_rules import bad_step_rules
-from ortlaunch.recipe.rules.best_rules import best_rules
-from ortlaunch.recipe.rules.checkpoint_rules import checkpoint_rules
-from ortlaunch.recipe.rules.data_rules import data_rules
-from ortlaunch.recipe.rules.engine_rules import engine_device_rules, engine_rules
+from ortlaunch.recipe.fields.section import NO_EFFECT_MESSAGE, names_of_non_default_fields
+from ortlaunch.recipe.rules.bad_step_rules import bad_step_limit_rules
+from ortlaunch.recipe.rules.best_rules import metric_and_evaluation_need_rules
+from ortlaunch.recipe.rules.checkpoint_rules import checkpoint_retention_rules
+from ortlaunch.recipe.rules.data_rules import all_data_section_rules
+from ortlaunch.recipe.rules.engine_rules import all_engine_section_rules, engine_device_rules
 from ortlaunch.recipe.rules.launch_rules import launch_rules
-from ortlaunch.recipe.rules.model_rules import function_name_rules, model_rules
-from ortlaunch.recipe.rules.schedule_rules import schedule_rules
-from ortlaunch.recipe.rules.submit_rules import submit_rules
+from ortlaunch.recipe.rules.model_rules import all_model_section_rules, function_name_rules
+from ortlaunch.recipe.rules.schedule_rules import warmup_and_decay_rules
+from ortlaunch.recipe.rules.submit_rules import submit_text_and_option_rules
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.tasks import TASKS
 from ortlaunch.units import count_with_noun
@@ -28,27 +28,27 @@ def broken_rule_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield every rule that the recipe breaks."""
     # The order of the report where two problems have the same place.
     rules = (
-        model_rules,
-        data_rules,
-        _batch_rules,
-        _optimizer_rules,
-        schedule_rules,
-        engine_rules,
+        all_model_section_rules,
+        all_data_section_rules,
+        _batch_equation_rules,
+        _optimizer_field_and_zero_rules,
+        warmup_and_decay_rules,
+        all_engine_section_rules,
         deepspeed_rules,
-        _train_rules,
-        checkpoint_rules,
-        best_rules,
-        bad_step_rules,
+        _length_and_interval_rules,
+        checkpoint_retention_rules,
+        metric_and_evaluation_need_rules,
+        bad_step_limit_rules,
         launch_rules,
-        submit_rules,
+        submit_text_and_option_rules,
     )
     for rule in rules:
         yield from rule(recipe)
     if recipe.launch.device != "auto":
-        yield from device_rules(recipe, recipe.launch.device)
+        yield from precision_and_engine_device_rules(recipe, recipe.launch.device)
 
 
-def device_rules(
+def precision_and_engine_device_rules(
     recipe: Recipe, device: str, hosts_text: str = "the run's hosts"
 ) -> Iterator[Problem]:
     """Yield the problems of precision and engine settings on a known device.
@@ -87,7 +87,7 @@ def device_rules(
         )
 
 
-def task_rules(recipe: Recipe, task_name: str) -> Iterator[Problem]:
+def compared_engine_rules_of_task(recipe: Recipe, task_name: str) -> Iterator[Problem]:
     """Yield the problems of a recipe for the task that the command gives the ranks."""
     if TASKS[task_name].compares and recipe.engine.name == "auto":
         yield (
@@ -99,7 +99,7 @@ def task_rules(recipe: Recipe, task_name: str) -> Iterator[Problem]:
         )
 
 
-def _batch_rules(recipe: Recipe) -> Iterator[Problem]:
+def _batch_equation_rules(recipe: Recipe) -> Iterator[Problem]:
     batch = recipe.batch
     launch = recipe.launch
     global_size = batch.global_size
@@ -133,12 +133,12 @@ def _batch_rules(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("batch.global_size", "batch.micro_size", "batch.accumulation_steps"),
             f"got {global_size}, which is not a multiple of {product_text}; "
-            f"{_near_multiples(global_size, samples_per_rank)}",
+            f"{_nearest_multiples_text(global_size, samples_per_rank)}",
         )
     elif launch.processes_per_node:
         rank_counts = (nodes * launch.processes_per_node for nodes in launch.node_counts)
         problems_by_rank_count = (
-            _batch_on_ranks_rules(
+            _batch_divides_among_ranks_rules(
                 global_size,
                 samples_per_rank,
                 product_text,
@@ -166,7 +166,7 @@ def _automatic_micro_size_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _batch_on_ranks_rules(
+def _batch_divides_among_ranks_rules(
     global_size: int, samples_per_rank: int, product_text: str, rank_count: int, is_exact: bool
 ) -> Iterator[Problem]:
     """Yield the problems of the batch equation where the recipe itself sets the number of ranks."""
@@ -186,7 +186,7 @@ def _batch_on_ranks_rules(
             "out",
         )
     elif global_size % (samples_per_rank * rank_count):
-        nearest_text = _near_multiples(global_size, samples_per_rank * rank_count)
+        nearest_text = _nearest_multiples_text(global_size, samples_per_rank * rank_count)
         unit_text = f"{product_text} x {ranks_text} = {samples_per_rank * rank_count}"
         yield (
             key_names,
@@ -195,9 +195,9 @@ def _batch_on_ranks_rules(
         )
 
 
-def _near_multiples(global_size: int, unit: int) -> str:
-    lower_multiple = global_size // unit * unit
-    upper_multiple = (global_size // unit + 1) * unit
+def _nearest_multiples_text(global_size: int, divisor: int) -> str:
+    lower_multiple = global_size // divisor * divisor
+    upper_multiple = (global_size // divisor + 1) * divisor
     return (
         f"{lower_multiple} or {upper_multiple} would be valid"
         if lower_multiple
@@ -209,7 +209,7 @@ def _near_multiples(global_size: int, unit: int) -> str:
 _GROUP_FIELDS = {"weight_decay", "no_decay", "groups", "layer_decay", "attributes"}
 
 
-def _optimizer_rules(recipe: Recipe) -> Iterator[Problem]:
+def _optimizer_field_and_zero_rules(recipe: Recipe) -> Iterator[Problem]:
     optimizer = recipe.optimizer
     zero = recipe.zero
     used_fields = tuple(
@@ -224,12 +224,14 @@ def _optimizer_rules(recipe: Recipe) -> Iterator[Problem]:
             ("optimizer.name", "model.task"),
             f"got configured, which is for task lightning, and task is {recipe.model.task}",
         )
-    if optimizer.name == "configured" and non_default_fields(recipe.schedule):
+    if optimizer.name == "configured" and names_of_non_default_fields(recipe.schedule):
         yield (
             ("schedule", "optimizer.name"),
             "has no effect with optimizer configured: configure_optimizers has the scheduler",
         )
-    for key in sorted(fields_of_some_optimizer & non_default_fields(optimizer) - set(used_fields)):
+    for key in sorted(
+        fields_of_some_optimizer & names_of_non_default_fields(optimizer) - set(used_fields)
+    ):
         yield (
             (f"optimizer.{key}", "optimizer.name"),
             NO_EFFECT_MESSAGE.format(
@@ -268,7 +270,7 @@ def _combined_optimizer_rules(optimizer: Optimizer) -> Iterator[Problem]:
         )
 
 
-def _train_rules(recipe: Recipe) -> Iterator[Problem]:
+def _length_and_interval_rules(recipe: Recipe) -> Iterator[Problem]:
     max_steps = recipe.train.max_steps
     epochs = recipe.train.epochs
     if max_steps is None and epochs is None:

@@ -17,7 +17,7 @@ _SCHEDULES_BY_FIELD = {
 }
 
 
-def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
+def warmup_and_decay_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule of the section."""
     schedule = recipe.schedule
     if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
@@ -41,11 +41,11 @@ def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
             f"got {schedule.warmup_steps}, more than train.max_steps ({max_steps}): "
             "the learning rate would never reach its peak",
         )
-    yield from _unused_field_rules(schedule)
-    yield from _decay_overlap_rules(schedule, max_steps)
+    yield from _field_of_other_schedule_rules(schedule)
+    yield from _decay_during_warmup_rules(schedule, max_steps)
 
 
-def _unused_field_rules(schedule: Schedule) -> Iterator[Problem]:
+def _field_of_other_schedule_rules(schedule: Schedule) -> Iterator[Problem]:
     """Yield the problems of fields that belong to another schedule."""
     for field, schedule_names in _SCHEDULES_BY_FIELD.items():
         if (
@@ -61,7 +61,7 @@ def _unused_field_rules(schedule: Schedule) -> Iterator[Problem]:
             )
 
 
-def _decay_overlap_rules(schedule: Schedule, max_steps: int | None) -> Iterator[Problem]:
+def _decay_during_warmup_rules(schedule: Schedule, max_steps: int | None) -> Iterator[Problem]:
     """Yield a problem where the decay of `wsd` would begin during the warm-up."""
     if schedule.name != "wsd":
         return

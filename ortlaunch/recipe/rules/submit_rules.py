@@ -31,11 +31,11 @@ _UNITS = {
 _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)=")
 
 
-def submit_rules(recipe: Recipe) -> Iterator[Problem]:
+def submit_text_and_option_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of secrets, of invalid options, and of a GPU type without GPUs."""
     submit = recipe.submit
     # Any of these texts may become part of one line of a script; lines of `setup` are checked below.
-    for key_name, text in _text_values(submit.model_dump(exclude={"setup"}), "submit"):
+    for key_name, text in _path_and_text_pairs(submit.model_dump(exclude={"setup"}), "submit"):
         if control_character := CONTROL.search(text) or re.search(r"[\t\r\n]", text):
             message = f"has {control_character[0]!r}, a control character, which would end a line of the job's script"
             yield (key_name,), f"{message}; write it on one line, without such characters"
@@ -73,7 +73,7 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _text_values(value: object, dotted_path: str) -> Iterator[tuple[str, str]]:
+def _path_and_text_pairs(value: object, dotted_path: str) -> Iterator[tuple[str, str]]:
     """Yield each text below a value, with its dotted path.
 
     Keys of mappings are texts, too; items of a list have the path of the list.
@@ -83,10 +83,10 @@ def _text_values(value: object, dotted_path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for key, inner_value in value.items():
             yield dotted_path, key
-            yield from _text_values(inner_value, f"{dotted_path}.{key}")
+            yield from _path_and_text_pairs(inner_value, f"{dotted_path}.{key}")
     elif isinstance(value, (list, tuple)):
         for inner_value in value:
-            yield from _text_values(inner_value, dotted_path)
+            yield from _path_and_text_pairs(inner_value, dotted_path)
 
 
 def _pod_path_rules(pod_settings: Kubernetes) -> Iterator[Problem]:

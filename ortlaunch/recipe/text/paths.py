@@ -26,46 +26,54 @@ _OUTPUT_PATHS: tuple[KeyPath, ...] = (
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
-def expand_paths(
-    tree: Tree, environ: Mapping[str, str], make_absolute: bool = False
+def expand_input_paths_and_note_folders(
+    tree: Tree, environ: Mapping[str, str], makes_existing_absolute: bool = False
 ) -> tuple[Tree, list[str]]:
     """Return the tree with its paths expanded, and a note for each path whose folder was chosen.
 
     Variables that are not set, or not in the list, stay.
 
     Args:
-        make_absolute: whether paths that exist on this host become absolute, so that a later command can
+        makes_existing_absolute: whether paths that exist on this host become absolute, so that a later command can
             use them from any folder.
     """
     forward = tree.find_subtree(("launch", "forward"))
     forwarded_names = (
-        forward.plain_value() if forward is not None and forward.node_type == "list" else ()
+        forward.value_without_locations()
+        if forward is not None and forward.node_type == "list"
+        else ()
     )
     expanded_names = {*EXPANDED_VARIABLES, *map(str, forwarded_names)}
     known_variables = {
         name: value for name, value in environ.items() if name in expanded_names and value
     }
     notes = []
-    for key_path in [*_input_paths(tree), *_OUTPUT_PATHS]:
+    for key_path in [*_key_paths_of_input_files(tree), *_OUTPUT_PATHS]:
         node = tree.find_subtree(key_path)
         if node is None or not isinstance(node.scalar, str):
             continue
-        path_text = _expand_variables(node.scalar, known_variables)
+        path_text = _expand_home_and_variables(node.scalar, known_variables)
         expanded_path, note = (
-            (path_text, "") if key_path in _OUTPUT_PATHS else _choose_start_folder(path_text, node)
+            (path_text, "")
+            if key_path in _OUTPUT_PATHS
+            else _path_beside_recipe_or_current_and_note(path_text, node)
         )
         if note:
             notes.append(f"{format_key_path(key_path)}: {note}")
-        if make_absolute and key_path not in _OUTPUT_PATHS and _is_local(key_path, expanded_path):
+        if (
+            makes_existing_absolute
+            and key_path not in _OUTPUT_PATHS
+            and _is_local(key_path, expanded_path)
+        ):
             expanded_path = os.path.abspath(expanded_path)
         if expanded_path != node.scalar:
-            tree = tree.set_subtree(
+            tree = tree.copy_with_subtree(
                 key_path, replace(node, scalar=expanded_path, raw=expanded_path)
             )
     return tree, notes
 
 
-def _input_paths(tree: Tree) -> Iterator[KeyPath]:
+def _key_paths_of_input_files(tree: Tree) -> Iterator[KeyPath]:
     """Yield the places of the files and folders that a run reads."""
     yield from (("model", "pretrained"), ("data", "tokenizer"), ("data", "processor"),
                 ("data", "chat_template"))  # fmt: skip
@@ -85,7 +93,7 @@ def _input_paths(tree: Tree) -> Iterator[KeyPath]:
         )
 
 
-def _expand_variables(path_text: str, known_variables: Mapping[str, str]) -> str:
+def _expand_home_and_variables(path_text: str, known_variables: Mapping[str, str]) -> str:
     # The text of a template is no path.
     if "{{" in path_text or "{%" in path_text:
         return path_text
@@ -99,7 +107,7 @@ def _expand_variables(path_text: str, known_variables: Mapping[str, str]) -> str
     )
 
 
-def _choose_start_folder(path_text: str, node: Tree) -> tuple[str, str]:
+def _path_beside_recipe_or_current_and_note(path_text: str, node: Tree) -> tuple[str, str]:
     """Return a path as seen from the current folder, and a note if another one might be meant."""
     # A value of the command line has no line.
     folder = Path(node.location.source).parent if node.location.line else Path()
@@ -109,8 +117,8 @@ def _choose_start_folder(path_text: str, node: Tree) -> tuple[str, str]:
     # The letters of a pattern in the folder's own name mean themselves.
     if glob.has_magic(path_text) and not os.path.exists(path_beside_recipe):
         path_beside_recipe = str(Path(glob.escape(str(folder)), path_text))
-    is_in_current_folder = _exists_or_matches(path_text)
-    if not _exists_or_matches(path_beside_recipe):
+    is_in_current_folder = _path_exists_or_pattern_matches(path_text)
+    if not _path_exists_or_pattern_matches(path_beside_recipe):
         return (
             path_text,
             f"{path_text} is in the current folder, not beside {node.location.source}"
@@ -132,10 +140,10 @@ def _is_local(key_path: KeyPath, path_text: str) -> bool:
     """Return whether the value of an input path names files or a folder that exist here."""
     # A word is the name of a known template; other texts with a brace are templates themselves.
     is_template = key_path[-1] == "chat_template" and (path_text.isidentifier() or "{" in path_text)
-    return not is_template and _exists_or_matches(path_text)
+    return not is_template and _path_exists_or_pattern_matches(path_text)
 
 
-def _exists_or_matches(path_or_pattern: str) -> bool:
+def _path_exists_or_pattern_matches(path_or_pattern: str) -> bool:
     try:
         return (
             os.path.exists(path_or_pattern)

@@ -21,14 +21,18 @@ SECRET_NAME = re.compile(
 HIDDEN_VALUE = "(not shown)"
 
 
-def hide_secrets(value: Any) -> Any:
+def values_with_hidden_secrets(value: Any) -> Any:
     """Return plain values in which those of secret keys are replaced, for output to others."""
     if isinstance(value, Mapping):
         return {
-            k: HIDDEN_VALUE if SECRET_NAME.search(str(k)) and item else hide_secrets(item)
+            k: HIDDEN_VALUE
+            if SECRET_NAME.search(str(k)) and item
+            else values_with_hidden_secrets(item)
             for k, item in value.items()
         }
-    return [hide_secrets(item) for item in value] if isinstance(value, list) else value
+    return (
+        [values_with_hidden_secrets(item) for item in value] if isinstance(value, list) else value
+    )
 
 
 class SourceLocation(NamedTuple):
@@ -88,11 +92,13 @@ def parse_key_path(dotted_path: str) -> KeyPath:
     )
 
 
-def leaf_values(value: Any, dotted_path: str = "") -> Iterator[tuple[str, Any]]:
+def path_and_leaf_value_pairs(value: Any, dotted_path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of everything in a recipe; a list is one value."""
     # An empty mapping is a value, too, or it would be lost.
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from leaf_values(item, f"{dotted_path}.{key}" if dotted_path else str(key))
+            yield from path_and_leaf_value_pairs(
+                item, f"{dotted_path}.{key}" if dotted_path else str(key)
+            )
     else:
         yield dotted_path, value

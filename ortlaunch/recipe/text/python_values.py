@@ -30,7 +30,7 @@ _IN_A_FILE = (
 )
 
 
-def json_value(value: object, key_path: KeyPath, problem_texts: list[str]) -> object:
+def json_value_or_add_problem(value: object, key_path: KeyPath, problem_texts: list[str]) -> object:
     """Return a value as JSON has it; one without such a form goes to `problem_texts`.
 
     Args:
@@ -43,21 +43,21 @@ def json_value(value: object, key_path: KeyPath, problem_texts: list[str]) -> ob
         return value
     if isinstance(value, Mapping):
         return {
-            str(key): json_value(item, (*key_path, str(key)), problem_texts)
+            str(key): json_value_or_add_problem(item, (*key_path, str(key)), problem_texts)
             for key, item in value.items()
         }
     advice = next((advice for name, advice in _FORMS.items() if hasattr(value, name)), None)
     # Numbers and arrays of NumPy and torch.
     if advice is None and hasattr(value, "tolist"):
-        return json_value(value.tolist(), key_path, problem_texts)
+        return json_value_or_add_problem(value.tolist(), key_path, problem_texts)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        if not _are_rows(value, key_path):
+        if not _are_data_rows(value, key_path):
             return [
-                json_value(item, (*key_path, item_index), problem_texts)
+                json_value_or_add_problem(item, (*key_path, item_index), problem_texts)
                 for item_index, item in enumerate(value)
             ]
         advice = _ROWS
-    if importable_name := _importable_name(value):
+    if importable_name := _importable_name_or_none(value):
         return importable_name
     # Of a lambda or a generator it is no name.
     name = (re.fullmatch(r"\w+", str(getattr(value, "__name__", ""))) or [""])[0]
@@ -70,7 +70,7 @@ def json_value(value: object, key_path: KeyPath, problem_texts: list[str]) -> ob
     return None
 
 
-def _are_rows(values: Sequence[object], key_path: KeyPath) -> bool:
+def _are_data_rows(values: Sequence[object], key_path: KeyPath) -> bool:
     """Return whether a list holds rows of data, in place of the sources of a mixture."""
     is_source = key_path[:1] == ("data",) and key_path[-1] in ("train", "evaluation", "factory")
     return is_source and not all(
@@ -79,7 +79,7 @@ def _are_rows(values: Sequence[object], key_path: KeyPath) -> bool:
     )
 
 
-def _importable_name(value: object) -> str | None:
+def _importable_name_or_none(value: object) -> str | None:
     """Return `module:name` of a function or class that another process can import; else None."""
     module, name = (
         str(getattr(value, attribute_name, "")) for attribute_name in ("__module__", "__qualname__")

@@ -19,9 +19,9 @@ from ortlaunch.recipe.text.place import (
     SourceLocation,
     format_key_path,
 )
-from ortlaunch.recipe.text.python_values import json_value
-from ortlaunch.recipe.text.tree import Tree, merge_trees
-from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse_yaml
+from ortlaunch.recipe.text.python_values import json_value_or_add_problem
+from ortlaunch.recipe.text.tree import Tree, merge_trees_of_same_format
+from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse_yaml_tree
 
 # UTF-8 has up to four bytes for a character.
 _MAX_BYTES = 4 * MAX_CHARACTERS
@@ -29,7 +29,7 @@ _MAX_BYTES = 4 * MAX_CHARACTERS
 _MAX_BASES = 20
 
 
-def read_recipe_tree(
+def read_recipe_tree_with_bases(
     recipe_path: Path, problems: list[ProblemLine], extending_paths: Sequence[Path] = ()
 ) -> Tree:
     """Read a recipe file and the recipes that it extends; duplicate keys go to `problems`.
@@ -37,8 +37,8 @@ def read_recipe_tree(
     Raises: SourceError: the file is missing, is not UTF-8 or YAML, is no mapping, or extends
     itself.
     """
-    return _merge_over_bases(
-        parse_yaml(read_recipe_text(recipe_path), str(recipe_path), problems),
+    return _tree_merged_over_extended_recipes(
+        parse_yaml_tree(read_recipe_text_or_refuse(recipe_path), str(recipe_path), problems),
         recipe_path,
         problems,
         extending_paths,
@@ -53,19 +53,19 @@ def tree_of_python_values(values: Mapping[str, object], problems: list[ProblemLi
     name = "recipe"
     messages: list[str] = []
     # JSON is YAML, so that values have the same rules as in a file.
-    text = json.dumps(json_value(values, (), messages))
+    text = json.dumps(json_value_or_add_problem(values, (), messages))
     if messages:
         problems += [ProblemLine(SourceLocation(name), message) for message in messages[1:]]
         raise SourceError(SourceLocation(name), messages[0])
-    return _merge_over_bases(
-        _set_all_locations(parse_yaml(text, name, problems), SourceLocation(name)),
+    return _tree_merged_over_extended_recipes(
+        _set_all_locations(parse_yaml_tree(text, name, problems), SourceLocation(name)),
         Path(name),
         problems,
         (),
     )
 
 
-def _merge_over_bases(
+def _tree_merged_over_extended_recipes(
     tree: Tree, recipe_path: Path, problems: list[ProblemLine], extending_paths: Sequence[Path]
 ) -> Tree:
     """Return the tree of a recipe, merged over those of the recipes that it extends."""
@@ -88,17 +88,19 @@ def _merge_over_bases(
     return (
         tree
         if base is None
-        else merge_trees(_read_base_recipe(base, recipe_path, problems, extending_paths), tree)
+        else merge_trees_of_same_format(
+            _read_extended_recipe_or_refuse(base, recipe_path, problems, extending_paths), tree
+        )
     )
 
 
-def read_recipe_text(recipe_path: Path) -> str:
+def read_recipe_text_or_refuse(recipe_path: Path) -> str:
     """Return the text of a regular file.
 
     Raises: SourceError: the file cannot be read, or is not UTF-8.
     """
     try:
-        data = _read_regular_file(recipe_path)
+        data = _read_regular_file_or_refuse(recipe_path)
     except (OSError, ValueError) as error:
         raise SourceError(
             SourceLocation(str(recipe_path)),
@@ -119,7 +121,7 @@ def read_recipe_text(recipe_path: Path) -> str:
         ) from None
 
 
-def _read_regular_file(recipe_path: Path) -> bytes:
+def _read_regular_file_or_refuse(recipe_path: Path) -> bytes:
     """Return a regular file's bytes; a pipe or a device may block, or never end."""
     file_mode = recipe_path.stat().st_mode
     # A folder passes: opening it raises a clear error.
@@ -140,7 +142,7 @@ def _read_regular_file(recipe_path: Path) -> bytes:
     return data
 
 
-def _read_base_recipe(
+def _read_extended_recipe_or_refuse(
     extends_node: Tree,
     recipe_path: Path,
     problems: list[ProblemLine],
@@ -149,7 +151,9 @@ def _read_base_recipe(
     location = extends_node.key_location or extends_node.location
     if not isinstance(extends_node.scalar, str) or not extends_node.scalar:
         value_text = extends_node.raw or (
-            "nothing" if extends_node.node_type == "scalar" else extends_node.plain_value()
+            "nothing"
+            if extends_node.node_type == "scalar"
+            else extends_node.value_without_locations()
         )
         raise SourceError(location, f"extends: got {value_text}; give the path of one recipe file")
     base_path = recipe_path.parent / extends_node.scalar
@@ -175,10 +179,12 @@ def _read_base_recipe(
             location,
             f"extends: {_MAX_BASES} recipes extend each other up to here; merge some of them",
         )
-    return read_recipe_tree(base_path, problems, (*extending_paths, recipe_realpath))
+    return read_recipe_tree_with_bases(base_path, problems, (*extending_paths, recipe_realpath))
 
 
-def apply_overrides(tree: Tree, assignments: Iterable[str], problems: list[ProblemLine]) -> Tree:
+def tree_with_overrides_or_problems(
+    tree: Tree, assignments: Iterable[str], problems: list[ProblemLine]
+) -> Tree:
     """Return `tree` with every `key.path=value` set; values are YAML and replace the old ones."""
     for assignment in assignments:
         dotted_path, equals, text = assignment.partition("=")
@@ -195,7 +201,7 @@ def apply_overrides(tree: Tree, assignments: Iterable[str], problems: list[Probl
         # Places inside the value are replaced by the override itself.
         value_problems: list[ProblemLine] = []
         try:
-            value = parse_yaml(text, "", value_problems, override_path=key_names)
+            value = parse_yaml_tree(text, "", value_problems, override_path=key_names)
         except SourceError as error:
             problems.append(ProblemLine(location, error.line.text))
             continue
@@ -206,7 +212,7 @@ def apply_overrides(tree: Tree, assignments: Iterable[str], problems: list[Probl
                 ProblemLine(location, f"{name}: has no value; write {name}=null to unset it")
             )
         else:
-            tree = tree.set_subtree(key_names, _set_all_locations(value, location))
+            tree = tree.copy_with_subtree(key_names, _set_all_locations(value, location))
     return tree
 
 

@@ -22,12 +22,12 @@ class Tree:
     # None where no key precedes the value in its file: items of lists, and the whole document.
     key_location: SourceLocation | None = None
 
-    def plain_value(self) -> Any:
+    def value_without_locations(self) -> Any:
         """Return the value without places."""
         if self.node_type == "mapping":
-            return {key: child.plain_value() for key, child in self.children.items()}
+            return {key: child.value_without_locations() for key, child in self.children.items()}
         if self.node_type == "list":
-            return [child.plain_value() for child in self.children.values()]
+            return [child.value_without_locations() for child in self.children.values()]
         return self.scalar
 
     def find_subtree(self, key_path: KeyPath) -> Tree | None:
@@ -59,7 +59,7 @@ class Tree:
             children = {**self.children, key_path[0]: child.remove_key(key_path[1:])}
         return replace(self, children=children)
 
-    def set_subtree(self, key_path: KeyPath, subtree: Tree) -> Tree:
+    def copy_with_subtree(self, key_path: KeyPath, subtree: Tree) -> Tree:
         """Return a copy with `subtree` at `key_path`; missing sections on the path are created."""
         if not key_path:
             return subtree
@@ -75,7 +75,10 @@ class Tree:
         child = section.children.get(key_path[0]) or _empty_section(subtree.location)
         return replace(
             section,
-            children={**section.children, key_path[0]: child.set_subtree(key_path[1:], subtree)},
+            children={
+                **section.children,
+                key_path[0]: child.copy_with_subtree(key_path[1:], subtree),
+            },
         )
 
 
@@ -83,7 +86,7 @@ def _empty_section(location: SourceLocation) -> Tree:
     return Tree(location, node_type="mapping", key_location=location)
 
 
-def merge_trees(base_tree: Tree, top_tree: Tree) -> Tree:
+def merge_trees_of_same_format(base_tree: Tree, top_tree: Tree) -> Tree:
     """Merge `top_tree` over `base_tree`: mappings merge key by key, everything else is replaced.
 
     A mapping with another `format` replaces the whole base: the base's fields belong to its own
@@ -97,7 +100,9 @@ def merge_trees(base_tree: Tree, top_tree: Tree) -> Tree:
         return top_tree
     children = dict(base_tree.children)
     for key, child in top_tree.children.items():
-        children[key] = merge_trees(children[key], child) if key in children else child
+        children[key] = (
+            merge_trees_of_same_format(children[key], child) if key in children else child
+        )
     return replace(top_tree, children=children)
 
 
@@ -107,5 +112,5 @@ def _has_other_format(base_tree: Tree, top_tree: Tree) -> bool:
     return (
         base_format is not None
         and top_format is not None
-        and base_format.plain_value() != top_format.plain_value()
+        and base_format.value_without_locations() != top_format.value_without_locations()
     )

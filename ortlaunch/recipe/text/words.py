@@ -119,7 +119,7 @@ def word_likeness(word: str, candidate: str) -> float:
     )
 
 
-def closest_name(word: str, candidates: Iterable[str]) -> str | None:
+def closest_or_translated_name_or_none(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that `word` most likely means, by translation or likeness, or None."""
     candidates = tuple(candidates)
     translated_word = TRANSLATED_VALUES.get(normalize_word(word))

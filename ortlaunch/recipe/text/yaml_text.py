@@ -20,7 +20,7 @@ from ortlaunch.recipe.text.place import (
     SourceLocation,
     format_key_path,
 )
-from ortlaunch.recipe.text.tree import Tree, merge_trees
+from ortlaunch.recipe.text.tree import Tree, merge_trees_of_same_format
 
 # In YAML 1.1, and so in PyYAML, a float needs a point, and its exponent a sign: `1e-5` and `1.5e3`
 # are strings there, and floats here.
@@ -45,13 +45,16 @@ _MAX_DEPTH = 50
 _MAX_VALUES = 20_000
 
 
-def parse_yaml(
-    text: str, source_name: str, problems: list[ProblemLine], override_path: KeyPath = ()
+def parse_yaml_tree(
+    yaml_document_text: str,
+    source_name: str,
+    problems: list[ProblemLine],
+    override_path: KeyPath = (),
 ) -> Tree:
     """Parse one YAML document; an empty one gives a scalar without raw text.
 
     Args:
-        text: the document.
+        yaml_document_text: the document.
         source_name: the name of the file, for the places.
         problems: a line is added to it for every duplicate key.
         override_path: if the text is the value of an override, that override's key.
@@ -60,7 +63,7 @@ def parse_yaml(
         SourceError: the text is not YAML, or is larger than a recipe can be.
     """
     try:
-        loader, node = _compose_node(text, source_name)
+        loader, node = _compose_yaml_node_or_refuse(yaml_document_text, source_name)
     except SourceError as error:
         location, message = error.line
         raise SourceError(
@@ -69,16 +72,22 @@ def parse_yaml(
     return (
         Tree(SourceLocation(source_name, 1, 1))
         if node is None
-        else _TreeBuilder(loader, source_name, problems, override_path).build_tree(node)
+        else _TreeBuilder(loader, source_name, problems, override_path).build_tree_of_yaml_node(
+            node
+        )
     )
 
 
-def _compose_node(text: str, source_name: str) -> tuple[Any, yaml.Node | None]:
+def _compose_yaml_node_or_refuse(
+    yaml_document_text: str, source_name: str
+) -> tuple[Any, yaml.Node | None]:
     start_location = SourceLocation(source_name, 1, 1)
-    if len(text) > MAX_CHARACTERS:
-        raise SourceError(start_location, f"has {len(text):,} characters, too many for a recipe")
-    if unprintable := _UNPRINTABLE.search(text):
-        text_before = text[: unprintable.start()]
+    if len(yaml_document_text) > MAX_CHARACTERS:
+        raise SourceError(
+            start_location, f"has {len(yaml_document_text):,} characters, too many for a recipe"
+        )
+    if unprintable := _UNPRINTABLE.search(yaml_document_text):
+        text_before = yaml_document_text[: unprintable.start()]
         location = SourceLocation(
             source_name, text_before.count("\n") + 1, unprintable.start() - text_before.rfind("\n")
         )
@@ -86,10 +95,10 @@ def _compose_node(text: str, source_name: str) -> tuple[Any, yaml.Node | None]:
             location, f"is not YAML: it holds the character {unprintable[0]!r}; remove it"
         )
     try:
-        loader = _loader_class(text)(text)
+        loader = _loader_class(yaml_document_text)(yaml_document_text)
         return loader, loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        raise _explain_syntax_error(error, source_name, text) from None
+        raise _syntax_error_at_place_to_correct(error, source_name, yaml_document_text) from None
     # The slow loader's composer recurses in Python.
     except RecursionError:
         raise SourceError(start_location, "is nested too deeply for a recipe") from None
@@ -97,26 +106,28 @@ def _compose_node(text: str, source_name: str) -> tuple[Any, yaml.Node | None]:
         raise SourceError(start_location, f"is not YAML: {str(error).splitlines()[0]}") from None
 
 
-def _explain_syntax_error(error: yaml.MarkedYAMLError, source_name: str, text: str) -> SourceError:
+def _syntax_error_at_place_to_correct(
+    error: yaml.MarkedYAMLError, source_name: str, yaml_document_text: str
+) -> SourceError:
     """Return the parser's error at the place to correct, with its usual cause."""
     # A no-break space is easily copied from a web page, and looks like a space.
-    if no_break_space := re.search(r":\xa0", text):
+    if no_break_space := re.search(r":\xa0", yaml_document_text):
         location = SourceLocation(
             source_name,
-            text.count("\n", 0, no_break_space.start()) + 1,
-            no_break_space.start() - text.rfind("\n", 0, no_break_space.start()),
+            yaml_document_text.count("\n", 0, no_break_space.start()) + 1,
+            no_break_space.start() - yaml_document_text.rfind("\n", 0, no_break_space.start()),
         )
         return SourceError(
             location, "is not YAML: a no-break space follows this colon; write a plain space"
         )
     problem_mark = error.problem_mark or error.context_mark
     context_mark = error.context_mark
-    lines = text.splitlines()
+    lines = yaml_document_text.splitlines()
     problem_line_text = (
         lines[problem_mark.line] if problem_mark and problem_mark.line < len(lines) else ""
     )
     is_same_line = bool(problem_mark and context_mark and problem_mark.line == context_mark.line)
-    is_at_opening, message, hint = _diagnose_syntax_error(
+    is_at_opening, message, hint = _syntax_error_place_message_and_remedy(
         error.problem or "syntax error", error.context or "", problem_line_text, is_same_line
     )
     mark = context_mark if is_at_opening and context_mark else problem_mark
@@ -128,22 +139,22 @@ def _explain_syntax_error(error: yaml.MarkedYAMLError, source_name: str, text: s
     return SourceError(location, f"is not YAML: {message}" + (f"; {hint}" if hint else ""))
 
 
-def _diagnose_syntax_error(
-    parser_message: str, context: str, line_text: str, is_same_line: bool
+def _syntax_error_place_message_and_remedy(
+    parser_message: str, parser_context: str, line_text: str, is_same_line: bool
 ) -> tuple[bool, str, str]:
     """Return (whether the error is placed at the opening quote or bracket, problem, remedy)."""
-    if "quoted" in context and "unexpected" in parser_message:
+    if "quoted" in parser_context and "unexpected" in parser_message:
         return True, "this quote is never closed", "close it at the end of the value"
-    if "quoted" in context:
+    if "quoted" in parser_context:
         return (
             True,
             parser_message,
             "in double quotes a backslash is an escape: use single quotes, or / in a path",
         )
-    if "flow" in context and not is_same_line:
-        bracket = "{" if "mapping" in context else "["
+    if "flow" in parser_context and not is_same_line:
+        bracket = "{" if "mapping" in parser_context else "["
         return True, f"this {bracket} is never closed", "close it, or add the comma that is missing"
-    if "flow" in context:
+    if "flow" in parser_context:
         return False, parser_message, "a comma, a bracket or quotes are missing"
     if "\t" in line_text:
         return False, parser_message, "this line holds a tab: indent with spaces"
@@ -155,15 +166,15 @@ def _diagnose_syntax_error(
         )
     if "mapping values are not allowed" in parser_message:
         return False, parser_message, "quote a value that contains ': ', and check the indentation"
-    if "alias" in parser_message + context or "cannot start any token" in parser_message:
+    if "alias" in parser_message + parser_context or "cannot start any token" in parser_message:
         return (
-            "alias" in context,
+            "alias" in parser_context,
             parser_message,
             "quote a value that begins with `*`, `@`, `%` or a backquote",
         )
     if "':'" in parser_message:
         return False, parser_message, "write `key: value`, with a space after the colon"
-    if "block" in parser_message + context:
+    if "block" in parser_message + parser_context:
         return False, parser_message, "the keys of one section begin in the same column"
     return False, parser_message, ""
 
@@ -193,7 +204,7 @@ def dump_yaml(value: Any) -> str:
     return text
 
 
-def dump_on_one_line(value: Any) -> str:
+def one_line_yaml_text(value: Any) -> str:
     """Return a value on one line, in the form of a recipe or the command line."""
     text: str = yaml.dump(
         value,
@@ -223,30 +234,30 @@ class _TreeBuilder:
     def node_location(self, node: yaml.Node) -> SourceLocation:
         return SourceLocation(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
 
-    def build_tree(self, node: yaml.Node) -> Tree:
+    def build_tree_of_yaml_node(self, yaml_node: yaml.Node) -> Tree:
         self.value_count += 1
-        if any(node is parent for parent in self.open_nodes):
-            raise self.error_at_node(node, "this anchor contains itself")
+        if any(yaml_node is parent for parent in self.open_nodes):
+            raise self.error_at_node(yaml_node, "this anchor contains itself")
         # A few aliases of aliases can expand to billions of values.
         if len(self.open_nodes) > _MAX_DEPTH or self.value_count > _MAX_VALUES:
             raise self.error_at_node(
-                node, "is nested too deeply, or expands too much, for a recipe"
+                yaml_node, "is nested too deeply, or expands too much, for a recipe"
             )
-        if isinstance(node, yaml.ScalarNode):
+        if isinstance(yaml_node, yaml.ScalarNode):
             return Tree(
-                self.node_location(node),
-                self.scalar_value(node),
-                node.value,
-                quoted=bool(node.style),
+                self.node_location(yaml_node),
+                self.scalar_value_or_refuse(yaml_node),
+                yaml_node.value,
+                quoted=bool(yaml_node.style),
             )
-        if node.tag not in (_LIBRARY + "map", _LIBRARY + "seq"):
-            raise self.unknown_tag_error(node)
-        self.open_nodes.append(node)
+        if yaml_node.tag not in (_LIBRARY + "map", _LIBRARY + "seq"):
+            raise self.unknown_tag_error(yaml_node)
+        self.open_nodes.append(yaml_node)
         try:
             return (
-                self.build_mapping(node)
-                if isinstance(node, yaml.MappingNode)
-                else self.build_list(node)
+                self.build_tree_of_yaml_mapping(yaml_node)
+                if isinstance(yaml_node, yaml.MappingNode)
+                else self.build_list(yaml_node)
             )
         finally:
             self.open_nodes.pop()
@@ -265,38 +276,38 @@ class _TreeBuilder:
 
     def build_list(self, node: yaml.Node) -> Tree:
         children: dict[Key, Tree] = {
-            i: self.build_tree(child) for i, child in enumerate(node.value)
+            i: self.build_tree_of_yaml_node(child) for i, child in enumerate(node.value)
         }
         return Tree(self.node_location(node), node_type="list", children=children)
 
-    def build_mapping(self, node: yaml.Node) -> Tree:
+    def build_tree_of_yaml_mapping(self, yaml_node: yaml.Node) -> Tree:
         children: dict[Key, Tree] = {}
-        merged_bases = Tree(self.node_location(node), node_type="mapping")
-        for key_node, value_node in node.value:
+        merged_bases = Tree(self.node_location(yaml_node), node_type="mapping")
+        for key_node, value_node in yaml_node.value:
             key = self.key_text(key_node)
             outer_path = self.key_path
             self.key_path = (*self.key_path, key)
-            value = self.build_tree(value_node)
+            value = self.build_tree_of_yaml_node(value_node)
             if key_node.tag == _LIBRARY + "merge":
-                merged_bases = self.merge_bases(merged_bases, value, value_node)
+                merged_bases = self.merge_yaml_anchors(merged_bases, value, value_node)
             else:
-                children[key] = self.report_repeated_key(
+                children[key] = self.add_problem_if_key_repeated(
                     children.get(key), value, self.node_location(key_node)
                 )
             self.key_path = outer_path
-        return merge_trees(merged_bases, replace(merged_bases, children=children))
+        return merge_trees_of_same_format(merged_bases, replace(merged_bases, children=children))
 
-    def merge_bases(self, merged_bases: Tree, value: Tree, node: yaml.Node) -> Tree:
+    def merge_yaml_anchors(self, merged_bases: Tree, value: Tree, node: yaml.Node) -> Tree:
         """Merge `<<: *base`, or a list of bases; of a list the first base has precedence."""
         # In reverse order, because a later merge overrides an earlier one.
         bases = [value] if value.node_type != "list" else list(value.children.values())[::-1]
         for base in bases:
             if base.node_type != "mapping":
                 raise self.error_at_node(node, "takes a mapping, as `<<: *anchor`")
-            merged_bases = merge_trees(merged_bases, base)
+            merged_bases = merge_trees_of_same_format(merged_bases, base)
         return merged_bases
 
-    def report_repeated_key(
+    def add_problem_if_key_repeated(
         self, earlier_value: Tree | None, value: Tree, key_location: SourceLocation
     ) -> Tree:
         """Return the value with the place of its key; add a problem if `earlier_value` has the same key."""
@@ -316,34 +327,34 @@ class _TreeBuilder:
             )
         return str(node.value)
 
-    def scalar_value(self, node: yaml.ScalarNode) -> Any:
-        text = node.value
-        tag = node.tag.replace(_LIBRARY, "")
+    def scalar_value_or_refuse(self, yaml_node: yaml.ScalarNode) -> Any:
+        text = yaml_node.value
+        tag = yaml_node.tag.replace(_LIBRARY, "")
         # A plain scalar; a quoted one is always text.
-        if not node.style and tag in ("int", "float", "str"):
+        if not yaml_node.style and tag in ("int", "float", "str"):
             if _SURPRISING.fullmatch(text):
                 return text
             if _FLOAT.fullmatch(text):
-                return self.refuse_non_finite(node, float(text.replace("_", "")))
+                return self.refuse_non_finite(yaml_node, float(text.replace("_", "")))
         if tag in _WORD_TAGS:
             return text
         if tag not in _SCALAR_TAGS:
-            raise self.unknown_tag_error(node)
+            raise self.unknown_tag_error(yaml_node)
         try:
-            value = self.loader.construct_object(node, deep=True)
+            value = self.loader.construct_object(yaml_node, deep=True)
             # It fails for half a surrogate pair, and for an integer of thousands of digits.
             f"{value}".encode()
         except (yaml.YAMLError, ValueError, LookupError, AttributeError):
             raise self.error_at_node(
-                node, f"cannot read {text[:80]!r}; quote it if it is text"
+                yaml_node, f"cannot read {text[:80]!r}; quote it if it is text"
             ) from None
         if isinstance(value, str) and "\0" in value:
             raise self.error_at_node(
-                node,
+                yaml_node,
                 "holds a null character, which file names and environment variables cannot "
                 "contain; remove it",
             )
-        return self.refuse_non_finite(node, value)
+        return self.refuse_non_finite(yaml_node, value)
 
     def refuse_non_finite(self, node: yaml.Node, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):

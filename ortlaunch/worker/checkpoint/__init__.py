@@ -7,26 +7,32 @@ size.
 
 from ortlaunch.worker.checkpoint.choose import (
     CompleteCheckpoint,
-    choose_start_checkpoint,
-    report_and_check_changes,
+    choose_start_checkpoint_or_none,
+    print_and_refuse_changed_training,
 )
-from ortlaunch.worker.checkpoint.manifest import newest_checkpoint, samples_seen
-from ortlaunch.worker.checkpoint.restore import load_checkpoint
+from ortlaunch.worker.checkpoint.manifest import (
+    newest_complete_checkpoint,
+    samples_trained_until_checkpoint,
+)
+from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state
 from ortlaunch.worker.checkpoint.saves import failed_save_count
 from ortlaunch.worker.checkpoint.saving import CheckpointSaver
-from ortlaunch.worker.checkpoint.transaction import save_checkpoint
-from ortlaunch.worker.checkpoint.verify import agreed_newest_checkpoint, ensure_newest_intact
+from ortlaunch.worker.checkpoint.transaction import write_checkpoint_of_step
+from ortlaunch.worker.checkpoint.verify import (
+    newest_checkpoint_seen_by_rank_0,
+    set_aside_damaged_until_newest_intact,
+)
 
 __all__ = [
     "CheckpointSaver",
     "CompleteCheckpoint",
-    "agreed_newest_checkpoint",
-    "choose_start_checkpoint",
-    "ensure_newest_intact",
+    "choose_start_checkpoint_or_none",
     "failed_save_count",
-    "load_checkpoint",
-    "newest_checkpoint",
-    "report_and_check_changes",
-    "samples_seen",
-    "save_checkpoint",
+    "load_checkpoint_and_return_loop_state",
+    "newest_checkpoint_seen_by_rank_0",
+    "newest_complete_checkpoint",
+    "print_and_refuse_changed_training",
+    "samples_trained_until_checkpoint",
+    "set_aside_damaged_until_newest_intact",
+    "write_checkpoint_of_step",
 ]

@@ -28,7 +28,7 @@ class BackgroundTask:
         """Return whether the task has ended, so that wait() returns at once."""
         return not self._thread.is_alive()
 
-    def wait_and_raise(self) -> None:
+    def wait_and_raise_its_error(self) -> None:
         """Wait until the task ends.
 
         Raises:

@@ -21,21 +21,23 @@ from ortlaunch.run_folder.folder import (
 # Errors that prove a file missing. Other read errors prove nothing about the file.
 
 
-def complete_checkpoint(run: RunDir, step: int, manifest: dict[str, object]) -> None:
+def rename_partial_and_write_complete_file(
+    run: RunDir, completed_steps: int, manifest: dict[str, object]
+) -> None:
     """Rename the folder and write its mark, in this order also on the disk."""
-    folder = run.checkpoint_folder(step)
-    partial = run.partial_checkpoint_folder(step)
+    folder = run.checkpoint_folder(completed_steps)
+    partial = run.partial_checkpoint_folder(completed_steps)
     write_json_atomically(partial / MANIFEST, manifest)
     # The names in a folder are flushed apart from the files' contents.
     for subfolder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-        _flush_folder(subfolder)
+        _flush_folder_entries_to_disk(subfolder)
     os.replace(partial, folder)
     write_text_atomically(folder / COMPLETE, f"{checksum_of_file(folder / MANIFEST)}\n")
-    _flush_folder(folder)
-    _flush_folder(run.checkpoints)
+    _flush_folder_entries_to_disk(folder)
+    _flush_folder_entries_to_disk(run.checkpoints)
 
 
-def _flush_folder(folder: Path) -> None:
+def _flush_folder_entries_to_disk(folder: Path) -> None:
     """Flush a folder's names to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     # Not all file systems support this.
@@ -44,12 +46,12 @@ def _flush_folder(folder: Path) -> None:
     os.close(handle)
 
 
-def mark_damage(folder: Path) -> str:
+def manifest_damage_or_empty(checkpoint_folder: Path) -> str:
     """Return what is wrong with the mark or the manifest, or ""."""
     try:
         # COMPLETE holds the manifest's checksum, so it also protects the manifest.
-        is_intact = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
-            checksum_of_file(folder / MANIFEST)
+        is_intact = (checkpoint_folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
+            checksum_of_file(checkpoint_folder / MANIFEST)
         )
     except (*ABSENT, ValueError) as error:
         return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"

@@ -12,26 +12,34 @@ from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
 
 
 def build_manifest(
-    step: int, sample_count: int, rank_count: int, files: dict[str, SizeAndChecksum]
+    completed_steps: int,
+    sample_count: int,
+    rank_count: int,
+    record_by_file_name: dict[str, SizeAndChecksum],
 ) -> dict[str, object]:
     """Return the manifest of a checkpoint.
 
     Args:
-        step: completed steps.
+        completed_steps: completed steps.
         sample_count: samples that these steps took.
         rank_count: number of ranks that wrote it.
-        files: size and checksum of each file, by its path in the folder.
+        record_by_file_name: size and checksum of each file, by its path in the folder.
     """
-    return {"step": step, "samples": sample_count, "ranks": rank_count, "files": files}
+    return {
+        "step": completed_steps,
+        "samples": sample_count,
+        "ranks": rank_count,
+        "files": record_by_file_name,
+    }
 
 
-def newest_checkpoint(run: RunDir) -> tuple[int, Path] | None:
+def newest_complete_checkpoint(run: RunDir) -> tuple[int, Path] | None:
     """Return (step, folder) of the newest checkpoint that was written completely."""
     checkpoints = run.complete_checkpoints()
     return checkpoints[-1] if checkpoints else None
 
 
-def samples_seen(folder: Path) -> int:
+def samples_trained_until_checkpoint(checkpoint_folder: Path) -> int:
     """Return how many samples the steps up to this checkpoint took, with any batch sizes."""
-    sample_count: int = read_own_json(folder / MANIFEST)["samples"]
+    sample_count: int = read_own_json(checkpoint_folder / MANIFEST)["samples"]
     return sample_count

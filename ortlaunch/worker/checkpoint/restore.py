@@ -18,36 +18,44 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import read_own_json
 from ortlaunch.units import count_with_noun
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, rank_file_name
-from ortlaunch.worker.checkpoint.tensor_file import TensorLocation, read_header, read_range
+from ortlaunch.worker.checkpoint.tensor_file import (
+    TensorLocation,
+    read_flat_elements,
+    read_tensor_locations_and_metadata,
+)
 from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
     NamedState,
     ParameterRange,
     counts_steps_by_group,
-    saved_buffers,
-    state_tensor_names,
-    trained_shapes,
+    optimizer_state_tensor_names,
+    persistent_buffers_by_name,
+    trained_parameter_shapes,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-class Shards:
+class CheckpointTensors:
     """A checkpoint's files, as one set of named tensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index = _read_index(folder)
+        self.index = _read_index_of_known_format(folder)
         self.pieces: dict[tuple[str, str], list[tuple[int, TensorLocation]]] = {}
         self.scalars_by_kind: dict[str, dict[str, float]] = {}
         self.buffers: list[dict[str, TensorLocation]] = []
         for rank in range(self.index["ranks"]):
-            self._add_rank_file(*read_header(folder / rank_file_name(rank)))
+            self._index_tensors_of_rank_file(
+                *read_tensor_locations_and_metadata(folder / rank_file_name(rank))
+            )
         for pieces in self.pieces.values():
             pieces.sort(key=lambda piece: piece[0])
 
-    def _add_rank_file(self, entries: dict[str, TensorLocation], metadata: dict[str, str]) -> None:
+    def _index_tensors_of_rank_file(
+        self, location_by_key: dict[str, TensorLocation], metadata: dict[str, str]
+    ) -> None:
         buffers = {}
-        for key, entry in entries.items():
+        for key, entry in location_by_key.items():
             # KIND:NAME@START; a name may contain ":" and "@" itself.
             (tensor_kind, _, name_and_start), (_, _, start) = (
                 key.partition(":"),
@@ -66,7 +74,9 @@ class Shards:
         """Return whether the checkpoint has a tensor of this kind for the parameter."""
         return (tensor_kind, parameter_name) in self.pieces
 
-    def read_part(self, tensor_kind: str, part: ParameterRange, target: torch.Tensor) -> None:
+    def read_part_into_flat_tensor(
+        self, tensor_kind: str, part: ParameterRange, flat_tensor: torch.Tensor
+    ) -> None:
         """Fill a flat tensor with the values of a part.
 
         Raises:
@@ -83,8 +93,8 @@ class Shards:
             if position >= end or not start <= position < start + entry.elements:
                 break
             count = min(end, start + entry.elements) - position
-            target[position - part.start :][:count].copy_(
-                read_range(entry, position - start, count)
+            flat_tensor[position - part.start :][:count].copy_(
+                read_flat_elements(entry, position - start, count)
             )
             position += count
         if position < end:
@@ -100,29 +110,31 @@ class Shards:
         """
         pieces = [entry for _, entry in self.pieces[tensor_kind, part.name]]
         if len(pieces) == 1:
-            return read_range(pieces[0], 0, pieces[0].elements).view(pieces[0].shape)
+            return read_flat_elements(pieces[0], 0, pieces[0].elements).view(pieces[0].shape)
         # A divided tensor has the parameter's shape.
         values = torch.empty(part.count, dtype=pieces[0].dtype)
-        self.read_part(tensor_kind, part, values)
+        self.read_part_into_flat_tensor(tensor_kind, part, values)
         return values.view(part.master.shape)
 
 
-def _read_index(folder: Path) -> Json:
+def _read_index_of_known_format(checkpoint_folder: Path) -> Json:
     try:
-        index: Json = dict(read_own_json(folder / INDEX))
+        index: Json = dict(read_own_json(checkpoint_folder / INDEX))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{folder / INDEX} is not an index of a checkpoint: {error}"
+            f"{checkpoint_folder / INDEX} is not an index of a checkpoint: {error}"
         ) from None
     if index.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} is of format {index.get('format')!r}, and this version reads {FORMAT!r}"
+            f"{checkpoint_folder} is of format {index.get('format')!r}, and this version reads {FORMAT!r}"
         )
     return index
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, named_state: NamedState, group: DistributedContext) -> Json:
+def load_checkpoint_and_return_loop_state(
+    checkpoint_folder: Path, named_state: NamedState, group: DistributedContext
+) -> Json:
     """Load weights, optimizer state, buffers and loss scale.
 
     Return the training loop's saved state (collective).
@@ -130,49 +142,51 @@ def load_checkpoint(folder: Path, named_state: NamedState, group: DistributedCon
     Raises:
         CheckpointError: of another model or format, incomplete, or not readable.
     """
-    shards = Shards(folder)
+    shards = CheckpointTensors(checkpoint_folder)
     _require_same_model(shards.index, named_state.shapes, named_state.buffers)
     for part in named_state.parts:
-        _fill_part(shards, WEIGHT, part, part.master)
-    notes = _load_optimizer(shards, named_state)
-    _load_buffers(
+        _read_part_into_parameter(shards, WEIGHT, part, part.master)
+    notes = _load_optimizer_state_and_notes(shards, named_state)
+    _copy_saved_values_into_buffers(
         # Each rank has saved its own buffers. If the world size changed, all load those of rank 0.
         shards.buffers[group.rank if len(shards.buffers) == group.size else 0],
         named_state.buffers,
     )
-    notes += _load_loss_scale(shards.index["loss_scale"], named_state)
+    notes += _load_loss_scale_and_notes(shards.index["loss_scale"], named_state)
     # The model's weights are copies of the master weights that were just loaded.
     named_state.refresh()
-    group.print_all(notes)
+    group.print_lines_of_all_ranks(notes)
     state: Json = shards.index["state"]
     return state
 
 
 @torch.no_grad()
-def load_trainable_weights(checkpoint_folder: Path, model: nn.Module) -> None:
+def load_trainable_weights_and_buffers(checkpoint_folder: Path, model: nn.Module) -> None:
     """Load only trainable weights and buffers, into a model that is not sharded.
 
     Raises:
         CheckpointError: as `load`.
     """
-    shards = Shards(checkpoint_folder)
-    buffers = saved_buffers(model)
-    _require_same_model(shards.index, trained_shapes(model), buffers)
+    shards = CheckpointTensors(checkpoint_folder)
+    buffers = persistent_buffers_by_name(model)
+    _require_same_model(shards.index, trained_parameter_shapes(model), buffers)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            _fill_part(
+            _read_part_into_parameter(
                 shards,
                 WEIGHT,
                 ParameterRange(name, 0, parameter.numel(), parameter, 0, {}),
                 parameter,
             )
-    _load_buffers(shards.buffers[0], buffers)
+    _copy_saved_values_into_buffers(shards.buffers[0], buffers)
 
 
 def _require_same_model(
-    index: Json, parameter_shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]
+    checkpoint_index: Json,
+    parameter_shapes: dict[str, tuple[int, ...]],
+    buffers: dict[str, torch.Tensor],
 ) -> None:
-    saved_shapes = {**index["weights"], **index["buffers"]}
+    saved_shapes = {**checkpoint_index["weights"], **checkpoint_index["buffers"]}
     model_shapes = {**parameter_shapes, **{name: value.shape for name, value in buffers.items()}}
     lost = sorted(model_shapes.keys() - saved_shapes)
     unknown = sorted(saved_shapes.keys() - model_shapes)
@@ -188,20 +202,26 @@ def _require_same_model(
             )
 
 
-def _fill_part(
-    shards: Shards, tensor_kind: str, part: ParameterRange, tensor: torch.Tensor
+def _read_part_into_parameter(
+    shards: CheckpointTensors, tensor_kind: str, part: ParameterRange, whole_tensor: torch.Tensor
 ) -> None:
-    """Fill the part's range of `tensor`, which has the shape of the master weights."""
-    if tensor.is_contiguous():
-        shards.read_part(tensor_kind, part, tensor.view(-1)[part.offset : part.offset + part.count])
+    """Fill the part's range of `whole_tensor`, which has the shape of the master weights."""
+    if whole_tensor.is_contiguous():
+        shards.read_part_into_flat_tensor(
+            tensor_kind, part, whole_tensor.view(-1)[part.offset : part.offset + part.count]
+        )
         return
     # Another memory layout, such as channels last: fill a copy in row-major order.
-    values = tensor.reshape(-1).clone()
-    shards.read_part(tensor_kind, part, values[part.offset : part.offset + part.count])
-    tensor.copy_(values.view(tensor.shape))
+    values = whole_tensor.reshape(-1).clone()
+    shards.read_part_into_flat_tensor(
+        tensor_kind, part, values[part.offset : part.offset + part.count]
+    )
+    whole_tensor.copy_(values.view(whole_tensor.shape))
 
 
-def _load_optimizer(shards: Shards, named_state: NamedState) -> list[str]:
+def _load_optimizer_state_and_notes(
+    shards: CheckpointTensors, named_state: NamedState
+) -> list[str]:
     """Load the optimizer state of each master tensor. Return notes to print."""
     by_master: dict[int, list[ParameterRange]] = {}
     for part in named_state.parts:
@@ -212,13 +232,13 @@ def _load_optimizer(shards: Shards, named_state: NamedState) -> list[str]:
     ):
         group.update(step=0) if "step" in group else None
     for parts in by_master.values():
-        _load_master_state(shards, parts, named_state.optimizer)
+        _load_optimizer_state_of_master(shards, parts, named_state.optimizer)
     new_names = [
         part.name
         for parts in by_master.values()
         for part in parts
         if part.name in saved
-        and state_tensor_names(part.group)
+        and optimizer_state_tensor_names(part.group)
         and part.master not in named_state.optimizer.state
     ]
     if not new_names:
@@ -235,8 +255,8 @@ def _load_optimizer(shards: Shards, named_state: NamedState) -> list[str]:
     ]
 
 
-def _load_master_state(
-    shards: Shards, parts: list[ParameterRange], optimizer: torch.optim.Optimizer
+def _load_optimizer_state_of_master(
+    shards: CheckpointTensors, parts: list[ParameterRange], optimizer: torch.optim.Optimizer
 ) -> None:
     master = parts[0].master
     group = parts[0].group
@@ -245,7 +265,7 @@ def _load_master_state(
     old_state = optimizer.state.pop(master, {})
     has_own_shapes = STATE_TENSORS in group
     state: Json = {}
-    for tensor_kind in state_tensor_names(group):
+    for tensor_kind in optimizer_state_tensor_names(group):
         if has_own_shapes:
             if shards.has_tensor(tensor_kind, parts[0].name):
                 state[tensor_kind] = shards.read_whole_tensor(tensor_kind, parts[0]).to(
@@ -254,9 +274,9 @@ def _load_master_state(
             continue
         saved_parts = [part for part in parts if shards.has_tensor(tensor_kind, part.name)]
         if saved_parts:
-            state[tensor_kind] = _zeros_like_master(old_state.get(tensor_kind), master)
+            state[tensor_kind] = _zeroed_state_tensor(old_state.get(tensor_kind), master)
         for part in saved_parts:
-            _fill_part(shards, tensor_kind, part, state[tensor_kind])
+            _read_part_into_parameter(shards, tensor_kind, part, state[tensor_kind])
     steps = [
         step
         for part in parts
@@ -275,7 +295,7 @@ def _load_master_state(
         optimizer.state[master] = state
 
 
-def _zeros_like_master(old_tensor: object, master: torch.Tensor) -> torch.Tensor:
+def _zeroed_state_tensor(old_tensor: object, master: torch.Tensor) -> torch.Tensor:
     """Return zeros shaped as the master weights. The old state tensor is reused if it fits."""
     if isinstance(old_tensor, torch.Tensor) and (old_tensor.shape, old_tensor.dtype) == (
         master.shape,
@@ -285,16 +305,18 @@ def _zeros_like_master(old_tensor: object, master: torch.Tensor) -> torch.Tensor
     return torch.zeros_like(master)
 
 
-def _load_buffers(
+def _copy_saved_values_into_buffers(
     saved_entries: dict[str, TensorLocation], buffers: dict[str, torch.Tensor]
 ) -> None:
     """Copy each buffer's saved values into it."""
     for name, value in buffers.items():
         entry = saved_entries[name]
-        value.copy_(read_range(entry, 0, entry.elements).view(value.shape))
+        value.copy_(read_flat_elements(entry, 0, entry.elements).view(value.shape))
 
 
-def _load_loss_scale(saved_scale: dict[str, float] | None, named_state: NamedState) -> list[str]:
+def _load_loss_scale_and_notes(
+    saved_scale: dict[str, float] | None, named_state: NamedState
+) -> list[str]:
     if named_state.loss_scale is None or saved_scale is None:
         return []
     current_scale = named_state.loss_scale.read()

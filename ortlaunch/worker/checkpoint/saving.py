@@ -18,15 +18,15 @@ from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
-from ortlaunch.run_folder.held import is_checkpoint_held
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.held import is_checkpoint_locked_by_reader
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.records import SaveLine
 from ortlaunch.worker.checkpoint import saves
 from ortlaunch.worker.checkpoint.background import BackgroundTask
 from ortlaunch.worker.checkpoint.transaction import (
-    save_checkpoint,
-    take_agreed_snapshot,
-    write_snapshot,
+    take_snapshot_on_all_ranks,
+    write_checkpoint_of_step,
+    write_snapshot_as_checkpoint,
 )
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.agreement import RankAgreement
@@ -57,7 +57,9 @@ class CheckpointSaver:
         self.group = group
         self.stepper = stepper
         self.made_by = (
-            {**origin.origin_of_run(run, recipe), **identity} if run.plan.exists() else {}
+            {**origin.read_origin_of_started_run(run, recipe), **identity}
+            if run.plan.exists()
+            else {}
         )
         self.policy = recipe.checkpoint
         # Becomes an earlier step when train.stop_after ends the training.
@@ -88,24 +90,26 @@ class CheckpointSaver:
         self.background_save: tuple[int, float, BackgroundTask] | None = None
         self.is_requested_by_clock = False
         if group.rank == 0:
-            self._record_unrecorded_saves()
+            self._append_and_print_missing_save_lines()
 
-    def _record_unrecorded_saves(self) -> None:
+    def _append_and_print_missing_save_lines(self) -> None:
         """Report checkpoints whose writer died before it added their line to saves.jsonl."""
-        for step in saves.unrecorded_steps(self.run):
-            saves.append_save_line(self.run, SaveLine(step, None))
+        for step in saves.checkpoint_steps_without_save_line(self.run):
+            saves.append_save_line_unless_disk_full(self.run, SaveLine(step, None))
             print(
                 f"the checkpoint of step {step} is complete; an earlier start could not record "
                 "that",
                 flush=True,
             )
 
-    def is_due(self, step: int) -> bool:
+    def is_checkpoint_due_after(self, completed_steps: int) -> bool:
         """Return whether a checkpoint is due after this step; the last step's always is."""
-        by_steps = self.policy.every_steps is not None and step % self.policy.every_steps == 0
-        return step == self.last_step or by_steps or self.completes_pass(step)
+        by_steps = (
+            self.policy.every_steps is not None and completed_steps % self.policy.every_steps == 0
+        )
+        return completed_steps == self.last_step or by_steps or self.completes_pass(completed_steps)
 
-    def request_save_when_due(self, rank_agreement: RankAgreement) -> None:
+    def request_save_by_clock_on_rank_0(self, rank_agreement: RankAgreement) -> None:
         """Request a save from all ranks, on rank 0, when checkpoint.every_minutes have passed."""
         minutes = self.policy.every_minutes
         if (
@@ -117,10 +121,13 @@ class CheckpointSaver:
             self.is_requested_by_clock = True
         # A background save that has ended is recorded soon, not only at the next save.
         if self.background_save is not None and self.background_save[2].has_ended():
-            self.wait_for_save()
+            self.wait_for_background_save()
 
-    def save_or_start_saving(
-        self, step: int, loop_state: Json, rank_request: RankRequest = RankRequest.NOTHING
+    def save_or_start_background_save(
+        self,
+        completed_steps: int,
+        loop_state: Json,
+        rank_request: RankRequest = RankRequest.NOTHING,
     ) -> None:
         """Write a checkpoint, or start to (collective).
 
@@ -132,24 +139,30 @@ class CheckpointSaver:
         """
         self.before_save()
         # One save at a time.
-        self.wait_for_save()
+        self.wait_for_background_save()
         began = time.perf_counter()
         self.next_best = loop_state.get("best", {}).get(KEEP, {}).get("step")
         try:
-            if self._may_run_in_background(step, rank_request):
-                self._start_background_save(step, loop_state, began)
+            if self._may_save_in_background(completed_steps, rank_request):
+                self._start_background_save(completed_steps, loop_state, began)
             else:
-                save_checkpoint(self.run, self.made_by, self.group, self.stepper, step, loop_state)
-                self._handle_saved(step, time.perf_counter() - began)
+                write_checkpoint_of_step(
+                    self.run, self.made_by, self.group, self.stepper, completed_steps, loop_state
+                )
+                self._record_and_announce_completed_save(
+                    completed_steps, time.perf_counter() - began
+                )
         except CheckpointError as error:
-            self._handle_failed_save(step, time.perf_counter() - began, error)
+            self._record_and_raise_or_print_failure(
+                completed_steps, time.perf_counter() - began, error
+            )
         finally:
             self.last_save_time = time.monotonic()
             self.is_requested_by_clock = False
 
-    def _may_run_in_background(self, step: int, rank_request: RankRequest) -> bool:
+    def _may_save_in_background(self, completed_steps: int, rank_request: RankRequest) -> bool:
         """Return whether training may continue before this checkpoint is complete (collective)."""
-        if self.background_group is None or rank_request.stops or step == self.last_step:
+        if self.background_group is None or rank_request.stops or completed_steps == self.last_step:
             return False
         # Only rank 0 has a clock; a user's request waits for a complete checkpoint.
         is_requested_by_clock = self.is_requested_by_clock and not self.run.save_request.exists()
@@ -157,20 +170,32 @@ class CheckpointSaver:
             self.group.gather_numbers([is_requested_by_clock])[0][0]
         )
 
-    def _start_background_save(self, step: int, loop_state: Json, start_time: float) -> None:
+    def _start_background_save(
+        self, completed_steps: int, loop_state: Json, start_time: float
+    ) -> None:
         background_group = self.background_group
         samples = loop_state["samples"]
         assert background_group is not None
         # Training changes the tensors while the thread writes, so it needs copies.
-        step_snapshot = take_agreed_snapshot(
-            self.run, self.group, self.stepper, step, loop_state, copies_to_host=True
+        step_snapshot = take_snapshot_on_all_ranks(
+            self.run, self.group, self.stepper, completed_steps, loop_state, copies_to_host=True
         )
         work = functools.partial(
-            write_snapshot, self.run, self.made_by, background_group, step_snapshot, step, samples
+            write_snapshot_as_checkpoint,
+            self.run,
+            self.made_by,
+            background_group,
+            step_snapshot,
+            completed_steps,
+            samples,
         )
-        self.background_save = step, time.perf_counter() - start_time, BackgroundTask(work)
+        self.background_save = (
+            completed_steps,
+            time.perf_counter() - start_time,
+            BackgroundTask(work),
+        )
 
-    def wait_for_save(self) -> None:
+    def wait_for_background_save(self) -> None:
         """Wait for the save that is in progress, if any.
 
         Raises:
@@ -181,51 +206,59 @@ class CheckpointSaver:
         (step, waited_seconds, background_task), self.background_save = self.background_save, None
         began = time.perf_counter()
         try:
-            background_task.wait_and_raise()
+            background_task.wait_and_raise_its_error()
         except CheckpointError as error:
-            self._handle_failed_save(step, waited_seconds + time.perf_counter() - began, error)
+            self._record_and_raise_or_print_failure(
+                step, waited_seconds + time.perf_counter() - began, error
+            )
         else:
-            self._handle_saved(step, waited_seconds + time.perf_counter() - began)
+            self._record_and_announce_completed_save(
+                step, waited_seconds + time.perf_counter() - began
+            )
 
-    def _handle_saved(self, step: int, waited_seconds: float) -> None:
-        self._record_save(step, waited_seconds, None)
-        self._handle_completed(step)
+    def _record_and_announce_completed_save(self, step: int, waited_seconds: float) -> None:
+        self._append_save_line_on_rank_0(step, waited_seconds, None)
+        self._notify_and_remove_former_best(step)
 
-    def _handle_failed_save(
-        self, step: int, waited_seconds: float, save_error: CheckpointError
+    def _record_and_raise_or_print_failure(
+        self, completed_steps: int, waited_seconds: float, save_error: CheckpointError
     ) -> None:
-        self._record_save(step, waited_seconds, str(save_error))
-        is_last_step = step == self.last_step
+        self._append_save_line_on_rank_0(completed_steps, waited_seconds, str(save_error))
+        is_last_step = completed_steps == self.last_step
         if self.policy.on_failure == "stop":
             raise CheckpointError(f"{save_error}\n{_NO_EXPORT}") if is_last_step else save_error
         if is_last_step:
             raise LastSaveError(str(save_error))
-        self.group.print_once(
+        self.group.print_on_rank_0(
             f"NOT SAVED: {save_error}; training continues (checkpoint.on_failure: continue)"
         )
 
-    def is_request_answered(self, rank_request: RankRequest) -> bool:
+    def does_save_answer_request(self, rank_request: RankRequest) -> bool:
         """Return whether this save answers its request: it is complete, or by the clock alone."""
         return bool(rank_request) or self.background_save is None
 
-    def finish_and_remove_old(self) -> None:
+    def wait_for_save_and_remove_old(self) -> None:
         """Wait for a save in progress, and remove checkpoints that need not stay."""
-        self.wait_for_save()
-        self.remove_old_checkpoints()
+        self.wait_for_background_save()
+        self.remove_old_checkpoints_on_rank_0()
         self.group.barrier()
 
-    def _record_save(self, step: int, waited_seconds: float, error_text: str | None) -> None:
+    def _append_save_line_on_rank_0(
+        self, step: int, waited_seconds: float, error_text: str | None
+    ) -> None:
         if self.group.rank == 0:
-            saves.append_save_line(self.run, SaveLine(step, round(waited_seconds, 3), error_text))
+            saves.append_save_line_unless_disk_full(
+                self.run, SaveLine(step, round(waited_seconds, 3), error_text)
+            )
 
-    def _handle_completed(self, step: int) -> None:
+    def _notify_and_remove_former_best(self, step: int) -> None:
         self.on_completed(step)
         # The former best is pruned only now, not while its successor was being written.
         if step == self.next_best:
             self.best_step = step
-        self.remove_old_checkpoints()
+        self.remove_old_checkpoints_on_rank_0()
 
-    def remove_old_checkpoints(self) -> None:
+    def remove_old_checkpoints_on_rank_0(self) -> None:
         """Remove checkpoints that need not stay."""
         if self.group.rank == 0:
             remove_old_checkpoints_and_exports(
@@ -237,41 +270,48 @@ class CheckpointSaver:
 
 
 def remove_old_checkpoints_and_exports(
-    run: RunDir, keep_newest: int | None, keep_every: int | None, needed_steps: tuple[int, ...] = ()
+    run: RunDir,
+    keep_newest: int | None,
+    keep_every_steps: int | None,
+    needed_steps: tuple[int, ...] = (),
 ) -> None:
-    """Remove checkpoints that neither `checkpoint.keep` nor `keep_every` keeps and nobody needs."""
+    """Remove checkpoints that neither `checkpoint.keep` nor `keep_every_steps` keeps and nobody needs."""
     if keep_newest is None:
         return
     checkpoints = run.complete_checkpoints()
     spared_steps = {
         *needed_steps,
-        *(_permanent_steps([step for step, _ in checkpoints], keep_every) if keep_every else ()),
+        *(
+            _steps_kept_by_keep_every([step for step, _ in checkpoints], keep_every_steps)
+            if keep_every_steps
+            else ()
+        ),
     }
     for step, folder in checkpoints[:-keep_newest]:
-        if step not in spared_steps and not is_checkpoint_held(folder):
+        if step not in spared_steps and not is_checkpoint_locked_by_reader(folder):
             with contextlib.suppress(FileNotFoundError):
                 # First, so that nobody loads the checkpoint during its removal.
                 (folder / COMPLETE).unlink()
             shutil.rmtree(folder, ignore_errors=True)
             # An incomplete one is of a killed run: a command that writes one holds the checkpoint.
             partial = run.export_folder(step, "huggingface").parent.glob(f"{folder.name}*.partial")
-            for export in (*automatic_exports(run, step), *partial):
+            for export in (*automatic_export_folders(run, step), *partial):
                 shutil.rmtree(export, ignore_errors=True)
 
 
-def automatic_exports(run: RunDir, step: int) -> list[Path]:
+def automatic_export_folders(run: RunDir, checkpoint_step: int) -> list[Path]:
     """Return the folders of a checkpoint's exports that `checkpoint.export` requested."""
     # The newest line of a folder counts: a user may have written another export there since. Only
     # its name is compared, because a run folder may have been moved.
     is_automatic_by_folder = {}
-    for line in read_json_lines(run.exports, "step", "format", "folder").values:
-        folder = run.export_folder(step, line["format"])
-        if line["step"] == step and Path(line["folder"]).name == folder.name:
+    for line in read_json_lines_with_keys(run.exports, "step", "format", "folder").values:
+        folder = run.export_folder(checkpoint_step, line["format"])
+        if line["step"] == checkpoint_step and Path(line["folder"]).name == folder.name:
             is_automatic_by_folder[folder] = line.get("automatic") and not line.get("error")
     return [folder for folder, is_automatic in is_automatic_by_folder.items() if is_automatic]
 
 
-def _permanent_steps(steps: list[int], keep_every: int) -> Iterator[int]:
+def _steps_kept_by_keep_every(steps: list[int], keep_every: int) -> Iterator[int]:
     """Yield the first step at or after each multiple: saves by the clock rarely meet a multiple."""
     kept_multiples = {0}
     for step in steps:

@@ -24,13 +24,13 @@ from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.file_sums import SizeAndChecksum
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.worker.checkpoint.tensor_file import write_tensors
+from ortlaunch.worker.checkpoint.tensor_file import write_safetensors_and_checksum
 from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
     NamedState,
     ParameterRange,
     counts_steps_by_group,
-    state_tensor_names,
+    optimizer_state_tensor_names,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -48,7 +48,7 @@ def rank_file_name(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RankSnapshot:
     """One rank's share of a checkpoint; its tensors are those of training, or copies of them."""
 
     rank: int
@@ -57,7 +57,7 @@ class Snapshot:
     scalars_by_kind: dict[str, dict[str, float]]
     """Values such as `step`, by kind and parameter."""
 
-    def copy_to_host(self) -> Snapshot:
+    def copy_to_host(self) -> RankSnapshot:
         """Return a copy in host memory, which training does not change."""
         copies = [
             (key, shape, torch.empty_like(flat, device="cpu").copy_(flat))
@@ -65,43 +65,45 @@ class Snapshot:
         ]
         return replace(self, tensors=copies)
 
-    def write_files(self, folder: Path) -> dict[str, SizeAndChecksum]:
+    def write_rank_file_and_index(self, checkpoint_folder: Path) -> dict[str, SizeAndChecksum]:
         """Write this rank's file, and on rank 0 the index; return the file with its checksum."""
         name = rank_file_name(self.rank)
         if self.rank == 0:
-            write_json_atomically(folder / INDEX, self.index)
+            write_json_atomically(checkpoint_folder / INDEX, self.index)
         return {
-            name: write_tensors(
-                folder / name, self.tensors, {"numbers": json.dumps(self.scalars_by_kind)}
+            name: write_safetensors_and_checksum(
+                checkpoint_folder / name,
+                self.tensors,
+                {"numbers": json.dumps(self.scalars_by_kind)},
             )
         }
 
 
-def rank_snapshot(
+def snapshot_of_this_rank(
     named_state: NamedState, loop_state: dict[str, object], group: DistributedContext
-) -> Snapshot:
+) -> RankSnapshot:
     """Return this rank's share of the state; `loop_state` is the training loop's.
 
     Raises:
         CheckpointError: the optimizer or the model keeps a value that a checkpoint cannot hold.
     """
     parts = (
-        _share_of_replicated(named_state.parts, group.rank, group.size)
+        _ranges_of_rank_in_replicated_parts(named_state.parts, group.rank, group.size)
         if named_state.replicated
         else named_state.parts
     )
-    tensors: list[SnapshotEntry] = [*_buffer_entries(named_state)]
+    tensors: list[SnapshotEntry] = [*_flat_buffer_entries(named_state)]
     scalars_by_kind: dict[str, dict[str, float]] = {}
     for part in parts:
-        tensors.append(_tensor_entry(WEIGHT, part, part.master, named_state))
+        tensors.append(_flat_entry_of_part(WEIGHT, part, part.master, named_state))
         # A scalar parameter has the shape of its `step`.
-        for tensor_kind, value in _optimizer_state_of_part(part, named_state.optimizer):
+        for tensor_kind, value in _named_optimizer_values_of_part(part, named_state.optimizer):
             if (
                 isinstance(value, torch.Tensor)
                 and value.shape == part.master.shape
                 and tensor_kind != "step"
             ):
-                tensors.append(_tensor_entry(tensor_kind, part, value, named_state))
+                tensors.append(_flat_entry_of_part(tensor_kind, part, value, named_state))
             # A tensor with a shape of its own is not divided.
             elif tensor_kind in part.group.get(STATE_TENSORS, ()) and isinstance(
                 value, torch.Tensor
@@ -110,15 +112,18 @@ def rank_snapshot(
                     flat_value = value.detach().reshape(-1)
                     tensors.append((f"{tensor_kind}:{part.name}@0", tuple(value.shape), flat_value))
             else:
-                scalars_by_kind.setdefault(tensor_kind, {})[part.name] = _scalar_value(
+                scalars_by_kind.setdefault(tensor_kind, {})[part.name] = _require_scalar_value(
                     tensor_kind, part, value
                 )
-    return Snapshot(
-        group.rank, _index_record(named_state, loop_state, group.size), tensors, scalars_by_kind
+    return RankSnapshot(
+        group.rank,
+        _checkpoint_index_record(named_state, loop_state, group.size),
+        tensors,
+        scalars_by_kind,
     )
 
 
-def _index_record(
+def _checkpoint_index_record(
     named_state: NamedState, loop_state: dict[str, object], rank_count: int
 ) -> dict[str, object]:
     return {
@@ -133,7 +138,7 @@ def _index_record(
                 {
                     tensor_kind
                     for group in named_state.optimizer.param_groups
-                    for tensor_kind in state_tensor_names(group)
+                    for tensor_kind in optimizer_state_tensor_names(group)
                 }
             ),
         },
@@ -141,7 +146,7 @@ def _index_record(
     }
 
 
-def _share_of_replicated(
+def _ranges_of_rank_in_replicated_parts(
     parts: list[ParameterRange], rank: int, rank_count: int
 ) -> list[ParameterRange]:
     """Return this rank's equal share of replicated parts: a range of all elements in a row."""
@@ -163,7 +168,7 @@ def _share_of_replicated(
     return shared_ranges
 
 
-def _tensor_entry(
+def _flat_entry_of_part(
     tensor_kind: str, part: ParameterRange, tensor: torch.Tensor, named_state: NamedState
 ) -> SnapshotEntry:
     parameter_shape = named_state.shapes[part.name]
@@ -173,7 +178,7 @@ def _tensor_entry(
     return f"{tensor_kind}:{part.name}@{part.start}", shape, flat
 
 
-def _buffer_entries(named_state: NamedState) -> Iterator[SnapshotEntry]:
+def _flat_buffer_entries(named_state: NamedState) -> Iterator[SnapshotEntry]:
     """Yield this rank's buffers: statistics of its own data, if training does not average them."""
     for name, value in named_state.buffers.items():
         if not isinstance(value, torch.Tensor):
@@ -183,7 +188,7 @@ def _buffer_entries(named_state: NamedState) -> Iterator[SnapshotEntry]:
         yield f"{BUFFER}:{name}@0", tuple(value.shape), value.detach().reshape(-1)
 
 
-def _optimizer_state_of_part(
+def _named_optimizer_values_of_part(
     part: ParameterRange, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, object]]:
     """Yield the optimizer's state of a part, by the optimizer's names."""
@@ -198,9 +203,9 @@ def _optimizer_state_of_part(
     yield from present_state.items()
 
 
-def _scalar_value(tensor_kind: str, part: ParameterRange, value: Any) -> float:
+def _require_scalar_value(tensor_kind: str, part: ParameterRange, state_value: Any) -> float:
     try:
-        return float(value)
+        return float(state_value)
     except (TypeError, ValueError, RuntimeError):
         raise CheckpointError(
             f"the optimizer's {tensor_kind} of {part.name} is neither a scalar nor of its shape"

@@ -51,8 +51,10 @@ class TensorLocation(NamedTuple):
         return math.prod(self.shape)
 
 
-def write_tensors(
-    path: Path, tensors: Sequence[tuple[str, Sequence[int], torch.Tensor]], metadata: dict[str, str]
+def write_safetensors_and_checksum(
+    file_path: Path,
+    keys_shapes_and_flat_tensors: Sequence[tuple[str, Sequence[int], torch.Tensor]],
+    metadata: dict[str, str],
 ) -> SizeAndChecksum:
     """Write (key, shape, flat tensor) in this order, and flush them to the disk.
 
@@ -62,11 +64,11 @@ def write_tensors(
     header = {"__metadata__": metadata} if metadata else {}
     end = 0
     tensor_records: dict[str, object] = dict(header)
-    for key, shape, tensor in tensors:
+    for key, shape, tensor in keys_shapes_and_flat_tensors:
         begin = end
         end = end + tensor.numel() * tensor.element_size()
         tensor_records[key] = {
-            "dtype": _format_dtype_name(key, tensor.dtype),
+            "dtype": _safetensors_dtype_name(key, tensor.dtype),
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
@@ -75,10 +77,12 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     header_bytes = struct.pack("<Q", len(text)) + text
     size = 8 + len(text) + end
-    with open(path, "wb") as file:
+    with open(file_path, "wb") as file:
         # Summed from memory, so that a later check detects faults of the disk.
         checksum = checksum_of_blocks(
-            _write_and_yield_blocks(file, header_bytes, [tensor for _, _, tensor in tensors])
+            _write_and_yield_blocks(
+                file, header_bytes, [tensor for _, _, tensor in keys_shapes_and_flat_tensors]
+            )
         )
         file.flush()
         os.fsync(file.fileno())
@@ -86,13 +90,13 @@ def write_tensors(
 
 
 def _write_and_yield_blocks(
-    file: IO[bytes], header_bytes: bytes, tensors: Iterable[torch.Tensor]
+    file: IO[bytes], header_bytes: bytes, flat_tensors: Iterable[torch.Tensor]
 ) -> Iterator[bytes | memoryview]:
     """Write the header and the flat tensors, and yield each block after it is written."""
     file.write(header_bytes)
     yield header_bytes
     unflushed_bytes = 0
-    for tensor in tensors:
+    for tensor in flat_tensors:
         for block in _byte_blocks(tensor):
             file.write(block)
             # Let the disk start to write, while this block is summed and the next one is copied.
@@ -105,7 +109,7 @@ def _write_and_yield_blocks(
                 unflushed_bytes = 0
 
 
-def require_storable(named_values: Iterable[tuple[str, object]]) -> None:
+def require_storable_in_checkpoint(named_values: Iterable[tuple[str, object]]) -> None:
     """Refuse values that no checkpoint can store.
 
     Raises:
@@ -121,28 +125,30 @@ def require_storable(named_values: Iterable[tuple[str, object]]) -> None:
             )
 
 
-def _format_dtype_name(key: str, dtype: torch.dtype) -> str:
+def _safetensors_dtype_name(key: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPES:
         raise CheckpointError(f"{key} is of {dtype}, which a checkpoint cannot store")
     return _DTYPES[dtype]
 
 
-def _byte_blocks(tensor: torch.Tensor) -> Iterable[memoryview]:
+def _byte_blocks(flat_tensor: torch.Tensor) -> Iterable[memoryview]:
     """Yield the bytes of a flat tensor, block by block."""
-    if not tensor.numel():
+    if not flat_tensor.numel():
         return
-    for piece in tensor.detach().split(_BLOCK_BYTES // tensor.element_size()):
+    for piece in flat_tensor.detach().split(_BLOCK_BYTES // flat_tensor.element_size()):
         yield memoryview(piece.cpu().contiguous().view(torch.uint8).numpy())
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+def read_tensor_locations_and_metadata(
+    file_path: Path,
+) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     """Return (tensors by key, metadata) of a file.
 
     Raises:
         CheckpointError: it is no safetensors file.
     """
     try:
-        with open(path, "rb") as file:
+        with open(file_path, "rb") as file:
             # The format: 8 bytes of length (little endian), the header as JSON, then the data.
             size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0]
@@ -151,18 +157,19 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
             raise ValueError("the header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         return {
-            key: _checked_location(path, 8 + length, size, entry) for key, entry in header.items()
+            key: _tensor_location_within_file(file_path, 8 + length, size, entry)
+            for key, entry in header.items()
         }, metadata
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CheckpointError(
-            f"{path} is not a safetensors file, the only supported format: {error}"
+            f"{file_path} is not a safetensors file, the only supported format: {error}"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{file_path} cannot be read: {error.strerror}") from None
 
 
-def _checked_location(
-    path: Path, data_offset: int, file_size: int, tensor_record: Json
+def _tensor_location_within_file(
+    file_path: Path, data_offset: int, file_size: int, tensor_record: Json
 ) -> TensorLocation:
     begin, end = tensor_record["data_offsets"]
     dtype = _DTYPE_BY_NAME[tensor_record["dtype"]]
@@ -172,24 +179,26 @@ def _checked_location(
         or end - begin != math.prod(shape) * dtype.itemsize
     ):
         raise ValueError(f"a tensor {shape} at {begin} to {end} of {file_size - data_offset} bytes")
-    return TensorLocation(path, dtype, data_offset + begin, shape)
+    return TensorLocation(file_path, dtype, data_offset + begin, shape)
 
 
-def read_range(location: TensorLocation, first_element: int, element_count: int) -> torch.Tensor:
+def read_flat_elements(
+    location: TensorLocation, first_element: int, element_count: int
+) -> torch.Tensor:
     """Return some elements of a tensor, flat, on the CPU."""
     values = torch.empty(element_count, dtype=location.dtype)
     if element_count:
         with open(location.path, "rb", buffering=0) as file:
             file.seek(location.begin + first_element * location.dtype.itemsize)
-            _read_exactly(file, values.view(torch.uint8).numpy().data, location.path)
+            _read_until_target_is_full(file, values.view(torch.uint8).numpy().data, location.path)
     return values
 
 
-def _read_exactly(file: Any, target: memoryview, path: Path) -> None:
+def _read_until_target_is_full(file: Any, target: memoryview, file_path: Path) -> None:
     bytes_read = 0
     while bytes_read < len(target):
         # One call may read less than requested.
         read_count = file.readinto(target[bytes_read:])
         if not read_count:
-            raise CheckpointError(f"{path} ends too early")
+            raise CheckpointError(f"{file_path} ends too early")
         bytes_read += read_count

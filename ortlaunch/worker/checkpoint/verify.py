@@ -8,17 +8,17 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run_folder.file_sums import difference_from_record
+from ortlaunch.run_folder.file_sums import file_difference_text_or_empty
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
-from ortlaunch.worker.checkpoint.complete import mark_damage
-from ortlaunch.worker.checkpoint.manifest import newest_checkpoint
+from ortlaunch.worker.checkpoint.complete import manifest_damage_or_empty
+from ortlaunch.worker.checkpoint.manifest import newest_complete_checkpoint
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Set aside as step_N.broken, step_N.broken1 and so on.
 _BROKEN_NAME = re.compile(r"step_(\d+)\.broken\d*")
 
 
-def ensure_newest_intact(run: RunDir, group: DistributedContext) -> None:
+def set_aside_damaged_until_newest_intact(run: RunDir, group: DistributedContext) -> None:
     """Verify the newest checkpoint, and older ones until one is undamaged (collective).
 
     A damaged one is renamed to step_N.broken, so that nobody loads it. Before the run gives up,
@@ -30,19 +30,19 @@ def ensure_newest_intact(run: RunDir, group: DistributedContext) -> None:
             one could not be read.
     """
     lines = []
-    while newest_complete := agreed_newest_checkpoint(run, group):
+    while newest_complete := newest_checkpoint_seen_by_rank_0(run, group):
         folder = newest_complete[1]
-        damage_text = checkpoint_damage(folder, group)
+        damage_text = gather_checkpoint_damage_or_empty(folder, group)
         if not damage_text:
             return
         lines.append(f"{folder} is damaged: {damage_text}")
         if group.rank == 0:
-            broken_folder = _free_broken_path(folder)
+            broken_folder = _unused_broken_path(folder)
             os.replace(folder, broken_folder)
             print(f"{lines[-1]}; set aside as {broken_folder.name}", flush=True)
         # No rank lists the folder before it is renamed.
         group.barrier()
-    if _put_back_newest_intact(run, group):
+    if _rename_back_newest_intact(run, group):
         return
     # Also those of earlier starts.
     if broken_names := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):
@@ -52,17 +52,19 @@ def ensure_newest_intact(run: RunDir, group: DistributedContext) -> None:
         )  # fmt: skip
 
 
-def agreed_newest_checkpoint(run: RunDir, group: DistributedContext) -> tuple[int, Path] | None:
+def newest_checkpoint_seen_by_rank_0(
+    run: RunDir, group: DistributedContext
+) -> tuple[int, Path] | None:
     """Return (step, folder) of the newest checkpoint that rank 0 sees (collective).
 
     Rank 0 decides, because other hosts may see it later on a shared disk.
     """
-    rank_newest = newest_checkpoint(run)
+    rank_newest = newest_complete_checkpoint(run)
     step, name = group.gather((rank_newest[0], rank_newest[1].name) if rank_newest else (0, ""))[0]
     return (step, run.checkpoints / name) if name else None
 
 
-def _put_back_newest_intact(run: RunDir, group: DistributedContext) -> bool:
+def _rename_back_newest_intact(run: RunDir, group: DistributedContext) -> bool:
     """Rename the newest undamaged checkpoint among those set aside (collective).
 
     Returns:
@@ -80,7 +82,7 @@ def _put_back_newest_intact(run: RunDir, group: DistributedContext) -> bool:
     for name in reversed(group.gather(names)[0]):
         broken_folder = run.checkpoints / name
         folder = run.checkpoints / name.partition(".")[0]
-        if checkpoint_damage(broken_folder, group):
+        if gather_checkpoint_damage_or_empty(broken_folder, group):
             continue
         if group.rank == 0:
             os.replace(broken_folder, folder)
@@ -93,7 +95,7 @@ def _put_back_newest_intact(run: RunDir, group: DistributedContext) -> bool:
     return False
 
 
-def checkpoint_damage(folder: Path, group: DistributedContext) -> str:
+def gather_checkpoint_damage_or_empty(checkpoint_folder: Path, group: DistributedContext) -> str:
     """Return the differences from the manifest, or ""; each rank reads a share (collective).
 
     Raises:
@@ -104,15 +106,15 @@ def checkpoint_damage(folder: Path, group: DistributedContext) -> str:
     try:
         rank_damage = (
             [damage_text]
-            if (damage_text := mark_damage(folder))
-            else _damage_of_file_share(folder, group.rank, group.size)
+            if (damage_text := manifest_damage_or_empty(checkpoint_folder))
+            else _damage_texts_of_every_nth_file(checkpoint_folder, group.rank, group.size)
         )
     except OSError as error:
-        read_error = f"{error.filename or folder}: {error.strerror}"
+        read_error = f"{error.filename or checkpoint_folder}: {error.strerror}"
     rank_results = group.gather([rank_damage, read_error])
     if errors := list(dict.fromkeys(read_error for _, read_error in rank_results if read_error)):
         raise CheckpointError(
-            f"{folder} could not be read, and was not changed: {'; '.join(errors)}\nRun the "
+            f"{checkpoint_folder} could not be read, and was not changed: {'; '.join(errors)}\nRun the "
             "same command again once the disk works; if this file alone stays unreadable, "
             "--resume STEP uses an older checkpoint"
         )
@@ -120,19 +122,21 @@ def checkpoint_damage(folder: Path, group: DistributedContext) -> str:
     return "; ".join(dict.fromkeys(text for texts, _ in rank_results for text in texts))
 
 
-def _damage_of_file_share(folder: Path, rank: int, rank_count: int) -> list[str]:
-    files = sorted(read_own_json(folder / MANIFEST)["files"].items())
+def _damage_texts_of_every_nth_file(
+    checkpoint_folder: Path, rank: int, rank_count: int
+) -> list[str]:
+    files = sorted(read_own_json(checkpoint_folder / MANIFEST)["files"].items())
     # Every `ranks`-th file, so that all ranks have about as many.
     return [
         damage_text
         for name, file in files[rank::rank_count]
-        if (damage_text := difference_from_record(folder / name, file))
+        if (damage_text := file_difference_text_or_empty(checkpoint_folder / name, file))
     ]
 
 
-def _free_broken_path(folder: Path) -> Path:
+def _unused_broken_path(checkpoint_folder: Path) -> Path:
     names = (
-        folder.with_name(f"{folder.name}.broken{suffix_number or ''}")
+        checkpoint_folder.with_name(f"{checkpoint_folder.name}.broken{suffix_number or ''}")
         for suffix_number in itertools.count()
     )
     return next(name for name in names if not name.exists())

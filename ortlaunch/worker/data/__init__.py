@@ -11,50 +11,55 @@ from torch.utils.data import default_collate
 
 from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, is_chat
+from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, has_chat_rows
 from ortlaunch.tasks import Task
-from ortlaunch.worker.data.ahead import Reader
+from ortlaunch.worker.data.ahead import ReadAheadSettings
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.chats import Conversations, tokenize_chats
-from ortlaunch.worker.data.corpus import corpus_files, corpus_name
-from ortlaunch.worker.data.identity import data_identity
+from ortlaunch.worker.data.chats import ChatSamples, tokenize_chats_marking_answers
+from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus_patterns
+from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.labelled import (
     SAMPLES_BY_LABEL,
     LabelledTexts,
     ScoredTexts,
     TaggedWords,
-    class_lines,
-    class_names,
-    renumber_by_trained_classes,
-    replace_labels_by_numbers,
+    class_and_rare_class_lines,
+    class_names_of_integer_labels,
+    number_labels_and_list_names,
+    renumber_labels_by_trained_classes,
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.media.samples import MEDIA
-from ortlaunch.worker.data.mixture import Mixture, places_by_source, source_seed, split_held_out
-from ortlaunch.worker.data.own import (
-    OwnSamples,
-    UserCollate,
-    call_user_function,
-    collate_to_names,
-    load_user_function,
+from ortlaunch.worker.data.mixture import (
+    Mixture,
+    block_positions_by_source,
+    source_seed,
+    split_training_and_held_out,
 )
-from ortlaunch.worker.data.packs import pack_chats
+from ortlaunch.worker.data.own import (
+    UserCollate,
+    UserSamples,
+    collate_to_named_tensors,
+    import_user_function,
+    seed_and_call_user_function,
+)
+from ortlaunch.worker.data.packs import pack_chats_if_requested
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
+from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding_to_bucket
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import StreamedCorpus
 from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
-    begin_tokens,
+    encoder_key_and_encoder_with_marks,
     ignore_progress,
-    marking_encoder,
-    tokenize_documents,
+    load_or_tokenize_documents,
+    token_ids_before_text,
 )
-from ortlaunch.worker.data.tokenizer import load_tokenizer
-from ortlaunch.worker.data.vocabulary import Vocabulary, labels_of_model
-from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
+from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
+from ortlaunch.worker.data.vocabulary import Vocabulary, class_number_by_label_of_model
+from ortlaunch.worker.data.windows import SeparateDocuments, TokenWindows
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 if TYPE_CHECKING:
@@ -63,26 +68,26 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORED",
     "Batches",
-    "Blocks",
-    "Conversations",
+    "ChatSamples",
     "LabelledTexts",
     "LoadedData",
     "MaskedBlocks",
     "Masking",
     "Mixture",
-    "OwnSamples",
     "Samples",
     "ScoredTexts",
     "SentencePairs",
     "TaggedWords",
-    "batch_function",
-    "begin_tokens",
-    "call_user_function",
-    "choose_reader",
+    "TokenWindows",
+    "UserSamples",
+    "batch_function_of_recipe",
     "collate",
-    "cut_padding",
-    "load_data",
-    "make_samples",
+    "cut_padding_to_bucket",
+    "load_data_and_print_notes",
+    "read_ahead_settings_of_recipe",
+    "samples_of_source_for_task",
+    "seed_and_call_user_function",
+    "token_ids_before_text",
 ]  # fmt: skip
 
 
@@ -100,7 +105,7 @@ class LoadedData:
 
         Args:
             recipe: the recipe of the run.
-            show_progress: called with progress messages for the user.
+            show_or_print_at_intervals: called with progress messages for the user.
             vocabulary: the vocabulary of the existing weights; None: the model is new.
             stream_folder: the run's folder for streamed samples; None: a temporary one.
         """
@@ -108,33 +113,43 @@ class LoadedData:
         self._streams = stream_folder
         self._show_progress = show_progress
         self._vocabulary = vocabulary
-        self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
+        self.tokenizer = load_tokenizer_or_none(
+            recipe.data, vocabulary.tokenizer if vocabulary else None
+        )
         # Numbering the labels of a new model reads the training and the evaluation samples.
         self.label_names = (
             []
             if vocabulary
-            else replace_labels_by_numbers(self.train, self.evaluation, labels_of_model(recipe))
+            else number_labels_and_list_names(
+                self.train, self.evaluation, class_number_by_label_of_model(recipe)
+            )
         )
         if vocabulary is None:
-            self.class_names = self.label_names or class_names(self.train, self.evaluation)
+            self.class_names = self.label_names or class_names_of_integer_labels(
+                self.train, self.evaluation
+            )
         else:
             self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
 
     @functools.cached_property
     def _train_and_held_out(self) -> tuple[Samples, Samples | None]:
         """The samples of `data.train`, and those of them that are held out for evaluation."""
-        all_samples = self._renumber_as_trained(
-            _training_samples(self.recipe, self.tokenizer, self._show_progress, self._streams)
+        all_samples = self._renumber_labels_by_trained_classes(
+            _single_or_mixed_training_samples(
+                self.recipe, self.tokenizer, self._show_progress, self._streams
+            )
         )
         data = self.recipe.data
         held_out = data.evaluation
         if not isinstance(held_out, HeldOut):
-            return pack_chats(all_samples, data, "data.train"), None
+            return pack_chats_if_requested(all_samples, data, "data.train"), None
         # Rows are held out, not packs.
-        training_samples, held_out_samples = split_held_out(all_samples, held_out, self.recipe.seed)
-        return pack_chats(training_samples, data, "data.train"), pack_chats(
-            held_out_samples, data, "data.evaluation"
+        training_samples, held_out_samples = split_training_and_held_out(
+            all_samples, held_out, self.recipe.seed
         )
+        return pack_chats_if_requested(
+            training_samples, data, "data.train"
+        ), pack_chats_if_requested(held_out_samples, data, "data.evaluation")
 
     @functools.cached_property
     def train(self) -> Samples:
@@ -149,21 +164,25 @@ class LoadedData:
         if source is None or isinstance(source, HeldOut):
             return self._train_and_held_out[1] if source else None
         key = "data.evaluation"
-        samples = make_samples(
+        samples = samples_of_source_for_task(
             self.recipe, source, self.tokenizer, show_progress=show_progress, recipe_key=key
         )
-        return pack_chats(self._renumber_as_trained(samples), self.recipe.data, key)
+        return pack_chats_if_requested(
+            self._renumber_labels_by_trained_classes(samples), self.recipe.data, key
+        )
 
-    def _renumber_as_trained(self, samples: Samples) -> Samples:
+    def _renumber_labels_by_trained_classes(self, samples: Samples) -> Samples:
         if self._vocabulary is not None:
-            renumber_by_trained_classes(samples, self._vocabulary.labels, self._vocabulary.classes)
+            renumber_labels_by_trained_classes(
+                samples, self._vocabulary.labels, self._vocabulary.classes
+            )
         return samples
 
-    def read_parts_for(self, task: Task) -> None:
+    def read_samples_needed_by(self, task_traits: Task) -> None:
         """Read the samples that a task needs: an evaluation needs the evaluation samples alone."""
-        if not task.evaluates:
+        if not task_traits.evaluates:
             # Fills the cache: the first identity of rows with labels reads the rows a second time.
-            data_identity(self.train)
+            data_identity_record(self.train)
         _ = self.evaluation
 
     @property
@@ -189,10 +208,10 @@ class LoadedData:
 
     def class_lines(self) -> list[str]:
         """Return lines for the user: the classes, and those with at most one training row."""
-        return [*class_lines(self.train, self.class_names, self.classes)]
+        return [*class_and_rare_class_lines(self.train, self.class_names, self.classes)]
 
 
-def load_data(
+def load_data_and_print_notes(
     recipe: Recipe,
     group: DistributedContext,
     data: LoadedData | None = None,
@@ -203,23 +222,23 @@ def load_data(
     Rank 0 prints the notes of all ranks, for example about changed files of the cache.
     """
     data = data or LoadedData(recipe, vocabulary=vocabulary)
-    group.print_all(take_cache_notes())
+    group.print_lines_of_all_ranks(take_cache_notes())
     return data
 
 
-def batch_function(recipe: Recipe) -> Stack:
+def batch_function_of_recipe(recipe: Recipe) -> Stack:
     """Return the function that makes a batch of samples."""
     if recipe.model.traits.wrapper:
         user_collate = (
-            load_user_function("data.collate", recipe.data.collate)
+            import_user_function("data.collate", recipe.data.collate)
             if recipe.data.collate
             else default_collate
         )
-        return functools.partial(collate_to_names, user_collate)
+        return functools.partial(collate_to_named_tensors, user_collate)
     return UserCollate(recipe.data.collate) if recipe.data.collate else collate
 
 
-def choose_reader(recipe: Recipe, device_type: str) -> Reader:
+def read_ahead_settings_of_recipe(recipe: Recipe, device_type: str) -> ReadAheadSettings:
     """Return how micro batches are read ahead; default: by a thread for text on a GPU, else not."""
     workers = recipe.data.workers
     if workers is None:
@@ -227,14 +246,14 @@ def choose_reader(recipe: Recipe, device_type: str) -> Reader:
         # On a CPU the reading thread takes a core from the training's threads, and all of these
         # wait for the slowest: a step of bert-large/tiny took 4 to 7 % longer with it,
         # 1 to 2 % without.
-        return Reader(
+        return ReadAheadSettings(
             0 if device_type == "cuda" and not recipe.data.is_custom else None,
             device_type == "cuda",
         )
-    return Reader(workers or None, device_type == "cuda")
+    return ReadAheadSettings(workers or None, device_type == "cuda")
 
 
-def _training_samples(
+def _single_or_mixed_training_samples(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     show_progress: ShowProgress,
@@ -243,7 +262,7 @@ def _training_samples(
     def source_samples(key: str, source: str | Corpus, seed: int) -> Samples:
         if isinstance(source, Corpus) and source.stream:
             return _streamed_samples(recipe, source, tokenizer, stream_folder, show_progress, seed)
-        return make_samples(recipe, source, tokenizer, seed, show_progress, key)
+        return samples_of_source_for_task(recipe, source, tokenizer, seed, show_progress, key)
 
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
@@ -259,7 +278,7 @@ def _training_samples(
             for part, source_samples in zip(parts, samples_by_part)
         ],
     )
-    counts = places_by_source(mixture.weights)
+    counts = block_positions_by_source(mixture.weights)
     if not all(counts):
         part_index = [*counts].index(0)
         raise DataError(
@@ -270,7 +289,7 @@ def _training_samples(
     return mixture
 
 
-def make_samples(
+def samples_of_source_for_task(
     recipe: Recipe,
     source: str | Corpus,
     tokenizer: PreTrainedTokenizerBase,
@@ -285,7 +304,7 @@ def make_samples(
         source: the corpus.
         tokenizer: the tokenizer of the run.
         seed: the seed of random values in the samples; None: the recipe's seed.
-        show_progress: called with progress messages.
+        show_or_print_at_intervals: called with progress messages.
         recipe_key: the recipe's field of the corpus, for messages.
 
     Raises:
@@ -293,8 +312,10 @@ def make_samples(
     """
     if isinstance(source, Corpus) and source.format == "custom":
         recipe_key += ".factory"
-        items = call_user_function(recipe_key, str(source.factory), source.arguments, recipe.seed)
-        return OwnSamples(
+        items = seed_and_call_user_function(
+            recipe_key, str(source.factory), source.arguments, recipe.seed
+        )
+        return UserSamples(
             items, not (recipe.data.collate or recipe.model.traits.wrapper), recipe_key
         )
     seed = recipe.seed if seed is None else seed
@@ -304,7 +325,7 @@ def make_samples(
         return MEDIA[traits.media](source, recipe, tokenizer)
     if traits.label:
         return SAMPLES_BY_LABEL[traits.label](source, tokenizer, length, show_progress)
-    if is_chat(source):
+    if has_chat_rows(source):
         pad = next(
             (
                 token_id
@@ -313,32 +334,37 @@ def make_samples(
             ),
             0,
         )
-        return Conversations(
-            tokenize_chats(source, tokenizer, show_progress), length, pad, recipe_key
+        return ChatSamples(
+            tokenize_chats_marking_answers(source, tokenizer, show_progress),
+            length,
+            pad,
+            recipe_key,
         )
-    end, begin = _document_marks(recipe, tokenizer)
-    documents = tokenize_documents(
-        source, tokenizer, end_of_text=end, begin=begin, show_progress=show_progress
+    end, begin = _end_mark_flag_and_begin_token_ids(recipe, tokenizer)
+    documents = load_or_tokenize_documents(
+        source, tokenizer, adds_end_mark=end, begin_token_ids=begin, show_progress=show_progress
     )
-    samples: Samples = _text_samples(recipe, documents, tokenizer, seed)
+    samples: Samples = _text_samples_for_task(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
         raise DataError(
-            f"{corpus_name(source)}: has {len(documents.tokens)} tokens, "
+            f"{corpus_name_for_errors(source)}: has {len(documents.tokens)} tokens, "
             f"fewer than one sample of {length}"
         )
     return samples
 
 
-def _document_marks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[bool, list[int]]:
+def _end_mark_flag_and_begin_token_ids(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[bool, list[int]]:
     """Return whether the end mark follows each document, and the tokens before it."""
     # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
     predicts = recipe.model.traits.predicts
     pretrained = predicts == "next" and isinstance(recipe.data.tokenizer, str)
-    return predicts != "masked", begin_tokens(tokenizer) if pretrained else []
+    return predicts != "masked", token_ids_before_text(tokenizer) if pretrained else []
 
 
 @functools.cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+def _stream_folder_until_exit() -> tempfile.TemporaryDirectory[str]:
     """Return a folder that is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ortlaunch-stream-")
 
@@ -353,20 +379,26 @@ def _streamed_samples(
 ) -> StreamedSamples:
     """Return the samples of a streamed corpus; without a run's folder, for a look at the first."""
     stream = source.stream or StreamSettings()
-    settings, encode = marking_encoder(tokenizer, *_document_marks(recipe, tokenizer))
+    settings, encode = encoder_key_and_encoder_with_marks(
+        tokenizer, *_end_mark_flag_and_begin_token_ids(recipe, tokenizer)
+    )
     length = recipe.data.sequence_length or 0
-    streamed = StreamedCorpus(source, corpus_files(source), encode, length, stream.shuffle, seed)
+    streamed = StreamedCorpus(
+        source, files_of_corpus_patterns(source), encode, length, stream.shuffle, seed
+    )
     return StreamedSamples(
         streamed,
-        lambda documents, window_seed: _text_samples(recipe, documents, tokenizer, window_seed),
+        lambda documents, window_seed: _text_samples_for_task(
+            recipe, documents, tokenizer, window_seed
+        ),
         settings,
-        folder or Path(_temporary_folder().name),
+        folder or Path(_stream_folder_until_exit().name),
         stream.buffer_bytes if folder else 0,
         show_progress,
     )
 
 
-def _text_samples(
+def _text_samples_for_task(
     recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Samples:
     length = recipe.data.sequence_length or 0
@@ -374,7 +406,7 @@ def _text_samples(
     if traits.predicts != "masked":
         if not recipe.data.attend_across_documents:
             return SeparateDocuments(documents, length)
-        return Blocks(documents.tokens, length, with_mask=traits.predicts == "next")
+        return TokenWindows(documents.tokens, length, with_mask=traits.predicts == "next")
     masking = Masking(tokenizer, recipe.data.masked_lm or MaskedLm())
     if traits.pairs:
         return SentencePairs(documents, length, masking, tokenizer.pad_token_id or 0, seed)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from ortlaunch.die_with_parent import die_with_parent
+from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
 from ortlaunch.errors import (
     DataWorkerError,
     HookError,
@@ -30,7 +30,7 @@ from ortlaunch.errors import (
     OrtlaunchError,
     first_message_line,
 )
-from ortlaunch.process import wait_until
+from ortlaunch.process import wait_until_true_or_timeout
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.worker.supervision.child import PASSED_ON
 
@@ -62,7 +62,7 @@ _REMEDIES = {
 }
 
 
-class Reader(NamedTuple):
+class ReadAheadSettings(NamedTuple):
     """How micro batches are read ahead, and into which memory."""
 
     workers: int | None
@@ -71,11 +71,15 @@ class Reader(NamedTuple):
     """Whether batches are put into pinned memory, from which a GPU copies by itself."""
 
 
-class BatchesAhead:
+class BatchReadAhead:
     """The micro batches of one rank, in order, read ahead."""
 
     def __init__(
-        self, read: Read, places: Callable[[int, int], Places], passes_per_step: int, reader: Reader
+        self,
+        read: Read,
+        places: Callable[[int, int], Places],
+        passes_per_step: int,
+        reader: ReadAheadSettings,
     ) -> None:
         """Prepare the reading; it starts at the first `batch`.
 
@@ -93,21 +97,21 @@ class BatchesAhead:
         self._next_key = (-1, -1)
         self._last_batch = ((-1, -1), Batch())
 
-    def get_batch(self, step: int, pass_index: int) -> Batch:
+    def take_batch(self, step_index: int, pass_index: int) -> Batch:
         """Return micro batch `pass_index` of a step; the last one may be requested again."""
-        if (step, pass_index) == self._last_batch[0]:
+        if (step_index, pass_index) == self._last_batch[0]:
             return self._last_batch[1]
-        if self._source is None or (step, pass_index) != self._next_key:
+        if self._source is None or (step_index, pass_index) != self._next_key:
             self.close()
-            self._source = self._start_reading(step, pass_index)
+            self._source = self._start_reading(step_index, pass_index)
         batch_or_error = next(self._source)
         # A worker process returns its error in place of the batch; see `_Reads`.
         if isinstance(batch_or_error, OrtlaunchError):
             # Else another request for this batch would return the next one.
             self.close()
             raise batch_or_error
-        self._next_key = self._next_pass(step, pass_index)
-        self._last_batch = (step, pass_index), batch_or_error
+        self._next_key = self._next_pass(step_index, pass_index)
+        self._last_batch = (step_index, pass_index), batch_or_error
         return self._last_batch[1]
 
     def close(self) -> None:
@@ -117,12 +121,12 @@ class BatchesAhead:
         self._source = None
 
     def _start_reading(self, step: int, pass_index: int) -> Iterator[Any]:
-        place_sequence = self._place_sequence(step, pass_index)
+        place_sequence = self._sample_places_from(step, pass_index)
         if self._reader.workers:
-            return _read_by_processes(self._read, place_sequence, self._reader)
-        return _read_by_thread(self._read, place_sequence, self._reader)
+            return _read_batches_by_worker_processes(self._read, place_sequence, self._reader)
+        return _read_batches_by_thread(self._read, place_sequence, self._reader)
 
-    def _place_sequence(self, step: int, pass_index: int) -> Iterator[Places]:
+    def _sample_places_from(self, step: int, pass_index: int) -> Iterator[Places]:
         """Yield the samples of each micro batch from there on."""
         # Only the rank's main thread advances this iterator, so that it needs no lock.
         while True:
@@ -133,8 +137,8 @@ class BatchesAhead:
         return (step, pass_index + 1) if pass_index + 1 < self._passes else (step + 1, 0)
 
 
-def _read_by_thread(
-    read: Read, place_sequence: Iterator[Places], reader: Reader
+def _read_batches_by_thread(
+    read: Read, place_sequence: Iterator[Places], reader: ReadAheadSettings
 ) -> Iterator[Batch]:
     def read_batch(places: Places) -> Batch:
         batch = read(places)
@@ -157,8 +161,8 @@ def _read_by_thread(
         thread.shutdown(cancel_futures=True)
 
 
-def _read_by_processes(
-    read: Read, place_sequence: Iterator[Places], reader: Reader
+def _read_batches_by_worker_processes(
+    read: Read, place_sequence: Iterator[Places], reader: ReadAheadSettings
 ) -> Iterator[Any]:
     """Yield batches that forked worker processes read."""
     from torch.utils.data import DataLoader
@@ -172,7 +176,7 @@ def _read_by_processes(
     loader: Any = DataLoader(
         _BatchDataset(read), batch_size=None, sampler=place_sequence, num_workers=int(reader.workers or 0),
         prefetch_factor=BATCHES_EACH_WORKER, pin_memory=reader.pinned,
-        worker_init_fn=_worker_start_function(os.getpid(), sender),
+        worker_init_fn=_function_tying_worker_to_rank(os.getpid(), sender),
         generator=torch.Generator(), multiprocessing_context="fork",
     )  # fmt: skip
     # A stop signal waits until the new process ignores it; else it would end the process.
@@ -184,7 +188,9 @@ def _read_by_processes(
         # They ignore the signal that would end them with the rank.
         for worker in {*multiprocessing.active_children()} - {*other_processes}:
             worker.kill()
-        raise _worker_error(f"no process could be started: {first_message_line(error)}") from error
+        raise _worker_error_with_remedy(
+            f"no process could be started: {first_message_line(error)}"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
         os.close(sender)
@@ -200,8 +206,9 @@ def _read_by_processes(
                 batch = next(loader_iterator)
             # ConnectionError among them, where a worker ended while its batch was taken.
             except (OSError, EOFError, RuntimeError) as error:
-                raise _worker_error(
-                    _worker_end_reason(workers, receiver) or first_message_line(error)
+                raise _worker_error_with_remedy(
+                    _wait_for_worker_failure_or_empty(workers, receiver)
+                    or first_message_line(error)
                 ) from error
             yield batch
     finally:
@@ -213,10 +220,10 @@ def _read_by_processes(
                 worker.kill()
 
 
-def _worker_end_reason(workers: Sequence[BaseProcess], error_pipe: int) -> str:
+def _wait_for_worker_failure_or_empty(workers: Sequence[BaseProcess], error_pipe: int) -> str:
     """Return how a worker process ended, or failed to hand over a batch; "" if none did."""
     # Its connection may be closed before it has ended.
-    wait_until(lambda: any(worker.exitcode for worker in workers), _END_SECONDS)
+    wait_until_true_or_timeout(lambda: any(worker.exitcode for worker in workers), _END_SECONDS)
     # A worker writes its error before it ends.
     with contextlib.suppress(BlockingIOError):
         if text := os.read(error_pipe, _ERROR_BYTES):
@@ -233,7 +240,7 @@ def _worker_end_reason(workers: Sequence[BaseProcess], error_pipe: int) -> str:
     return ""
 
 
-def _worker_error(reason: str) -> DataWorkerError:
+def _worker_error_with_remedy(reason: str) -> DataWorkerError:
     """Return the error of a failure, with its remedy."""
     remedy = next(
         (remedy for part, remedy in _REMEDIES.items() if part in reason), "try data.workers=0"
@@ -267,7 +274,7 @@ class _BatchDataset(Dataset[Batch | OrtlaunchError]):
             )
 
 
-def _worker_start_function(rank_pid: int, error_pipe: int) -> Callable[[int], None]:
+def _function_tying_worker_to_rank(rank_pid: int, error_pipe: int) -> Callable[[int], None]:
     """Return the start function of a worker process, which ties the process to its rank.
 
     Args:
@@ -291,6 +298,6 @@ def _worker_start_function(rank_pid: int, error_pipe: int) -> Callable[[int], No
             signal.signal(signal_number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
-        die_with_parent(signal.SIGKILL, rank_pid)
+        request_signal_at_parent_end_or_exit(signal.SIGKILL, rank_pid)
 
     return start_worker

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data.ahead import BatchesAhead, Places, Reader
+from ortlaunch.worker.data.ahead import BatchReadAhead, Places, ReadAheadSettings
 from ortlaunch.worker.data.left_out import SkippedPositions
-from ortlaunch.worker.data.mixture import streamed_parts
-from ortlaunch.worker.data.order import Order
-from ortlaunch.worker.data.own import OwnSamples, restore_generators_after, seed_sample
-from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding
+from ortlaunch.worker.data.mixture import streamed_sources_of_samples
+from ortlaunch.worker.data.order import SampleOrder
+from ortlaunch.worker.data.own import (
+    UserSamples,
+    restore_cpu_generators_after,
+    seed_cpu_generators_for_sample,
+)
+from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding_to_bucket
 from ortlaunch.worker.data.streams.writer import Position
 
 
@@ -28,7 +32,7 @@ class TokenCount(NamedTuple):
     """Without padding."""
     padding: int
 
-    def add_batch(self, batch: Mapping[str, torch.Tensor]) -> TokenCount:
+    def plus_batch(self, batch: Mapping[str, torch.Tensor]) -> TokenCount:
         """Return the count with those of a batch; one without `input_ids` has none."""
         token_ids = batch.get("input_ids")
         if token_ids is None:
@@ -38,7 +42,7 @@ class TokenCount(NamedTuple):
         tokens = int(mask.count_nonzero()) if mask is not None and is_padded else token_ids.numel()
         return TokenCount(self.tokens + tokens, self.padding + token_ids.numel() - tokens)
 
-    def since(self, earlier: TokenCount) -> TokenCount:
+    def difference_from_earlier(self, earlier: TokenCount) -> TokenCount:
         """Return the count without an earlier one."""
         return TokenCount(self.tokens - earlier.tokens, self.padding - earlier.padding)
 
@@ -70,31 +74,31 @@ class Batches:
         self.buckets = buckets
         self._stack = stack
         self._are_user_samples = any(
-            isinstance(getattr(part, "whole", part), OwnSamples)
+            isinstance(getattr(part, "whole", part), UserSamples)
             for part in getattr(samples, "parts", [samples])
         )
         # The samples of the latest step, sorted by length, under the step's first place.
         self._sorted_step: tuple[int, list[tuple[int, int]]] | None = None
         # A rank, and the reader of its micro batches.
-        self._ahead: tuple[int, BatchesAhead] | None = None
+        self._ahead: tuple[int, BatchReadAhead] | None = None
         self.left_out = SkippedPositions()
         self.tokens = TokenCount(0, 0)
         """Of all micro batches that `micro_batch` has returned."""
         # The step from which the present batch size counts, and the samples consumed before it.
         self._step = 0
         self._first_position = 0
-        self.streams = streamed_parts(samples)
+        self.streams = streamed_sources_of_samples(samples)
         # Only some samples have an order of their own.
         own_order: Any = getattr(samples, "order", None)
-        self.order: Any = own_order(seed) if own_order else Order(len(samples), seed)
-        self.release_before(0)
+        self.order: Any = own_order(seed) if own_order else SampleOrder(len(samples), seed)
+        self.release_streamed_samples_before(0)
 
-    def begin_at(self, step: int, positions_seen: int) -> None:
-        """Let step `step` begin after `positions_seen` places, whatever the batch size was before it."""
-        self._step = step
+    def begin_step_after_positions(self, step_index: int, positions_seen: int) -> None:
+        """Let step `step_index` begin after `positions_seen` places, whatever the batch size was before it."""
+        self._step = step_index
         self._first_position = positions_seen
 
-    def release_before(self, position: int) -> list[Position]:
+    def release_streamed_samples_before(self, position: int) -> list[Position]:
         """Release streamed samples before a place; return the position of each streamed source."""
         if not self.streams:
             return []
@@ -106,85 +110,90 @@ class Batches:
     def seek_streams(self, positions: Sequence[Sequence[int]]) -> None:
         """Let each streamed source begin at a position of `passed`."""
         for stream, position in zip(self.streams, positions):
-            stream.seek(position)
+            stream.seek_recorded_position(position)
 
     def close_streams(self) -> None:
         """End the tokenizing of streamed sources."""
         for stream in self.streams:
             stream.close()
 
-    def passes_over_data(self, positions_seen: int) -> float:
+    def passes_over_data_after(self, positions_seen: int) -> float:
         """Return the passes over the data after `positions_seen` places; of streams, over the files."""
         return (
             self.streams[0].epoch if self.streams else round(positions_seen / len(self.samples), 4)
         )
 
-    def positions_passed(self, step: int) -> int:
-        """Return how many places of the order the steps before `step` (from 0) have passed.
+    def positions_before_step(self, step_index: int) -> int:
+        """Return how many places of the order the steps before `step_index` (from 0) have passed.
 
         Skipped places before the last used one count; skipped places after it do not.
         """
-        samples_of_steps = (step - self._step) * self.batch.global_samples
+        samples_of_steps = (step_index - self._step) * self.batch.global_samples
         return (
-            self.left_out.position_of_sample(self._first_position, samples_of_steps - 1) + 1
+            self.left_out.position_of_unskipped_sample(self._first_position, samples_of_steps - 1)
+            + 1
             if samples_of_steps
             else self._first_position
         )
 
-    def completes_interval(self, step: int, every_passes: float | None) -> bool:
-        """Return whether step `step` (from 1) completes a further `every_passes` passes over the data."""
+    def does_step_complete_interval(self, step_number: int, every_passes: float | None) -> bool:
+        """Return whether step `step_number` (from 1) completes a further `every_passes` passes over the data."""
         if every_passes is None:
             return False
         interval_samples = every_passes * len(self.samples)
         # Rounded, so that an error of the division does not move the interval by a step.
         intervals_before, intervals_after = (
-            math.floor(round(self.positions_passed(step_count) / interval_samples, 9))
-            for step_count in (step - 1, step)
+            math.floor(round(self.positions_before_step(step_count) / interval_samples, 9))
+            for step_count in (step_number - 1, step_number)
         )
         return intervals_after > intervals_before
 
-    def position_range_of_step(self, step: int) -> tuple[int, int]:
-        """Return the places [first, after) of step `step` (from 0) in the order of all epochs."""
-        return self.left_out.position_of_sample(
-            self._first_position, (step - self._step) * self.batch.global_samples
-        ), self.positions_passed(step + 1)
+    def position_range_of_step(self, step_index: int) -> tuple[int, int]:
+        """Return the places [first, after) of step `step_index` (from 0) in the order of all epochs."""
+        return self.left_out.position_of_unskipped_sample(
+            self._first_position, (step_index - self._step) * self.batch.global_samples
+        ), self.positions_before_step(step_index + 1)
 
-    def has_samples_at(self, position_range: list[int], sample_indices: list[int]) -> bool:
+    def are_samples_in_position_range(
+        self, position_range: list[int], sample_indices: list[int]
+    ) -> bool:
         """Return whether the places [first, after) include all of these samples."""
         return {index for index, _ in self.order.at(list(range(*position_range)))} >= set(
             sample_indices
         )
 
-    def micro_batch(self, step: int, pass_index: int, rank: int) -> dict[str, torch.Tensor]:
+    def micro_batch(self, step_index: int, pass_index: int, rank: int) -> dict[str, torch.Tensor]:
         """Return the micro batch of a rank; tensors are (micro_samples, ...).
 
         Args:
-            step: the step, from 0.
+            step_index: the step, from 0.
             pass_index: the pass of gradient accumulation within the step, from 0.
             rank: the data-parallel rank.
         """
         batch = (
-            self._ahead[1].get_batch(step, pass_index)
+            self._ahead[1].take_batch(step_index, pass_index)
             if self._ahead is not None and self._ahead[0] == rank
-            else self._read_micro_batch(self._indices_and_epochs(step, pass_index, rank))
+            else self._read_micro_batch(self._indices_and_epochs(step_index, pass_index, rank))
         )
-        self.tokens = self.tokens.add_batch(batch)
+        self.tokens = self.tokens.plus_batch(batch)
         return batch
 
     @contextlib.contextmanager
-    def read_ahead(self, rank: int, reader: Reader) -> Iterator[None]:
+    def read_rank_batches_ahead(
+        self, rank: int, read_ahead_settings: ReadAheadSettings
+    ) -> Iterator[None]:
         """Read this rank's micro batches ahead while the context is open.
 
         The order of samples must not change meanwhile.
         """
-        if reader.workers is None:
+        if read_ahead_settings.workers is None:
             yield
             return
-        ahead = BatchesAhead(
+        ahead = BatchReadAhead(
             self._read_micro_batch,
             lambda step, pass_index: self._indices_and_epochs(step, pass_index, rank),
             self.batch.accumulation_steps,
-            reader,
+            read_ahead_settings,
         )
         self._ahead = rank, ahead
         try:
@@ -197,40 +206,44 @@ class Batches:
         # Some data sets make a whole batch faster than its samples one by one.
         make_batch = getattr(self.samples, "batch", None)
         return (
-            self._cut_padding(make_batch(index_epoch_pairs))
+            self._cut_padding_if_bucketed(make_batch(index_epoch_pairs))
             if make_batch
-            else self.read_samples(self.samples, index_epoch_pairs)
+            else self.read_and_stack_samples(self.samples, index_epoch_pairs)
         )
 
-    def read_samples(self, samples: Samples, index_epoch_pairs: Places) -> dict[str, torch.Tensor]:
+    def read_and_stack_samples(
+        self, samples: Samples, index_epoch_pairs: Places
+    ) -> dict[str, torch.Tensor]:
         """Return the batch of these (index, epoch) of samples: the training's, or others.
 
         The user's own samples are read with random generators seeded for each of them, and leave
         the training's random numbers as they were.
         """
         if not self._are_user_samples:
-            return self.stack_samples(
+            return self.stack_and_cut_padding(
                 [samples.sample(index, epoch) for index, epoch in index_epoch_pairs]
             )
-        with restore_generators_after():
+        with restore_cpu_generators_after():
             samples_read = []
             for index, epoch in index_epoch_pairs:
-                seed_sample(self.seed, index, epoch)
+                seed_cpu_generators_for_sample(self.seed, index, epoch)
                 samples_read.append(samples.sample(index, epoch))
-            return self.stack_samples(samples_read)
+            return self.stack_and_cut_padding(samples_read)
 
-    def stack_samples(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+    def stack_and_cut_padding(self, samples: list[Any]) -> dict[str, torch.Tensor]:
         """Return a batch of these samples in the form that the model accepts."""
-        return self._cut_padding(self._stack(samples))
+        return self._cut_padding_if_bucketed(self._stack(samples))
 
-    def _cut_padding(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return cut_padding(batch, self.buckets) if self.buckets else batch
+    def _cut_padding_if_bucketed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return cut_padding_to_bucket(batch, self.buckets) if self.buckets else batch
 
-    def sample_indices(self, step: int, pass_index: int, rank: int) -> list[int]:
+    def sample_indices_of_micro_batch(
+        self, step_index: int, pass_index: int, rank: int
+    ) -> list[int]:
         """Return the indices of the samples of `micro_batch`."""
-        return [index for index, _ in self._indices_and_epochs(step, pass_index, rank)]
+        return [index for index, _ in self._indices_and_epochs(step_index, pass_index, rank)]
 
-    def indices_of_step(self, step: int) -> list[int]:
+    def sample_indices_of_step(self, step_index: int) -> list[int]:
         """Return the indices of the samples of a step, over all passes and ranks."""
         passes = itertools.product(
             range(self.batch.accumulation_steps), range(self.batch.data_parallel_ranks)
@@ -238,37 +251,43 @@ class Batches:
         return [
             index
             for pass_index, rank in passes
-            for index in self.sample_indices(step, pass_index, rank)
+            for index in self.sample_indices_of_micro_batch(step_index, pass_index, rank)
         ]
 
-    def _indices_and_epochs(self, step: int, pass_index: int, rank: int) -> list[tuple[int, int]]:
+    def _indices_and_epochs(
+        self, step_index: int, pass_index: int, rank: int
+    ) -> list[tuple[int, int]]:
         """Return (index, epoch) of each sample."""
         batch_plan = self.batch
         # Within a step the first passes of all ranks come first, then the second passes.
         offset = (pass_index * batch_plan.data_parallel_ranks + rank) * batch_plan.micro_samples
-        first_number = (step - self._step) * batch_plan.global_samples
+        first_number = (step_index - self._step) * batch_plan.global_samples
         if self.buckets:
-            return self._sorted_by_length(first_number, batch_plan.global_samples)[
+            return self._samples_of_step_by_length_bucket(first_number, batch_plan.global_samples)[
                 offset : offset + batch_plan.micro_samples
             ]
-        return self._samples_at(
+        return self._index_and_epoch_of_each_number(
             range(first_number + offset, first_number + offset + batch_plan.micro_samples)
         )
 
-    def _samples_at(self, sample_numbers: range) -> list[tuple[int, int]]:
+    def _index_and_epoch_of_each_number(self, sample_numbers: range) -> list[tuple[int, int]]:
         positions = [
-            self.left_out.position_of_sample(self._first_position, sample_number)
+            self.left_out.position_of_unskipped_sample(self._first_position, sample_number)
             for sample_number in sample_numbers
         ]
         index_epoch_pairs: list[tuple[int, int]] = self.order.at(positions)
         return index_epoch_pairs
 
-    def _sorted_by_length(self, first_number: int, sample_count: int) -> list[tuple[int, int]]:
+    def _samples_of_step_by_length_bucket(
+        self, first_number: int, sample_count: int
+    ) -> list[tuple[int, int]]:
         """Return the samples of a whole step, sorted by bucket; within a bucket the order stays."""
         # The whole step is sorted, so that any number of ranks gets the same micro batches.
-        position = self.left_out.position_of_sample(self._first_position, first_number)
+        position = self.left_out.position_of_unskipped_sample(self._first_position, first_number)
         if self._sorted_step is None or self._sorted_step[0] != position:
-            index_epoch_pairs = self._samples_at(range(first_number, first_number + sample_count))
+            index_epoch_pairs = self._index_and_epoch_of_each_number(
+                range(first_number, first_number + sample_count)
+            )
             padded: Any = self.samples
             buckets = [
                 bisect.bisect_left(self.buckets, padded.size(index))

@@ -9,7 +9,12 @@ from typing import Any
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import PROMPTS
-from ortlaunch.worker.data.corpus import corpus_name, read_documents, read_rows, required_value
+from ortlaunch.worker.data.corpus import (
+    corpus_name_for_errors,
+    read_corpus_rows,
+    read_texts_and_shares,
+    require_column_value,
+)
 from ortlaunch.worker.data.reading import DataError, Row
 
 # Keys of a message with calls of tools: today's, and the older one.
@@ -32,7 +37,7 @@ class Chat:
         return sum(len(message["content"]) for message in self.messages)
 
 
-def read_chats(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
+def read_chats_and_shares(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
     """Yield chats in a fixed order, each with the share (0 to 1) of the corpus read so far.
 
     Raises:
@@ -43,51 +48,53 @@ def read_chats(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
         return
     # These may be missing in some rows.
     unseen_columns = {item for item in (source.system_column, source.input_column) if item}
-    for row in read_rows(source):
+    for row in read_corpus_rows(source):
         unseen_columns -= row.values.keys()
         messages = (
-            _row_messages(row, source)
+            _checked_messages_of_row(row, source)
             if source.messages_column
-            else _prompt_and_response(row, source)
+            else _prompt_and_response_messages(row, source)
         )
         # A prompt has the system's text within.
-        system = [] if source.prompt else [*_system_messages(row, source)]
+        system = [] if source.prompt else [*_system_message_of_row_if_any(row, source)]
         columns = {
             name: item for name, item in row.values.items() if name != source.messages_column
         }
         yield Chat([*system, *messages], row.location, columns), row.share
     if unseen_columns:
         raise DataError(
-            f"{corpus_name(source)}: no row has a column {' or '.join(sorted(unseen_columns))}"
+            f"{corpus_name_for_errors(source)}: no row has a column {' or '.join(sorted(unseen_columns))}"
         )
 
 
-def chat_texts(source: str | Corpus) -> Iterator[str]:
+def message_contents_of_chats(source: str | Corpus) -> Iterator[str]:
     """Return the contents of all messages, to train a tokenizer on."""
-    return (message["content"] for chat, _ in read_chats(source) for message in chat.messages)
+    return (
+        message["content"] for chat, _ in read_chats_and_shares(source) for message in chat.messages
+    )
 
 
-def _system_messages(row: Row, source: Corpus) -> Iterator[Json]:
-    if text := _optional_text(row, source.system_column):
+def _system_message_of_row_if_any(row: Row, source: Corpus) -> Iterator[Json]:
+    if text := _text_of_column_or_empty(row, source.system_column):
         yield {"role": "system", "content": text}
 
 
-def _optional_text(row: Row, column: str | None) -> str:
+def _text_of_column_or_empty(row: Row, column: str | None) -> str:
     text = row.values.get(column) if column else None
     if not isinstance(text, (str, type(None))):
         raise DataError(f"{row.location}: {column} is {text!r:.80}; it must be text")
     return text or ""
 
 
-def _row_messages(row: Row, source: Corpus) -> list[Json]:
+def _checked_messages_of_row(row: Row, source: Corpus) -> list[Json]:
     column = str(source.messages_column)
-    raw_messages = required_value(row, column)
+    raw_messages = require_column_value(row, column)
     if not isinstance(raw_messages, list) or not raw_messages:
         raise DataError(
             f"{row.location}: {column} is {raw_messages!r:.80}; it must be a list of messages"
         )
     checked_messages = (
-        _checked_message(row, source, f"message {message_number} of {column}", message)
+        _message_with_standard_keys(row, source, f"message {message_number} of {column}", message)
         for message_number, message in enumerate(raw_messages, 1)
     )
     messages = [message for message in checked_messages if message["role"] is not None]
@@ -99,13 +106,13 @@ def _row_messages(row: Row, source: Corpus) -> list[Json]:
     return messages
 
 
-def _checked_message(row: Row, source: Corpus, message_name: str, message: Any) -> Json:
+def _message_with_standard_keys(row: Row, source: Corpus, message_name: str, message: Any) -> Json:
     if not isinstance(message, dict):
         raise DataError(
             f"{row.location}: {message_name} is {message!r:.80}; it must have a role and a content"
         )
     names = {source.role_key: "role", source.content_key: "content"}
-    message = {**message, **_text_content(message, source.content_key)}
+    message = {**message, **_joined_text_content_of_parts(message, source.content_key)}
     for key in names:
         if key not in message:
             raise DataError(
@@ -131,7 +138,7 @@ def _checked_message(row: Row, source: Corpus, message_name: str, message: Any) 
     return {**named_values, "role": role}
 
 
-def _text_content(message: Json, content_key: str) -> Json:
+def _joined_text_content_of_parts(message: Json, content_key: str) -> Json:
     """Return the content of a message as text: of its parts, or "" beside calls of tools."""
     content = message.get(content_key)
     if content is None and any(message.get(name) for name in CALLS):
@@ -143,19 +150,21 @@ def _text_content(message: Json, content_key: str) -> Json:
     return {content_key: "".join(part["text"] for part in content)}
 
 
-def _prompt_and_response(row: Row, source: Corpus) -> list[Json]:
+def _prompt_and_response_messages(row: Row, source: Corpus) -> list[Json]:
     # With a prompt the columns have the names of Alpaca, and the input's may be absent.
     prompt, answer = (
-        _required_text(row, column)
+        _require_nonempty_text(row, column)
         for column in (
             source.prompt_column or "instruction",
             source.response_column or "output",
         )
     )
-    input_text = _optional_text(row, source.input_column or ("input" if source.prompt else None))
+    input_text = _text_of_column_or_empty(
+        row, source.input_column or ("input" if source.prompt else None)
+    )
     if source.prompt:
         prompt_format = PROMPTS[source.prompt] if isinstance(source.prompt, str) else source.prompt
-        system = _optional_text(row, source.system_column)
+        system = _text_of_column_or_empty(row, source.system_column)
         prompt = prompt_format.fill_template(
             {"instruction": prompt, "input": input_text, "system": system}
         )
@@ -164,8 +173,8 @@ def _prompt_and_response(row: Row, source: Corpus) -> list[Json]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def _required_text(row: Row, column: str) -> str:
-    text = required_value(row, column)
+def _require_nonempty_text(row: Row, column: str) -> str:
+    text = require_column_value(row, column)
     if not isinstance(text, str) or not text:
         problem = "empty; leave the row out" if text == "" else f"{text!r:.80}; it must be text"
         raise DataError(f"{row.location}: {column} is {problem}")
@@ -176,7 +185,7 @@ def _built_in_chats() -> Iterator[tuple[Chat, float]]:
     """Yield chats of Python's language reference: `_TURNS` paragraphs of a topic make a chat."""
     from pydoc_data.topics import topics
 
-    for name, (text, share) in zip(sorted(topics), read_documents("python-docs")):
+    for name, (text, share) in zip(sorted(topics), read_texts_and_shares("python-docs")):
         parts = [part.strip() for part in text.split("\n\n") if part.strip()]
         for first_part in range(0, len(parts), _TURNS):
             questions = [

@@ -21,7 +21,7 @@ from ortlaunch.cache import add_cache_note
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.worker.data.chat_rows import CALLS, Chat, read_chats
+from ortlaunch.worker.data.chat_rows import CALLS, Chat, read_chats_and_shares
 from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
@@ -30,9 +30,9 @@ from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
     TokenizeWork,
-    begin_tokens,
-    load_or_write_tokens,
-    plain_backend,
+    backend_without_truncation_or_padding,
+    load_or_write_cached_tokens,
+    token_ids_before_text,
     tokenizer_fingerprint,
 )
 
@@ -53,7 +53,7 @@ _WORD = re.compile(r"\w+")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """The text of a chat, rendered by the template."""
 
     text: str
@@ -61,7 +61,7 @@ class Rendered(NamedTuple):
     """Character ranges [first, after) of the answers in the text."""
 
 
-def tokenize_chats(
+def tokenize_chats_marking_answers(
     source: str | Corpus, tokenizer: PreTrainedTokenizerBase, show_progress: ShowProgress
 ) -> Documents:
     """Return one document for each chat; tokens of answers have the bit ANSWER set.
@@ -81,7 +81,7 @@ def tokenize_chats(
         f"chats 2 {corpus_fingerprint(source)} {template.text} "
         f"{tokenizer.special_tokens_map} {tokenizer_fingerprint(tokenizer)}"
     )
-    backend = plain_backend(tokenizer)
+    backend = backend_without_truncation_or_padding(tokenizer)
 
     def encode(chats: list[Chat]) -> Iterator[Sequence[int]]:
         rendered_chats = [template.render(chat) for chat in chats]
@@ -90,16 +90,16 @@ def tokenize_chats(
             [rendered.text for rendered in rendered_chats], add_special_tokens=False
         )
         for encoding, rendered, chat in zip(encoded, rendered_chats, chats):
-            learned = _learned_ranges(rendered, chat, source, template.end_marks)
-            yield [*template.begin, *_mark_answer_tokens(encoding, learned)]
+            learned = _character_ranges_in_loss(rendered, chat, source, template.end_marks)
+            yield [*template.begin, *_token_ids_with_answer_bit(encoding, learned)]
 
-    return load_or_write_tokens(
-        TokenizeWork(key, lambda: read_chats(source), encode), show_progress
+    return load_or_write_cached_tokens(
+        TokenizeWork(key, lambda: read_chats_and_shares(source), encode), show_progress
     )
 
 
-def _learned_ranges(
-    rendered: Rendered, chat: Chat, source: str | Corpus, end_marks: tuple[str, ...]
+def _character_ranges_in_loss(
+    rendered: RenderedChat, chat: Chat, source: str | Corpus, end_marks: tuple[str, ...]
 ) -> list[tuple[int, int]]:
     """Return the ranges of the text that count in the loss, by the source's fields.
 
@@ -127,16 +127,16 @@ def _learned_ranges(
     if source.train_on_end:
         return ranges
     return [
-        (start, _length_before_mark(rendered.text[start:stop], end_marks) + start)
+        (start, _length_without_end_mark(rendered.text[start:stop], end_marks) + start)
         for start, stop in ranges
     ]
 
 
-def _length_before_mark(text: str, end_marks: tuple[str, ...]) -> int:
+def _length_without_end_mark(answer_text: str, end_marks: tuple[str, ...]) -> int:
     """Return the length of an answer without its end mark, and without spaces around the mark."""
-    stripped_text = text.rstrip()
+    stripped_text = answer_text.rstrip()
     mark = next((mark for mark in end_marks if stripped_text.endswith(mark)), "")
-    return len(stripped_text.removesuffix(mark).rstrip()) if mark else len(text)
+    return len(stripped_text.removesuffix(mark).rstrip()) if mark else len(answer_text)
 
 
 class _PromptTemplate:
@@ -151,14 +151,14 @@ class _PromptTemplate:
                 "data.tokenizer has no eos_token, which ends a response; set "
                 "data.special_tokens.eos_token"
             )
-        self.begin = begin_tokens(tokenizer)
+        self.begin = token_ids_before_text(tokenizer)
         self.end_marks = (str(tokenizer.eos_token),)
 
-    def render(self, chat: Chat) -> Rendered:
+    def render(self, chat: Chat) -> RenderedChat:
         """Return the text of a prompt with its response, which ends with the end mark."""
         prompt, response = (str(message["content"]) for message in chat.messages)
         text = f"{prompt}{response.removesuffix(self.end_marks[0])}{self.end_marks[0]}"
-        return Rendered(text, [(len(prompt), len(text))])
+        return RenderedChat(text, [(len(prompt), len(text))])
 
 
 def _require_fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -169,11 +169,13 @@ def _require_fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _mark_answer_tokens(encoding: Any, answer_ranges: list[tuple[int, int]]) -> Sequence[int]:
+def _token_ids_with_answer_bit(
+    encoding: Any, answer_character_ranges: list[tuple[int, int]]
+) -> Sequence[int]:
     """Return the token ids, with ANSWER set on each token that has a character of an answer."""
     ids = np.array(encoding.ids, np.uint32)
     token_ranges = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    for start, stop in answer_ranges:
+    for start, stop in answer_character_ranges:
         # Tokens that overlap the answer; the last condition excludes tokens without characters.
         (inside,) = np.nonzero(
             (token_ranges[:, 1] > start)
@@ -218,7 +220,7 @@ class _ChatTemplate:
             }
         )
 
-    def render(self, chat: Chat) -> Rendered:
+    def render(self, chat: Chat) -> RenderedChat:
         """Return the text of a chat, with its answers.
 
         Raises:
@@ -226,9 +228,9 @@ class _ChatTemplate:
         """
         try:
             rendered = (
-                self._render_by_marks(chat)
+                self._render_with_generation_marks(chat)
                 if self._uses_marks
-                else self._render_by_comparison(chat)
+                else self._render_and_locate_answers(chat)
             )
         except DataError:
             raise
@@ -240,12 +242,12 @@ class _ChatTemplate:
             if line:
                 raise DataError(f"data.chat_template: line {line}: {reason}") from None
             raise DataError(f"{chat.location}: the chat template rejects it: {reason}") from None
-        self._require_tools_in_text(chat, rendered.text)
+        self._require_tools_in_rendered_text(chat, rendered.text)
         if not any(stop > start for start, stop in rendered.answers):
             raise DataError(f"{chat.location}: the chat template renders no answer")
         return rendered
 
-    def _template_variables(self, chat: Chat) -> Json:
+    def _row_columns_for_template(self, chat: Chat) -> Json:
         """Return the columns of a row that the template may write, by name."""
         variables = {
             name: value for name, value in chat.columns.items() if name in self._names and value
@@ -255,15 +257,17 @@ class _ChatTemplate:
             variables["tools"] = json.loads(variables["tools"])
         return variables
 
-    def _require_tools_in_text(self, chat: Chat, chat_text: str) -> None:
+    def _require_tools_in_rendered_text(self, chat: Chat, chat_text: str) -> None:
         """Refuse a chat whose tools, or calls of them, the template leaves out.
 
         Raises:
             DataError: the text is the same without them.
         """
-        variables = self._template_variables(chat)
+        variables = self._row_columns_for_template(chat)
         for name in (key_or_value for key_or_value in _TOOLS if chat.columns.get(key_or_value)):
-            if chat_text == self._apply_template(chat.messages, **{**variables, name: None}):
+            if chat_text == self._apply_template_or_empty(
+                chat.messages, **{**variables, name: None}
+            ):
                 raise DataError(f"{chat.location}: the row has {name}, {_UNWRITTEN}")
         for message_index, message in enumerate(chat.messages):
             for name in (key_or_value for key_or_value in CALLS if message.get(key_or_value)):
@@ -275,57 +279,59 @@ class _ChatTemplate:
                     message_without,
                     *chat.messages[message_index + 1 :],
                 ]
-                if chat_text == self._apply_template(messages, **variables):
+                if chat_text == self._apply_template_or_empty(messages, **variables):
                     raise DataError(
                         f"{chat.location}: message {message_index + 1} has {name}, {_UNWRITTEN}"
                     )
 
-    def _render_by_marks(self, chat: Chat) -> Rendered:
+    def _render_with_generation_marks(self, chat: Chat) -> RenderedChat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: object = render_jinja_template(
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map, **self._template_variables(chat),  # of the template
+            **self.tokenizer.special_tokens_map, **self._row_columns_for_template(chat),  # of the template
         )  # fmt: skip
         # transformers annotates the result as str.
         texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)
-        return Rendered(texts[0], [(start, stop) for start, stop in answers[0]])
+        return RenderedChat(texts[0], [(start, stop) for start, stop in answers[0]])
 
-    def _render_by_comparison(self, chat: Chat) -> Rendered:
+    def _render_and_locate_answers(self, chat: Chat) -> RenderedChat:
         messages = chat.messages
-        chat_text = self._apply_template(messages, **self._template_variables(chat))
+        chat_text = self._apply_template_or_empty(messages, **self._row_columns_for_template(chat))
         # A template may rewrite earlier turns, so no more answers are searched than count.
         if self.train_on == "all":
-            return Rendered(chat_text, [(0, len(chat_text))])
+            return RenderedChat(chat_text, [(0, len(chat_text))])
         all_answer_indices = [
             message_index
             for message_index, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
         answer_indices = all_answer_indices[-1:] if self.train_on == "last" else all_answer_indices
-        return Rendered(
+        return RenderedChat(
             chat_text,
             [
-                self._answer_range(chat_text, chat, message_index)
+                self._locate_answer_in_text(chat_text, chat, message_index)
                 for message_index in answer_indices
             ],
         )
 
-    def _answer_range(self, chat_text: str, chat: Chat, message_index: int) -> tuple[int, int]:
+    def _locate_answer_in_text(
+        self, chat_text: str, chat: Chat, message_index: int
+    ) -> tuple[int, int]:
         """Return the character range of an answer: from after the generation prompt.
 
         The range includes the end mark, but not the line end after the mark.
         """
-        text_before = self._beginning_of_chat(chat_text, chat, message_index)
-        text_through = self._beginning_of_chat(chat_text, chat, message_index + 1)
+        text_before = self._render_first_messages(chat_text, chat, message_index)
+        text_through = self._render_first_messages(chat_text, chat, message_index + 1)
         if not (chat_text.startswith(text_before) and chat_text.startswith(text_through)):
             raise DataError(
                 f"{chat.location}: the chat template renders message {message_index + 1} differently when "
                 "others follow, so its answers cannot be located: put {% generation %} and "
                 "{% endgeneration %} around them in data.chat_template"
             )
-        variables = self._template_variables(chat)
-        prompt = self._apply_template(
+        variables = self._row_columns_for_template(chat)
+        prompt = self._apply_template_or_empty(
             chat.messages[:message_index], add_generation_prompt=True, **variables
         )
         start = len(prompt) if chat_text.startswith(prompt) else len(text_before)
@@ -339,9 +345,11 @@ class _ChatTemplate:
             text_through
         )
 
-    def _beginning_of_chat(self, chat_text: str, chat: Chat, message_count: int) -> str:
+    def _render_first_messages(self, chat_text: str, chat: Chat, message_count: int) -> str:
         """Return the text of the first messages, as the text of the whole chat begins."""
-        text = self._apply_template(chat.messages[:message_count], **self._template_variables(chat))
+        text = self._apply_template_or_empty(
+            chat.messages[:message_count], **self._row_columns_for_template(chat)
+        )
         # Some templates, as Phi-3's, write an end mark behind the last message of a chat.
         return (
             text
@@ -349,13 +357,13 @@ class _ChatTemplate:
             else text.removesuffix(self.tokenizer.eos_token or "")
         )
 
-    def _apply_template(self, messages: list[Json], **options: Any) -> str:
+    def _apply_template_or_empty(self, messages: list[Json], **options: Any) -> str:
         if not messages:
             return ""
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
-class Conversations:
+class ChatSamples:
     """Samples of one chat each, cut or padded to one length; answers alone have labels.
 
     A chat that has no answer within this length is left out.
@@ -370,7 +378,7 @@ class Conversations:
         sizes = np.diff(self.ends, prepend=0)
         # The mean loss over no labels would be nan.
         self.kept = np.flatnonzero(
-            _chats_with_answer(self.tokens, self.ends - sizes, np.minimum(sizes, length))
+            _has_answer_token_by_chat(self.tokens, self.ends - sizes, np.minimum(sizes, length))
         )
         cut_chats = int((sizes > length).sum())
         chats_without_answer = len(sizes) - len(self.kept)
@@ -417,7 +425,7 @@ class Conversations:
         return {name: torch.from_numpy(value) for name, value in tensors.items()}
 
 
-def _chats_with_answer(
+def _has_answer_token_by_chat(
     tokens: Tokens, chat_begins: NDArray[np.int64], chat_sizes: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Return for each chat whether its first `chat_sizes` tokens have a token of an answer.

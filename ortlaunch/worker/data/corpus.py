@@ -14,10 +14,13 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ortlaunch.recipe.fields.data import Corpus, is_chat
-from ortlaunch.recipe.fields.section import non_default_fields
-from ortlaunch.recipe.inputs import matching_files, refuse_lfs_pointers
-from ortlaunch.worker.data.media.folders import folder_files, folder_rows
+from ortlaunch.recipe.fields.data import Corpus, has_chat_rows
+from ortlaunch.recipe.fields.section import names_of_non_default_fields
+from ortlaunch.recipe.inputs import file_or_sorted_pattern_matches, refuse_lfs_pointers
+from ortlaunch.worker.data.media.folders import (
+    metadata_or_class_files,
+    rows_of_metadata_or_class_files,
+)
 from ortlaunch.worker.data.reading import (
     BLOCK,
     LONGEST_TEXT,
@@ -25,12 +28,12 @@ from ortlaunch.worker.data.reading import (
     DataError,
     MissingData,
     Row,
-    blocks_hash,
     class_names_by_column,
-    read_file,
+    hash_of_size_and_blocks,
+    read_file_rows,
 )
-from ortlaunch.worker.data.streams.hub import hub_reason
-from ortlaunch.worker.data.streams.remote import remote_files
+from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
+from ortlaunch.worker.data.streams.remote import remote_files_of_url
 
 # Bytes of a corpus that is hashed as a whole.
 _WHOLE_BYTES = 64 << 20
@@ -38,10 +41,12 @@ _WHOLE_BYTES = 64 << 20
 
 def corpus_texts(source: str | Corpus) -> Iterator[str]:
     """Return the texts of a corpus in a fixed order; `document` sets how plain text is split."""
-    return (text for text, _ in read_documents(source))
+    return (text for text, _ in read_texts_and_shares(source))
 
 
-def read_documents(source: str | Corpus, joins_lists: bool = False) -> Iterator[tuple[str, float]]:
+def read_texts_and_shares(
+    source: str | Corpus, joins_lists: bool = False
+) -> Iterator[tuple[str, float]]:
     """Yield the texts of a corpus, each with the share (0 to 1) of the corpus read so far.
 
     Args:
@@ -62,16 +67,16 @@ def read_documents(source: str | Corpus, joins_lists: bool = False) -> Iterator[
             for topic_number, name in enumerate(sorted(topics), 1)
         )
         return
-    yield from row_texts(read_rows(source), source, joins_lists)
+    yield from texts_and_shares_of_rows(read_corpus_rows(source), source, joins_lists)
 
 
-def row_texts(
+def texts_and_shares_of_rows(
     corpus_rows: Iterable[Row], source: Corpus, joins_lists: bool = False
 ) -> Iterator[tuple[str, float]]:
-    """Yield the texts of rows, each with its share; arguments and errors as of `read_documents`."""
+    """Yield the texts of rows, each with its share; arguments and errors as of `read_texts_and_shares`."""
     column = source.text_column if source.format != "text" else "text"
     for row in corpus_rows:
-        text = required_value(row, column)
+        text = require_column_value(row, column)
         if joins_lists and isinstance(text, list):
             text = " ".join(map(str, text))
         # A null, as an empty text, is a row without a document.
@@ -83,7 +88,7 @@ def row_texts(
             yield text, row.share
 
 
-def required_value(row: Row, column: str) -> Any:
+def require_column_value(row: Row, column: str) -> Any:
     """Return the value of a row in a column.
 
     Raises:
@@ -100,26 +105,26 @@ def required_value(row: Row, column: str) -> Any:
     return cell
 
 
-def read_rows(source: Corpus) -> Iterator[Row]:
+def read_corpus_rows(source: Corpus) -> Iterator[Row]:
     """Return the rows of a corpus, streamed, up to `most_rows`.
 
     Raises:
         DataError: the file or data set does not exist, or is not of the recipe's format.
     """
-    return itertools.islice(_all_rows(source), source.most_rows)
+    return itertools.islice(_rows_of_all_files(source), source.most_rows)
 
 
-def _all_rows(source: Corpus) -> Iterator[Row]:
+def _rows_of_all_files(source: Corpus) -> Iterator[Row]:
     if source.format == "hub":
         yield from _hub_rows(source)
         return
     if source.format == "folder":
-        yield from folder_rows(corpus_files(source))
+        yield from rows_of_metadata_or_class_files(files_of_corpus_patterns(source))
         return
-    paths = corpus_files(source)
+    paths = files_of_corpus_patterns(source)
     sizes = [os.path.getsize(path) for path in paths]
     for path, bytes_before, size in zip(paths, itertools.accumulate([0, *sizes]), sizes):
-        for row in read_file(path, source.format, source.document):
+        for row in read_file_rows(path, source.format, source.document):
             # From the share of the file to the share of all files, by bytes on the disk.
             yield row._replace(share=(bytes_before + row.share * size) / sum(sizes))
 
@@ -134,29 +139,29 @@ def _hub_rows(source: Corpus) -> Iterator[Row]:
         )  # fmt: skip
         names = class_names_by_column(dataset.features.to_dict() if dataset.features else {})
         yield from (
-            Row(row, f"{corpus_name(source)}: row {row_number}", 0.0, names)
+            Row(row, f"{corpus_name_for_errors(source)}: row {row_number}", 0.0, names)
             for row_number, row in enumerate(dataset, 1)
         )
     # `datasets` reads a first row of JSON to learn the columns.
     except StopIteration:
-        raise DataError(f"{corpus_name(source)}: has no rows") from None
+        raise DataError(f"{corpus_name_for_errors(source)}: has no rows") from None
     # The errors of pyarrow and of the hub are subclasses of these.
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{corpus_name(source)}: cannot be read: {_hub_error_reason(error, source)}"
+            f"{corpus_name_for_errors(source)}: cannot be read: {_hub_error_reason(error, source)}"
         ) from error
 
 
 def _hub_error_reason(error: Exception, source: Corpus) -> str:
     name = f"{source.name}@{source.revision}" if source.revision else str(source.name)
-    return hub_reason(error, name, "datasets/")
+    return hub_error_reason_and_remedy(error, name, "datasets/")
 
 
 def _files_of_hub(source: Corpus) -> list[str] | None:
     return list(source.files) if source.files else None
 
 
-def corpus_files(source: Corpus) -> list[str]:
+def files_of_corpus_patterns(source: Corpus) -> list[str]:
     """Return the files of a corpus, sorted within each pattern.
 
     Raises:
@@ -165,14 +170,16 @@ def corpus_files(source: Corpus) -> list[str]:
     paths: list[str] = []
     for pattern in source.path or ():
         if source.format == "folder":
-            paths += folder_files(pattern, source.split)
+            paths += metadata_or_class_files(pattern, source.split)
             continue
         matches: Sequence[str] = (
-            remote_files(pattern) if "://" in pattern else matching_files(pattern)
+            remote_files_of_url(pattern)
+            if "://" in pattern
+            else file_or_sorted_pattern_matches(pattern)
         )
         if not matches:
             raise MissingData(
-                f"{corpus_name(source)}: {pattern!r} matches no file (current folder: {os.getcwd()})"
+                f"{corpus_name_for_errors(source)}: {pattern!r} matches no file (current folder: {os.getcwd()})"
             )
         paths += matches
     return paths
@@ -195,8 +202,8 @@ def corpus_fingerprint(source: str | Corpus) -> str:
             str(source.name),
             str(source.subset),
             source.split,
-            column_settings(source),
-            _hub_commit_or_state(source),
+            column_settings_text(source),
+            _hub_commit_and_file_states_text(source),
         ]
     else:
         # The default is left out, so that a corpus without `document` keeps its fingerprint.
@@ -207,38 +214,38 @@ def corpus_fingerprint(source: str | Corpus) -> str:
         )
         parts = [
             format_text,
-            column_settings(source),
-            *_file_states(corpus_files(source)),
+            column_settings_text(source),
+            *_content_state_text_of_files(files_of_corpus_patterns(source)),
         ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _file_states(paths: Sequence[str]) -> Iterator[str]:
+def _content_state_text_of_files(paths: Sequence[str]) -> Iterator[str]:
     """Yield a text for each file that changes with its contents."""
     stats = [os.stat(path) for path in paths]
     is_hashed_whole = sum(stat.st_size for stat in stats) <= _WHOLE_BYTES
     for path, stat in zip(paths, stats):
         # A program can set the modification time, as unpacking does, but not st_ctime.
         dates = "" if is_hashed_whole else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-        yield f"{path} {dates} {blocks_hash(path, _WHOLE_BYTES if is_hashed_whole else BLOCK)}"
+        yield f"{path} {dates} {hash_of_size_and_blocks(path, _WHOLE_BYTES if is_hashed_whole else BLOCK)}"
 
 
-def column_settings(source: Corpus) -> str:
+def column_settings_text(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
     optional_settings = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
               "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip
     changed_settings = [
         f" {key}: {getattr(source, key)}"
         for key in optional_settings
-        if key in non_default_fields(source)
+        if key in names_of_non_default_fields(source)
     ]
-    if is_chat(source):
+    if has_chat_rows(source):
         chat = f"{source.messages_column} {source.prompt_column} {source.response_column}"
         return "".join((chat, *changed_settings))
     return "".join((source.text_column, *changed_settings))
 
 
-def _hub_commit_or_state(source: Corpus) -> str:
+def _hub_commit_and_file_states_text(source: Corpus) -> str:
     """Return the commit of a hub data set; for a local folder, a hash of the state of its files."""
     # A full commit hash needs no network.
     if (
@@ -253,19 +260,19 @@ def _hub_commit_or_state(source: Corpus) -> str:
     paths_inside = glob.glob(f"{glob.escape(str(source.name))}/**", recursive=True)
     files = [path for path in sorted(paths_inside) if os.path.isfile(path)]
     refuse_lfs_pointers(files)
-    local = _file_states(files)
+    local = _content_state_text_of_files(files)
     try:
         commit: str = datasets.load_dataset_builder(
             source.name, source.subset, data_files=_files_of_hub(source), revision=source.revision
         ).hash
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{corpus_name(source)}: cannot be read: {_hub_error_reason(error, source)}"
+            f"{corpus_name_for_errors(source)}: cannot be read: {_hub_error_reason(error, source)}"
         ) from error
     return "\n".join((commit, *local))
 
 
-def corpus_name(source: str | Corpus) -> str:
+def corpus_name_for_errors(source: str | Corpus) -> str:
     """Return the name of a corpus for an error message."""
     if isinstance(source, str):
         return source

@@ -9,10 +9,10 @@ import hashlib
 
 import numpy as np
 
-from ortlaunch.worker.data.mixture import Mixture, SplitPart
-from ortlaunch.worker.data.order import order_name
+from ortlaunch.worker.data.mixture import Mixture, SampleSubset
+from ortlaunch.worker.data.order import order_method_name
 from ortlaunch.worker.data.own import SAMPLES
-from ortlaunch.worker.data.packs import Packs
+from ortlaunch.worker.data.packs import PackedSamples
 from ortlaunch.worker.data.samples import Samples
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 
@@ -22,39 +22,39 @@ _HASHED_PIECES = 64
 _TOKENS = 4096
 
 
-def data_identity(samples: Samples) -> dict[str, object]:
+def data_identity_record(samples: Samples) -> dict[str, object]:
     """Return the identity of a data set: `samples`, `fingerprint` and `order`.
 
     The fingerprint is of tokens, texts or a few of the user's own samples; it is None if these are
     random.
     """
-    held_out_count = _held_out_count(samples)
+    held_out_count = _held_out_sample_count(samples)
     record: dict[str, object] = {
         "samples": len(samples),
-        "fingerprint": _samples_fingerprint(samples),
-        "order": _samples_order(samples),
+        "fingerprint": _samples_fingerprint_or_none(samples),
+        "order": _order_name_of_samples(samples),
     }
     return {**record, "held_out": held_out_count} if held_out_count else record
 
 
-def _held_out_count(samples: Samples) -> int:
+def _held_out_sample_count(samples: Samples) -> int:
     """Return the number of samples that are held out; with seed and total it says which."""
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
-    unpacked_parts = (part.samples if isinstance(part, Packs) else part for part in parts)
+    unpacked_parts = (part.samples if isinstance(part, PackedSamples) else part for part in parts)
     return sum(
-        len(part.whole) - len(part) for part in unpacked_parts if isinstance(part, SplitPart)
+        len(part.whole) - len(part) for part in unpacked_parts if isinstance(part, SampleSubset)
     )
 
 
-def _samples_order(samples: Samples) -> str:
+def _order_name_of_samples(samples: Samples) -> str:
     if isinstance(samples, Mixture):
-        return f"mixture of {', '.join(map(_samples_order, samples.parts))}"
-    return "stream" if isinstance(samples, StreamedSamples) else order_name(len(samples))
+        return f"mixture of {', '.join(map(_order_name_of_samples, samples.parts))}"
+    return "stream" if isinstance(samples, StreamedSamples) else order_method_name(len(samples))
 
 
-def _samples_fingerprint(samples: object) -> str | None:
+def _samples_fingerprint_or_none(samples: object) -> str | None:
     if isinstance(samples, Mixture):
-        parts = [_samples_fingerprint(part) for part in samples.parts]
+        parts = [_samples_fingerprint_or_none(part) for part in samples.parts]
         known_fingerprints = [part for part in parts if part]
         if len(known_fingerprints) < len(parts):
             return None

@@ -16,7 +16,11 @@ import numpy as np
 
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.rules.model_rules import MAX_CLASSES
-from ortlaunch.worker.data.corpus import corpus_name, read_rows, required_value
+from ortlaunch.worker.data.corpus import (
+    corpus_name_for_errors,
+    read_corpus_rows,
+    require_column_value,
+)
 from ortlaunch.worker.data.reading import DataError, Row
 
 # A number in a cell of CSV.
@@ -58,7 +62,7 @@ class SourceSummary:
     empty: tuple[int, str] = (0, "")
     """Number of rows without text, and the location of the first."""
 
-    def count_and_encode(self, label: Any, row_location: str) -> list[int]:
+    def count_label_and_stored_integers(self, label: Any, row_location: str) -> list[int]:
         """Return the stored form of a label, and count the label.
 
         Raises:
@@ -69,7 +73,7 @@ class SourceSummary:
             return [*map(int, np.array([label]).view(np.uint32))]
         if isinstance(label, int) and label > self.largest[0]:
             self.largest = label, row_location
-            require_class(label, row_location)
+            refuse_too_large_class(label, row_location)
         label_index = self.labels.setdefault(label, len(self.labels))
         if label_index == len(self.counts):
             self.counts.append(0)
@@ -77,7 +81,7 @@ class SourceSummary:
         return [label_index]
 
 
-def require_class(label: int, row_location: str) -> None:
+def refuse_too_large_class(label: int, row_location: str) -> None:
     """Refuse a label that is too large for a class.
 
     Raises:
@@ -93,7 +97,9 @@ def require_class(label: int, row_location: str) -> None:
         )
 
 
-def labelled_rows(source: Corpus, read_row: Read, summary: SourceSummary) -> Iterator[LabelledRow]:
+def labelled_rows_filling_summary(
+    source: Corpus, read_row: Read, summary: SourceSummary
+) -> Iterator[LabelledRow]:
     """Yield rows in a fixed order, and collect their summary.
 
     Args:
@@ -105,7 +111,7 @@ def labelled_rows(source: Corpus, read_row: Read, summary: SourceSummary) -> Ite
         DataError: there are no rows, or `read_row` refuses one; the message gives file and line.
     """
     row = None
-    for row in read_rows(source):
+    for row in read_corpus_rows(source):
         text, labels = read_row(row, source, next(iter(summary.labels), None))
         names = row.names.get(source.label_column)
         if names and names not in summary.names:
@@ -114,22 +120,28 @@ def labelled_rows(source: Corpus, read_row: Read, summary: SourceSummary) -> Ite
             summary.empty = summary.empty[0] + 1, summary.empty[1] or row.location
         yield LabelledRow(
             text,
-            [part for label in labels for part in summary.count_and_encode(label, row.location)],
+            [
+                part
+                for label in labels
+                for part in summary.count_label_and_stored_integers(label, row.location)
+            ],
             row.share,
         )
     if row is None:
-        raise DataError(f"{corpus_name(source)}: has no rows")
+        raise DataError(f"{corpus_name_for_errors(source)}: has no rows")
 
 
-def read_classified_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
+def text_and_class_of_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
     """Return a text and its class."""
-    label = required_value(row, source.label_column)
-    return row_text(row, source), [checked_class(row, source.label_column, label, first_label)]
+    label = require_column_value(row, source.label_column)
+    return require_row_text(row, source), [
+        require_class_of_same_type(row, source.label_column, label, first_label)
+    ]
 
 
-def read_scored_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
+def text_and_number_of_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
     """Return a text and its number, for regression."""
-    label = required_value(row, source.label_column)
+    label = require_column_value(row, source.label_column)
     if source.format == "csv" and _NUMBER.fullmatch(label):
         label = float(label)
     # The type is compared, as isinstance accepts a bool as an int.
@@ -138,13 +150,15 @@ def read_scored_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, li
             f"{row.location}: {source.label_column} is {label!r:.80}; sequence-regression needs a "
             "number"
         )
-    return row_text(row, source), [float(label)]
+    return require_row_text(row, source), [float(label)]
 
 
-def read_tagged_row(row: Row, source: Corpus, first_label: Any) -> tuple[list[str], list[Any]]:
+def words_and_tags_of_row(
+    row: Row, source: Corpus, first_label: Any
+) -> tuple[list[str], list[Any]]:
     """Return words and the tag of each word."""
-    word_list = required_value(row, source.text_column)
-    tags = required_value(row, source.label_column)
+    word_list = require_column_value(row, source.text_column)
+    tags = require_column_value(row, source.label_column)
     for name, values in ((source.text_column, word_list), (source.label_column, tags)):
         if not isinstance(values, list) or not values:
             raise DataError(
@@ -165,14 +179,14 @@ def read_tagged_row(row: Row, source: Corpus, first_label: Any) -> tuple[list[st
             f"{row.location}: {source.text_column} has {invalid_word!r:.80}; it must be a word"
         )
     return word_list, [
-        checked_class(
+        require_class_of_same_type(
             row, source.label_column, tag, tags[0] if first_label is None else first_label
         )
         for tag in tags
     ]
 
 
-def checked_class(row: Row, column: str, label: Any, first_label: Any) -> int | str:
+def require_class_of_same_type(row: Row, column: str, label: Any, first_label: Any) -> int | str:
     """Return a label after checks; it must have the type of the source's first label."""
     # The type is compared, as isinstance accepts a bool as an int.
     if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
@@ -188,9 +202,9 @@ def checked_class(row: Row, column: str, label: Any, first_label: Any) -> int | 
     return checked_label
 
 
-def row_text(row: Row, source: Corpus) -> str:
+def require_row_text(row: Row, source: Corpus) -> str:
     """Return the text of a row; raises DataError where it is none."""
-    text = required_value(row, source.text_column)
+    text = require_column_value(row, source.text_column)
     if not isinstance(text, str):
         raise DataError(f"{row.location}: {source.text_column} is {text!r:.80}; it must be text")
     return text

@@ -27,10 +27,10 @@ from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.label_rows import (
     LabelledRow,
     SourceSummary,
-    labelled_rows,
-    read_classified_row,
-    read_scored_row,
-    read_tagged_row,
+    labelled_rows_filling_summary,
+    text_and_class_of_row,
+    text_and_number_of_row,
+    words_and_tags_of_row,
 )
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
@@ -38,9 +38,9 @@ from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
     TokenizeWork,
+    backend_without_truncation_or_padding,
     ignore_progress,
-    load_or_write_tokens,
-    plain_backend,
+    load_or_write_cached_tokens,
     tokenizer_fingerprint,
 )
 
@@ -61,7 +61,7 @@ class LabelledTexts:
     """Samples of texts with a class each, cut or padded to one length."""
 
     task = "sequence-classification"
-    read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(read_classified_row)
+    read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(text_and_class_of_row)
     behind = 1
     """Count of integers after the tokens of a row."""
 
@@ -85,12 +85,15 @@ class LabelledTexts:
         self._with_mask = "attention_mask" in tokenizer.model_input_names
         # The 3 is the version of this format.
         self._key = f"{self.task} 3 {corpus_fingerprint(source)} {source.label_column}"
-        key = f"{self._key} {length} {_tokenizer_state(tokenizer)}"
-        self._documents = load_or_write_tokens(
-            TokenizeWork(key, self._rows_and_summary, self._row_encoder(tokenizer)), show_progress
+        key = f"{self._key} {length} {_tokenizer_state_text(tokenizer)}"
+        self._documents = load_or_write_cached_tokens(
+            TokenizeWork(
+                key, self._rows_then_summary_json, self._document_encoder_of_rows(tokenizer)
+            ),
+            show_progress,
         )
-        summary = json.loads(_document_bytes(self._documents, len(self)))
-        # Each label once; labels that are names stay so until `replace_labels_by_numbers`.
+        summary = json.loads(_json_bytes_of_document(self._documents, len(self)))
+        # Each label once; labels that are names stay so until `number_labels_and_list_names`.
         self.labels: list[Any] = summary["labels"]
         # Rows, or words, of each label.
         self.counts: list[int] = summary["counts"]
@@ -105,14 +108,14 @@ class LabelledTexts:
         # The last document is the summary.
         return len(self._documents.ends) - 1
 
-    def _rows_and_summary(self) -> Iterator[tuple[LabelledRow | str, float]]:
+    def _rows_then_summary_json(self) -> Iterator[tuple[LabelledRow | str, float]]:
         """Yield the rows, and at the end the summary of all rows as JSON."""
         summary = SourceSummary()
-        for row in labelled_rows(self.source, self.read, summary):
+        for row in labelled_rows_filling_summary(self.source, self.read, summary):
             yield row, row.share
         yield json.dumps({**vars(summary), "labels": [*summary.labels]}), 1.0
 
-    def _row_encoder(
+    def _document_encoder_of_rows(
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
         """Return the function that makes documents of rows."""
@@ -148,7 +151,7 @@ class LabelledTexts:
             **options,
         )  # fmt: skip
 
-    def all_labels(self) -> Iterable[Any]:
+    def distinct_labels(self) -> Iterable[Any]:
         """Return each label that a row has, once."""
         return self.labels
 
@@ -166,25 +169,25 @@ class LabelledTexts:
         size = self.size(index)
         ids = document[:size]
         stored_labels = document[size:]
-        tensors = {"input_ids": self._pad_values(ids, self._pad)}
+        tensors = {"input_ids": self._pad_on_tokenizer_side(ids, self._pad)}
         if self._with_mask:
-            tensors["attention_mask"] = self._pad_values(np.ones_like(ids), 0)
-        return {**tensors, "labels": self._label_tensor(stored_labels)}
+            tensors["attention_mask"] = self._pad_on_tokenizer_side(np.ones_like(ids), 0)
+        return {**tensors, "labels": self._label_tensor_of_stored(stored_labels)}
 
     def size(self, index: int) -> int:
         """Return the number of tokens of a sample before padding."""
         start, stop = _document_range(self._documents, index)
         return stop - start - self.behind
 
-    def _label_tensor(self, stored_labels: _Ints) -> torch.Tensor:
+    def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
         """Return the labels as the model expects them, from a row's stored integers."""
-        return torch.tensor(self._row_label(stored_labels.tolist()))
+        return torch.tensor(self._label_of_stored_numbers(stored_labels.tolist()))
 
-    def _row_label(self, stored_numbers: list[int]) -> Any:
+    def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
         """Return the label of a row, with names as class numbers."""
         return self.labels[stored_numbers[0]]
 
-    def _pad_values(self, values: _Ints, fill_value: int) -> torch.Tensor:
+    def _pad_on_tokenizer_side(self, values: _Ints, fill_value: int) -> torch.Tensor:
         """Return values padded to (length,), on the tokenizer's padding side."""
         padded: _Ints = np.full(self.length, fill_value, np.int64)
         count = len(values)
@@ -200,32 +203,37 @@ class LabelledTexts:
 
         def items() -> Iterator[tuple[str, float]]:
             chosen_rows = itertools.islice(
-                labelled_rows(self.source, self.read, SourceSummary()), 0, None, row_step
+                labelled_rows_filling_summary(self.source, self.read, SourceSummary()),
+                0,
+                None,
+                row_step,
             )
             return ((json.dumps([row.text, row.label_integers]), row.share) for row in chosen_rows)
 
-        stored_documents = load_or_write_tokens(
+        stored_documents = load_or_write_cached_tokens(
             TokenizeWork(
                 f"some {row_step} {self._key}", items, lambda texts: map(str.encode, texts)
             ),
             self._show_progress,
         )
         pairs = (
-            json.loads(_document_bytes(stored_documents, row_index))
+            json.loads(_json_bytes_of_document(stored_documents, row_index))
             for row_index in range(len(stored_documents.ends))
         )
-        return [(text, self._row_label(stored_numbers)) for text, stored_numbers in pairs]
+        return [
+            (text, self._label_of_stored_numbers(stored_numbers)) for text, stored_numbers in pairs
+        ]
 
 
 class ScoredTexts(LabelledTexts):
     """Samples of texts with a number each, for regression."""
 
     task = "sequence-regression"
-    read = staticmethod(read_scored_row)
+    read = staticmethod(text_and_number_of_row)
     behind = 2
     classes = 0
 
-    def _row_label(self, stored_numbers: list[int]) -> Any:
+    def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
         # Two uint32 are the halves of a float64; see `SourceSummary.number`.
         return np.array(stored_numbers, np.uint32).view(np.float64).item()
 
@@ -237,7 +245,7 @@ class TaggedWords(LabelledTexts):
     """
 
     task = "token-classification"
-    read = staticmethod(read_tagged_row)
+    read = staticmethod(words_and_tags_of_row)
     varies = True
 
     def __init__(
@@ -283,22 +291,22 @@ class TaggedWords(LabelledTexts):
         start, stop = _document_range(self._documents, index)
         return (stop - start) // 2
 
-    def _label_tensor(self, stored_labels: _Ints) -> torch.Tensor:
+    def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
         tags = [
             self.labels[label_number - 1] if label_number else IGNORED
             for label_number in stored_labels.tolist()
         ]
-        return self._pad_values(np.array(tags, np.int64), IGNORED)
+        return self._pad_on_tokenizer_side(np.array(tags, np.int64), IGNORED)
 
-    def _row_label(self, stored_numbers: list[int]) -> Any:
+    def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
         return [self.labels[label_number] for label_number in stored_numbers]
 
 
-def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
+def _tokenizer_state_text(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return everything that determines the tokens of a text, except the length it is cut to."""
     if tokenizer.is_fast:
         # The tokenizer's own state also has the truncation and padding of its last call.
-        state_text = plain_backend(tokenizer).to_str()
+        state_text = backend_without_truncation_or_padding(tokenizer).to_str()
     else:
         settings_text = json.dumps(
             tokenizer.init_kwargs, sort_keys=True, default=lambda value: type(value).__name__
@@ -320,7 +328,7 @@ def _document_tokens(documents: Documents, index: int) -> _Ints:
     return documents.tokens[slice(*_document_range(documents, index))]
 
 
-def _document_bytes(documents: Documents, index: int) -> bytes:
+def _json_bytes_of_document(documents: Documents, index: int) -> bytes:
     """Return a document that is JSON, stored as one byte in each token."""
     return _document_tokens(documents, index).astype(np.uint8).tobytes()
 
@@ -328,7 +336,7 @@ def _document_bytes(documents: Documents, index: int) -> bytes:
 SAMPLES_BY_LABEL = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
 
 
-def replace_labels_by_numbers(
+def number_labels_and_list_names(
     train: Samples,
     evaluation: Samples | None,
     model_numbers: Mapping[str, int] = MappingProxyType({}),
@@ -352,10 +360,10 @@ def replace_labels_by_numbers(
     parts = _labelled_parts(train)
     # A part of the training samples is numbered with them.
     held_out = [part for part in _labelled_parts(evaluation) if part not in parts]
-    are_words = _are_labels_names(*parts, *held_out)
-    word_by_label = _word_by_label([*parts, *held_out], [])
+    are_words = _are_all_labels_names(*parts, *held_out)
+    word_by_label = _name_by_label([*parts, *held_out], [])
     # Integers that a data set gives names are class numbers.
-    are_names = are_words or not class_names(train, evaluation)
+    are_names = are_words or not class_names_of_integer_labels(train, evaluation)
     if word_by_label and are_names and model_numbers.keys() >= {*word_by_label.values()}:
         for part in (*parts, *held_out):
             part.renumber_labels(
@@ -364,18 +372,20 @@ def replace_labels_by_numbers(
         return sorted(model_numbers, key=model_numbers.__getitem__)
     if not are_words:
         return []
-    label_words = sorted({word for part in parts for word in part.all_labels()})
+    label_words = sorted({word for part in parts for word in part.distinct_labels()})
     if all(map(_WHOLE.fullmatch, label_words)):
         label_words.sort(key=int)
     if len(label_words) == 1:
         raise DataError(
             f"data.train: every label is {label_words[0]!r}, so there is nothing to distinguish"
         )
-    unknown = sorted({word for part in held_out for word in part.all_labels()} - set(label_words))
+    unknown = sorted(
+        {word for part in held_out for word in part.distinct_labels()} - set(label_words)
+    )
     if unknown:
         raise DataError(
             f"data.evaluation: label {unknown[0]!r} is in no row of data.train, "
-            f"whose labels are {', '.join(label_words[:_SHOWN])}{_more_text(len(label_words))}"
+            f"whose labels are {', '.join(label_words[:_SHOWN])}{_and_more_text_or_empty(len(label_words))}"
         )
     number_by_word = {word: class_number for class_number, word in enumerate(label_words)}
     for part in (*parts, *held_out):
@@ -383,7 +393,7 @@ def replace_labels_by_numbers(
     return label_words
 
 
-def renumber_by_trained_classes(
+def renumber_labels_by_trained_classes(
     samples: Samples, trained_numbers: Mapping[str, int], class_count: int
 ) -> None:
     """Replace labels by the class numbers of a trained model; some classes may not appear.
@@ -400,8 +410,8 @@ def renumber_by_trained_classes(
         DataError: the model has no such class.
     """
     parts = _labelled_parts(samples)
-    names = class_names(samples, None)
-    word_by_label = _word_by_label(parts, names)
+    names = class_names_of_integer_labels(samples, None)
+    word_by_label = _name_by_label(parts, names)
     number_by_label = {
         label: trained_numbers[word]
         for label, word in word_by_label.items()
@@ -431,9 +441,9 @@ def renumber_by_trained_classes(
         part.renumber_labels(number_by_label)
 
 
-def _word_by_label(parts: Sequence[LabelledTexts], name_by_number: Sequence[str]) -> dict[Any, str]:
+def _name_by_label(parts: Sequence[LabelledTexts], name_by_number: Sequence[str]) -> dict[Any, str]:
     """Return the word of each label; names: class names of integer labels, or []."""
-    labels = {label: None for part in parts for label in part.all_labels()}
+    labels = {label: None for part in parts for label in part.distinct_labels()}
     word_by_number = dict(enumerate(name_by_number))
     return {label: word_by_number.get(label, str(label)) for label in labels}
 
@@ -444,9 +454,9 @@ def _labelled_parts(samples: Samples | None) -> list[LabelledTexts]:
     return [part for part in parts if isinstance(part, LabelledTexts)]
 
 
-def _are_labels_names(*parts: LabelledTexts) -> bool:
+def _are_all_labels_names(*parts: LabelledTexts) -> bool:
     """Return whether all labels are names; raises DataError where sources differ."""
-    label_types = {type(label) for part in parts for label in part.all_labels()}
+    label_types = {type(label) for part in parts for label in part.distinct_labels()}
     if len(label_types) > 1:
         raise DataError(
             "data: labels are names in one source and numbers in another; use only names, or "
@@ -455,7 +465,9 @@ def _are_labels_names(*parts: LabelledTexts) -> bool:
     return label_types == {str}
 
 
-def class_lines(train: Samples, names_of_classes: Sequence[str], class_count: int) -> Iterator[str]:
+def class_and_rare_class_lines(
+    train: Samples, names_of_classes: Sequence[str], class_count: int
+) -> Iterator[str]:
     """Yield lines for the user: the classes, and those with too few training rows to learn.
 
     Args:
@@ -472,7 +484,7 @@ def class_lines(train: Samples, names_of_classes: Sequence[str], class_count: in
     unit = "word" if isinstance(parts[0], TaggedWords) else "row"
     total = max(class_count, len(names_of_classes))
     yield f"classes: {total:,}" + (
-        f" ({', '.join(names_of_classes[:_SHOWN])}{_more_text(len(names_of_classes))})"
+        f" ({', '.join(names_of_classes[:_SHOWN])}{_and_more_text_or_empty(len(names_of_classes))})"
         if names_of_classes
         else ""
     )
@@ -491,14 +503,14 @@ def class_lines(train: Samples, names_of_classes: Sequence[str], class_count: in
                 names_of_classes[class_number] if names_of_classes else str(class_number)
                 for class_number in class_numbers
             )
-            yield f"classes: {phrase} {shown}{_more_text(size)}; check data.train's labels"
+            yield f"classes: {phrase} {shown}{_and_more_text_or_empty(size)}; check data.train's labels"
 
 
-def _more_text(size: int) -> str:
+def _and_more_text_or_empty(size: int) -> str:
     return f" and {size - _SHOWN:,} more" if size > _SHOWN else ""
 
 
-def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
+def class_names_of_integer_labels(train: Samples, evaluation: Samples | None) -> list[str]:
     """Return the class names of integer labels by number; [] if the data set has no names.
 
     Raises:

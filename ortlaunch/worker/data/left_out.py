@@ -10,18 +10,18 @@ from dataclasses import MISSING, fields
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.records import BadStep
 
 
-def recorded_bad_steps(run: RunDir) -> Iterator[BadStep]:
+def read_bad_step_records(run: RunDir) -> Iterator[BadStep]:
     """Yield the recorded bad steps of all starts so far. An incomplete last line is ignored.
 
     Raises:
         DamagedFile: a complete line cannot be read, so it is unknown which samples it skips.
     """
     field_names = [record_field.name for record_field in fields(BadStep)]
-    lines = read_json_lines(
+    lines = read_json_lines_with_keys(
         run.bad_steps,
         *(record_field.name for record_field in fields(BadStep) if record_field.default is MISSING),
     )
@@ -37,13 +37,13 @@ def recorded_bad_steps(run: RunDir) -> Iterator[BadStep]:
     )
 
 
-def samples_trained_on(run: RunDir, position_count: int) -> int:
+def samples_trained_in_positions(run: RunDir, position_count: int) -> int:
     """Return how many of the first `position_count` places were not skipped."""
     skipped = SkippedPositions()
-    for line in recorded_bad_steps(run):
+    for line in read_bad_step_records(run):
         if line.action == "rollback" and line.places:
-            skipped.skip_range(*line.places)
-    return position_count - skipped.skipped_before(position_count)
+            skipped.skip_position_range(*line.places)
+    return position_count - skipped.skipped_count_before(position_count)
 
 
 class SkippedPositions:
@@ -51,39 +51,39 @@ class SkippedPositions:
 
     def __init__(self) -> None:
         # Ranges [first, after), ascending; no two of them touch.
-        self._stretches: list[tuple[int, int]] = []
+        self._skipped_ranges: list[tuple[int, int]] = []
 
-    def skip_range(self, start: int, stop: int) -> None:
+    def skip_position_range(self, first_position: int, end_position: int) -> None:
         """Skip the places [first, after)."""
         separate_ranges = [
             skipped_range
-            for skipped_range in self._stretches
-            if skipped_range[1] < start or skipped_range[0] > stop
+            for skipped_range in self._skipped_ranges
+            if skipped_range[1] < first_position or skipped_range[0] > end_position
         ]
         touching_ranges = [
             skipped_range
-            for skipped_range in self._stretches
+            for skipped_range in self._skipped_ranges
             if skipped_range not in separate_ranges
         ]
         # Ranges that overlap or touch the new one are merged with it.
         merged_range = (
-            min([start, *(skipped_range[0] for skipped_range in touching_ranges)]),
-            max([stop, *(skipped_range[1] for skipped_range in touching_ranges)]),
+            min([first_position, *(skipped_range[0] for skipped_range in touching_ranges)]),
+            max([end_position, *(skipped_range[1] for skipped_range in touching_ranges)]),
         )
-        self._stretches = sorted([*separate_ranges, merged_range])
+        self._skipped_ranges = sorted([*separate_ranges, merged_range])
 
-    def skipped_before(self, position: int) -> int:
+    def skipped_count_before(self, position: int) -> int:
         """Return how many places before this one are skipped."""
-        return sum(max(0, min(stop, position) - start) for start, stop in self._stretches)
+        return sum(max(0, min(stop, position) - start) for start, stop in self._skipped_ranges)
 
-    def position_of_sample(self, first_position: int, sample_number: int) -> int:
+    def position_of_unskipped_sample(self, first_position: int, sample_number: int) -> int:
         """Return the place of sample `sample_number`.
 
         Samples that are not skipped count from 0, beginning at place `first_position`.
         """
         position = first_position + sample_number
         # Ascending order matters: each skipped range moves the place, perhaps into the next range.
-        for start, stop in self._stretches:
+        for start, stop in self._skipped_ranges:
             if stop > first_position and position >= max(start, first_position):
                 position += stop - max(start, first_position)
         return position

@@ -29,7 +29,9 @@ _NEVER = 2.0
 IndexEpochPairs = Sequence[tuple[int, int]]
 
 
-def sample_draws(seed: int, index_epoch_pairs: IndexEpochPairs, values_per_sample: int) -> _Floats:
+def random_values_of_samples(
+    seed: int, index_epoch_pairs: IndexEpochPairs, values_per_sample: int
+) -> _Floats:
     """Return the random values of samples, float64 in [0, 1).
 
     Args:
@@ -81,47 +83,49 @@ class Masking:
         self.cls = tokenizer.cls_token_id
         self.sep = tokenizer.sep_token_id
         self.mask_id = tokenizer.mask_token_id
-        self.is_continuation = _continuation_tokens(tokenizer) if settings.whole_words else None
+        self.is_continuation = (
+            _is_continuation_by_token_id(tokenizer) if settings.whole_words else None
+        )
 
-    def prediction_count(self, token_count: int) -> int:
+    def masked_token_count(self, token_count: int) -> int:
         """Return the number of predictions in a sequence of `token_count`, [CLS] and [SEP] included."""
         # As in BERT's create_pretraining_data.py.
         requested_count = max(1, round(token_count * self.settings.probability))
         return min(requested_count, self.settings.max_predictions or requested_count)
 
-    def mask_in_place(
-        self, ids: _Ints, labels: _Ints, token_counts: Sequence[int], random_values: _Floats
+    def choose_and_mask_tokens_in_place(
+        self, token_ids: _Ints, labels: _Ints, token_counts: Sequence[int], random_values: _Floats
     ) -> None:
         """Choose tokens to predict, and write their labels and replacements.
 
         80 % of them become [MASK], 10 % a random token, and 10 % stay.
 
         Args:
-            ids: (samples, length) int64, changed in place.
+            token_ids: (samples, length) int64, changed in place.
             labels: (samples, length) int64, changed in place.
             token_counts: tokens of each sample before padding.
             random_values: (samples, 2 * length), from `draws`: the order of choice, then the replacements.
         """
-        length = ids.shape[1]
+        length = token_ids.shape[1]
         turns = random_values[:, :length].copy()
         turns[
-            (ids == self.cls)
-            | (ids == self.sep)
+            (token_ids == self.cls)
+            | (token_ids == self.sep)
             | (np.arange(length) >= np.array(token_counts)[:, None])
         ] = _NEVER
-        counts = [self.prediction_count(size) for size in token_counts]
+        counts = [self.masked_token_count(size) for size in token_counts]
         chosen_tokens = (
-            _choose_lowest_turns(turns, counts)
+            _choose_tokens_with_lowest_draws(turns, counts)
             if self.is_continuation is None
-            else self._choose_whole_words(ids, turns, counts)
+            else self._choose_whole_words(token_ids, turns, counts)
         )
         rows, places = chosen_tokens.nonzero()
-        original_ids = ids[rows, places]
+        original_ids = token_ids[rows, places]
         labels[rows, places] = original_ids
         fate = random_values[rows, length + places]
         # From 0.9 on, the rest of the random value is spread over the vocabulary, rounded down.
         random_ids = ((fate - 0.9) * (10 * self.vocabulary_size)).astype(np.int64)
-        ids[rows, places] = np.where(
+        token_ids[rows, places] = np.where(
             fate < 0.8, self.mask_id, np.where(fate < 0.9, original_ids, random_ids)
         )
 
@@ -151,18 +155,18 @@ class Masking:
         return chosen_tokens
 
 
-def _choose_lowest_turns(turns: _Floats, counts: list[int]) -> _Bools:
+def _choose_tokens_with_lowest_draws(draw_by_token: _Floats, counts: list[int]) -> _Bools:
     """Choose the tokens with the lowest turns: (samples, length) bool, `counts` in each sample."""
-    lowest_indices = turns.argsort()[:, : max(counts)]
+    lowest_indices = draw_by_token.argsort()[:, : max(counts)]
     is_within_count = np.arange(lowest_indices.shape[1]) < np.array(counts)[:, None]
-    chosen_tokens: _Bools = np.zeros(turns.shape, dtype=bool)
+    chosen_tokens: _Bools = np.zeros(draw_by_token.shape, dtype=bool)
     np.put_along_axis(chosen_tokens, lowest_indices, is_within_count, axis=1)
     # A sample may have fewer tokens to choose from than its count.
-    chosen_tokens &= turns < _NEVER
+    chosen_tokens &= draw_by_token < _NEVER
     return chosen_tokens
 
 
-def _continuation_tokens(tokenizer: PreTrainedTokenizerBase) -> _Bools:
+def _is_continuation_by_token_id(tokenizer: PreTrainedTokenizerBase) -> _Bools:
     """Return which tokens of the vocabulary continue a word: (words,) bool.
 
     Raises:
@@ -214,10 +218,10 @@ class MaskedBlocks(MaskedSamples):
         for row, (index, _) in zip(ids, index_epoch_pairs):
             row[1:-1] = self.tokens[index * self.body : (index + 1) * self.body]
         labels = np.full_like(ids, IGNORED)
-        self.masking.mask_in_place(
+        self.masking.choose_and_mask_tokens_in_place(
             ids,
             labels,
             [length] * len(index_epoch_pairs),
-            sample_draws(self.seed, index_epoch_pairs, 2 * length),
+            random_values_of_samples(self.seed, index_epoch_pairs, 2 * length),
         )
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

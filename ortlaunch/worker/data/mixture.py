@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import HeldOut
-from ortlaunch.worker.data.order import Order, permutation
+from ortlaunch.worker.data.order import SampleOrder, epoch_permutation
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import Sample, Samples
 from ortlaunch.worker.data.streams.samples import StreamedSamples
@@ -51,7 +51,9 @@ class Mixture:
         self.weights = weights
         self.ends = list(itertools.accumulate(map(len, parts)))
         # `Batches` uses `batch` where it is not None.
-        self.batch = self._make_batch if all(hasattr(part, "batch") for part in parts) else None
+        self.batch = (
+            self._batch_grouped_by_source if all(hasattr(part, "batch") for part in parts) else None
+        )
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -61,7 +63,9 @@ class Mixture:
         source_index, source_sample = self._source_and_index(index)
         return self.parts[source_index].sample(source_sample, epoch)
 
-    def _make_batch(self, index_epoch_pairs: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    def _batch_grouped_by_source(
+        self, index_epoch_pairs: Sequence[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
         """Return a batch; each source makes all of its samples in one call."""
         source_and_index = [self._source_and_index(index) for index, _ in index_epoch_pairs]
         rows = sorted(range(len(index_epoch_pairs)), key=lambda row: source_and_index[row][0])
@@ -118,9 +122,10 @@ class MixedOrder:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self.seed = seed
-        self.counts = places_by_source(weights)
-        self.orders: list[Order | StreamedSamples] = [
-            Order(size, source_seed(seed, source_index)) for source_index, size in enumerate(sizes)
+        self.counts = block_positions_by_source(weights)
+        self.orders: list[SampleOrder | StreamedSamples] = [
+            SampleOrder(size, source_seed(seed, source_index))
+            for source_index, size in enumerate(sizes)
         ]
         self.begins = [0, *itertools.accumulate(sizes[:-1])]
         # The present block, and the next one if a batch reaches into it.
@@ -128,13 +133,16 @@ class MixedOrder:
 
     def at(self, positions: list[int]) -> list[tuple[int, int]]:
         """Return (sample, epoch of its source) at each of these places."""
-        return [self._sample_at(*divmod(position, BLOCK)) for position in positions]
+        return [
+            self._sample_and_epoch_at_offset(*divmod(position, BLOCK)) for position in positions
+        ]
 
     def passed(self, order_place: int, samples_ahead: int) -> list[Position]:
         """Release the samples of streamed sources before a place; return their positions."""
         block, block_offset = divmod(order_place, BLOCK)
         used_in_block = np.bincount(
-            self._block_sources(block)[0][:block_offset], minlength=len(self.counts)
+            self._source_and_count_at_block_positions(block)[0][:block_offset],
+            minlength=len(self.counts),
         )
         used_by_source = (block * self.counts + used_in_block).tolist()
         return [
@@ -144,16 +152,16 @@ class MixedOrder:
             for position in order.passed(used, samples_ahead)
         ]
 
-    def _sample_at(self, block: int, block_offset: int) -> tuple[int, int]:
+    def _sample_and_epoch_at_offset(self, block: int, block_offset: int) -> tuple[int, int]:
         # Every earlier block had `counts[number]` samples of this source.
-        sources, used_in_block = self._block_sources(block)
+        sources, used_in_block = self._source_and_count_at_block_positions(block)
         source_index = int(sources[block_offset])
         ((index, epoch),) = self.orders[source_index].at(
             [block * int(self.counts[source_index]) + int(used_in_block[block_offset])]
         )
         return self.begins[source_index] + index, epoch
 
-    def _block_sources(self, block: int) -> tuple[_Ints, _Ints]:
+    def _source_and_count_at_block_positions(self, block: int) -> tuple[_Ints, _Ints]:
         """Return the source at each place of a block, and its number of earlier places there."""
         if block not in self._blocks:
             self._blocks = {
@@ -163,7 +171,7 @@ class MixedOrder:
             }
             places = np.arange(BLOCK)
             sources = np.repeat(np.arange(len(self.counts)), self.counts)[
-                permutation(BLOCK, self.seed, block)(places)
+                epoch_permutation(BLOCK, self.seed, block)(places)
             ]
             used_in_block = np.empty_like(places)
             begins = np.cumsum(self.counts) - self.counts
@@ -174,15 +182,15 @@ class MixedOrder:
         return self._blocks[block]
 
 
-def streamed_parts(samples: Samples) -> list[StreamedSamples]:
+def streamed_sources_of_samples(samples: Samples) -> list[StreamedSamples]:
     """Return the streamed sources of a data set."""
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
     return [part for part in parts if isinstance(part, StreamedSamples)]
 
 
-def readable_indices(samples: Samples) -> Sequence[int]:
+def indices_of_readable_samples(samples: Samples) -> Sequence[int]:
     """Return the indices of samples that can be read now: all, or the first ones of each source."""
-    if not streamed_parts(samples):
+    if not streamed_sources_of_samples(samples):
         return range(len(samples))
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
     begins = itertools.accumulate([0, *map(len, parts)])
@@ -190,14 +198,14 @@ def readable_indices(samples: Samples) -> Sequence[int]:
         begin + index
         for begin, part in zip(begins, parts)
         for index in (
-            part.first_indices(_MAX_AUDITED)
+            part.indices_read_first(_MAX_AUDITED)
             if isinstance(part, StreamedSamples)
             else range(len(part))
         )[:_MAX_AUDITED]
     ]
 
 
-def places_by_source(weights: Sequence[float]) -> _Ints:
+def block_positions_by_source(weights: Sequence[float]) -> _Ints:
     """Return the number of places of a block for each source; their sum is `BLOCK`."""
     exact = np.asarray(weights, np.float64) / sum(weights) * BLOCK
     counts: _Ints = np.floor(exact).astype(np.int64)
@@ -207,7 +215,7 @@ def places_by_source(weights: Sequence[float]) -> _Ints:
     return counts
 
 
-class SplitPart:
+class SampleSubset:
     """Some of the samples of a data set; all other attributes are those of the whole."""
 
     def __init__(
@@ -237,9 +245,11 @@ class SplitPart:
         if name.startswith("__") or name == "whole":
             raise AttributeError(name)
         attribute = getattr(self.whole, name)
-        return self._make_batch if name == "batch" else attribute
+        return self._batch_of_subset_indices if name == "batch" else attribute
 
-    def _make_batch(self, index_epoch_pairs: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    def _batch_of_subset_indices(
+        self, index_epoch_pairs: Sequence[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
         whole_samples: Any = self.whole
         indices = self._index_of(np.array([index for index, _ in index_epoch_pairs])).tolist()
         batch: dict[str, torch.Tensor] = whole_samples.batch(
@@ -248,7 +258,9 @@ class SplitPart:
         return batch
 
 
-def split_held_out(samples: Samples, held_out: HeldOut, seed: int) -> tuple[Samples, Samples]:
+def split_training_and_held_out(
+    samples: Samples, held_out: HeldOut, seed: int
+) -> tuple[Samples, Samples]:
     """Return the training part and the part that is held out.
 
     Each source of a mixture gives its share of the samples.
@@ -259,11 +271,13 @@ def split_held_out(samples: Samples, held_out: HeldOut, seed: int) -> tuple[Samp
     total = len(samples)
     share = held_out.samples / total if held_out.samples else float(held_out.share or 0)
     if not isinstance(samples, Mixture):
-        return _split_by_count(samples, held_out.samples or max(1, round(share * total)), seed)
+        return _split_off_held_out_count(
+            samples, held_out.samples or max(1, round(share * total)), seed
+        )
     # Cumulative rounding, so that the parts have exactly as many samples as requested.
     ends = [round(end * share) for end in (0, *samples.ends)]
     pairs = [
-        _split_by_count(part, stop - start, source_seed(seed, source_index))
+        _split_off_held_out_count(part, stop - start, source_seed(seed, source_index))
         for source_index, (part, start, stop) in enumerate(zip(samples.parts, ends, ends[1:]))
     ]
     training_part = Mixture([part for part, _ in pairs], samples.weights)
@@ -273,23 +287,25 @@ def split_held_out(samples: Samples, held_out: HeldOut, seed: int) -> tuple[Samp
     return training_part, Mixture(held_out_parts, [1.0] * len(held_out_parts))
 
 
-def _split_by_count(samples: Samples, count: int, seed: int) -> tuple[SplitPart, SplitPart]:
+def _split_off_held_out_count(
+    samples: Samples, held_out_count: int, seed: int
+) -> tuple[SampleSubset, SampleSubset]:
     total = len(samples)
-    if count >= total:
+    if held_out_count >= total:
         raise DataError(
-            f"data.evaluation: {count:,} samples would be held out, and a source of data.train has "
+            f"data.evaluation: {held_out_count:,} samples would be held out, and a source of data.train has "
             f"{total:,}: none is left to train on"
         )
-    held_out_indices = np.sort(permutation(total, seed, _CHOICE)(np.arange(count)))
+    held_out_indices = np.sort(epoch_permutation(total, seed, _CHOICE)(np.arange(held_out_count)))
     # The number of training samples before each held-out one.
-    training_before = held_out_indices - np.arange(count)
-    training_part = SplitPart(
+    training_before = held_out_indices - np.arange(held_out_count)
+    training_part = SampleSubset(
         samples,
-        total - count,
+        total - held_out_count,
         lambda part_indices: (
             part_indices + np.searchsorted(training_before, part_indices, side="right")
         ),
     )
-    return training_part, SplitPart(
-        samples, count, lambda part_indices: held_out_indices[part_indices]
+    return training_part, SampleSubset(
+        samples, held_out_count, lambda part_indices: held_out_indices[part_indices]
     )

@@ -35,12 +35,12 @@ class Permutation(Protocol):
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 
-def order_name(sample_count: int) -> str:
+def order_method_name(sample_count: int) -> str:
     """Return the name of the order that is used for this number of samples."""
     return SHUFFLE if sample_count <= _MOST_SHUFFLED else FEISTEL
 
 
-class Order:
+class SampleOrder:
     """The endless order of a data set's samples, epoch after epoch."""
 
     def __init__(self, sample_count: int, seed: int) -> None:
@@ -55,33 +55,33 @@ class Order:
         sample_indices = np.empty_like(epoch_offsets)
         for epoch in np.unique(epochs):
             is_in_epoch = epochs == epoch
-            sample_indices[is_in_epoch] = self._permutation_of_epoch(int(epoch))(
+            sample_indices[is_in_epoch] = self._cached_permutation_of_epoch(int(epoch))(
                 epoch_offsets[is_in_epoch]
             )
         return list(zip(sample_indices.tolist(), epochs.tolist()))
 
-    def _permutation_of_epoch(self, epoch: int) -> Permutation:
+    def _cached_permutation_of_epoch(self, epoch: int) -> Permutation:
         if epoch not in self._epochs:
             self._epochs = {
                 kept_epoch: kept_permutation
                 for kept_epoch, kept_permutation in self._epochs.items()
                 if kept_epoch == epoch - 1
             }
-            self._epochs[epoch] = permutation(self.samples, self.seed, epoch)
+            self._epochs[epoch] = epoch_permutation(self.samples, self.seed, epoch)
         return self._epochs[epoch]
 
 
-def permutation(sample_count: int, seed: int, epoch: int) -> Permutation:
+def epoch_permutation(sample_count: int, seed: int, epoch: int) -> Permutation:
     """Return the permutation of the places 0 to `sample_count` - 1 in this epoch."""
-    if order_name(sample_count) == FEISTEL:
-        return Feistel(sample_count, seed, epoch)
+    if order_method_name(sample_count) == FEISTEL:
+        return FeistelPermutation(sample_count, seed, epoch)
     order: NDArray[np.int64] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(
         sample_count
     )
     return lambda places: order[places]
 
 
-class Feistel:
+class FeistelPermutation:
     """A permutation that is computed for each place instead of stored."""
 
     def __init__(self, sample_count: int, seed: int, epoch: int) -> None:
@@ -105,13 +105,13 @@ class Feistel:
         # can be undone, so that the whole is a permutation.
         row, column = np.divmod(grid_numbers, self.across)
         for key, other in zip(self.keys[::2], self.keys[1::2]):
-            row = (row + _hash(column, key)) % self.down
-            column = (column + _hash(row, other)) % self.across
+            row = (row + _mix_to_40_bits(column, key)) % self.down
+            column = (column + _mix_to_40_bits(row, other)) % self.across
         permuted: NDArray[np.uint64] = row * self.across + column
         return permuted
 
 
-def _hash(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+def _mix_to_40_bits(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """Return 40 well mixed bits of each number."""
     # Products of arrays wrap round without a warning.
     mixed: NDArray[np.uint64] = (numbers ^ key) * _FIRST_MULTIPLIER

@@ -40,7 +40,7 @@ _READS_EACH = 3
 _ELEMENTS = 16
 
 
-def seed_generators(seed: int) -> None:
+def seed_all_random_generators(seed: int) -> None:
     """Seed all generators, those of GPUs included."""
     torch.manual_seed(seed)
     random.seed(seed)
@@ -48,11 +48,11 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def seed_sample(seed: int, index: int, epoch: int) -> None:
+def seed_cpu_generators_for_sample(seed: int, sample_index: int, epoch: int) -> None:
     """Seed the generators of the CPU for one sample, so that any process draws the same values."""
     # A hash, unlike a sum, gives different samples different seeds.
     drawn = int.from_bytes(
-        hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=7).digest(), "big"
+        hashlib.blake2b(f"{seed} {epoch} {sample_index}".encode(), digest_size=7).digest(), "big"
     )
     # A GPU's generator is the training's own.
     torch.default_generator.manual_seed(drawn)
@@ -61,7 +61,7 @@ def seed_sample(seed: int, index: int, epoch: int) -> None:
 
 
 @contextlib.contextmanager
-def restore_generators_after() -> Iterator[None]:
+def restore_cpu_generators_after() -> Iterator[None]:
     """Restore the states of the CPU's generators when the context closes."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
@@ -72,7 +72,7 @@ def restore_generators_after() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-def load_user_function(recipe_key: str, function_path: str) -> Any:
+def import_user_function(recipe_key: str, function_path: str) -> Any:
     """Return the user's own function.
 
     Args:
@@ -98,7 +98,9 @@ def load_user_function(recipe_key: str, function_path: str) -> Any:
     return user_function
 
 
-def call_user_function(recipe_key: str, function_path: str, arguments: Json, seed: int) -> Any:
+def seed_and_call_user_function(
+    recipe_key: str, function_path: str, arguments: Json, seed: int
+) -> Any:
     """Call the user's own `module:function`, and return its result.
 
     Args:
@@ -110,8 +112,8 @@ def call_user_function(recipe_key: str, function_path: str, arguments: Json, see
     Raises:
         DataError: there is no such module or function, or it does not accept the arguments.
     """
-    seed_generators(seed)
-    user_function = load_user_function(recipe_key, function_path)
+    seed_all_random_generators(seed)
+    user_function = import_user_function(recipe_key, function_path)
     # Checked before the call, so that a TypeError within the function keeps its own traceback.
     try:
         inspect.signature(user_function).bind(**arguments)
@@ -119,7 +121,7 @@ def call_user_function(recipe_key: str, function_path: str, arguments: Json, see
         raise DataError(
             f"{recipe_key}: {function_path}{inspect.signature(user_function)} and its `arguments` differ: {error}"
         ) from None
-    seed_generators(seed)
+    seed_all_random_generators(seed)
     return user_function(**arguments)
 
 
@@ -128,7 +130,7 @@ class UserCollate:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.function = load_user_function("data.collate", name)
+        self.function = import_user_function("data.collate", name)
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         batch = self.function(samples)
@@ -146,7 +148,7 @@ class UserCollate:
             ) from None
 
 
-def collate_to_names(
+def collate_to_named_tensors(
     collate: Callable[[list[Any]], Any], samples: list[Any]
 ) -> dict[str, torch.Tensor]:
     """Return a batch of any form by names: of a list or tuple `_batch_0`, `_batch_1` and so on.
@@ -169,18 +171,18 @@ def collate_to_names(
     return {str(name): value for name, value in batch.items()}
 
 
-def original_form(batch: dict[str, torch.Tensor]) -> Any:
-    """Return a batch of `collate_to_names` in the form that it had; a tuple is a list."""
+def batch_in_original_form(batch: dict[str, torch.Tensor]) -> Any:
+    """Return a batch of `collate_to_named_tensors` in the form that it had; a tuple is a list."""
     list_or_mapping = [*batch.values()] if f"{_BATCH}_0" in batch else batch
     return batch.get(_BATCH, list_or_mapping)
 
 
-def _stable_form(value: Any) -> object:
+def _process_independent_form(value: Any) -> object:
     """Return a value as text and numbers that are the same in every process and on every CPU."""
     if isinstance(value, Mapping):
-        return [(str(name), _stable_form(item)) for name, item in value.items()]
+        return [(str(name), _process_independent_form(item)) for name, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return [_stable_form(item) for item in value]
+        return [_process_independent_form(item) for item in value]
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         value = value.detach().cpu()
         value = value.float().numpy() if value.is_floating_point() else value.numpy()
@@ -200,7 +202,7 @@ def _stable_form(value: Any) -> object:
     return value.shape, [f"{item:.3g}" for item in some_elements]
 
 
-class OwnSamples:
+class UserSamples:
     """The user's own data set: any object with `__len__` and `__getitem__`."""
 
     def __init__(
@@ -258,7 +260,7 @@ class OwnSamples:
     def fingerprint(self) -> str | None:
         """Hashes of a few samples; None if reads of one sample differ, so that it is random."""
         fingerprint_parts = [SAMPLES]
-        with restore_generators_after():
+        with restore_cpu_generators_after():
             for index in np.linspace(
                 0, len(self) - 1, min(_HASHED_SAMPLES, len(self)), dtype=int
             ).tolist():
@@ -268,10 +270,10 @@ class OwnSamples:
                 fingerprint_parts += hashes
         return " ".join(fingerprint_parts)
 
-    def _sample_hash(self, index: int) -> str:
-        seed_sample(0, index, 0)
+    def _sample_hash(self, sample_index: int) -> str:
+        seed_cpu_generators_for_sample(0, sample_index, 0)
         try:
-            form = _stable_form(self.sample(index, 0))
+            form = _process_independent_form(self.sample(sample_index, 0))
         # The user's code may raise anything. It does so again where the training reads the sample.
         except Exception as error:
             form = type(error).__name__

@@ -23,7 +23,7 @@ from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
 _Ints = NDArray[np.int64]
 
 
-class Packs:
+class PackedSamples:
     """Samples that are packed whole, by first-fit decreasing, into samples of one length."""
 
     varies = True
@@ -72,19 +72,23 @@ class Packs:
         }
 
 
-def pack_chats(samples: Samples, data: Data, recipe_key: str) -> Samples:
+def pack_chats_if_requested(samples: Samples, data_fields: Data, recipe_key: str) -> Samples:
     """Return the samples of chats packed, if the recipe requests it; other ones as they are."""
-    if not data.packing:
+    if not data_fields.packing:
         return samples
     if not isinstance(samples, Mixture):
         # Samples of text are windows, which are full already.
         chats = hasattr(samples, "kept")
-        return Packs(samples, data.sequence_length or 0, recipe_key) if chats else samples
+        return (
+            PackedSamples(samples, data_fields.sequence_length or 0, recipe_key)
+            if chats
+            else samples
+        )
     parts = [
-        pack_chats(part, data, f"{recipe_key}[{part_index}]")
+        pack_chats_if_requested(part, data_fields, f"{recipe_key}[{part_index}]")
         for part_index, part in enumerate(samples.parts)
     ]
-    by_size = data.parts[0].weight is None
+    by_size = data_fields.parts[0].weight is None
     return Mixture(parts, [len(part) for part in parts] if by_size else samples.weights)
 
 

@@ -79,11 +79,13 @@ class Row(NamedTuple):
     """For each column of classes: the class names, in the order of the class numbers."""
 
 
-def read_file(path: str, file_format: str, document_unit: str = "paragraph") -> Iterator[Row]:
+def read_file_rows(
+    file_path: str, file_format: str, document_unit: str = "paragraph"
+) -> Iterator[Row]:
     """Yield the rows of a file.
 
     Args:
-        path: the file.
+        file_path: the file.
         file_format: text, jsonl, csv or parquet.
         document_unit: for text, the unit of a row: paragraph, line or file.
 
@@ -91,30 +93,31 @@ def read_file(path: str, file_format: str, document_unit: str = "paragraph") -> 
         DataError: the file cannot be read, is not of this format, or has no rows.
     """
     try:
-        if file_size(path) == 0:
-            raise NoRows(f"{path}: is empty; leave it out")
-        refuse_lfs_pointers([path])
+        if local_or_remote_file_bytes(file_path) == 0:
+            raise NoRows(f"{file_path}: is empty; leave it out")
+        refuse_lfs_pointers([file_path])
         reader_name = document_unit if file_format == "text" else file_format
         rows = (
-            _rows_by_datasets(path, file_format, document_unit)
-            if path.endswith(_BY_DATASETS)
-            else _READERS[reader_name](path)
+            _rows_of_zst_lz4_or_zip(file_path, file_format, document_unit)
+            if file_path.endswith(_BY_DATASETS)
+            else _READERS[reader_name](file_path)
         )
         first_row = next(rows, None)
         if first_row is None:
-            raise NoRows(f"{path}: has no rows; leave it out")
+            raise NoRows(f"{file_path}: has no rows; leave it out")
         yield first_row
         yield from rows
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}:{_first_undecodable_line(path)}: is not UTF-8: {error.reason}{_utf16_hint(path)}"
+            f"{file_path}:{_first_undecodable_line(file_path)}: is not UTF-8: "
+            f"{error.reason}{_utf16_hint_or_empty(file_path)}"
         ) from None
     except (InputError, ImportError, MemoryError):
         raise
     # Only the readers' own code runs here, and each library has errors of its own for bad files.
     except Exception as error:
         reason = getattr(error, "strerror", None) or first_message_line(error)
-        raise DataError(f"{path}: cannot be read as {file_format}: {reason}") from error
+        raise DataError(f"{file_path}: cannot be read as {file_format}: {reason}") from error
 
 
 class RemoteFile(str):
@@ -124,19 +127,19 @@ class RemoteFile(str):
     open: Callable[[], BinaryIO]
 
 
-def file_size(path: str) -> int:
+def local_or_remote_file_bytes(path: str) -> int:
     """Return the bytes of a file."""
     return path.size if isinstance(path, RemoteFile) else os.path.getsize(path)
 
 
-def blocks_hash(path: str, block_bytes: int = BLOCK) -> str:
+def hash_of_size_and_blocks(file_path: str, block_bytes: int = BLOCK) -> str:
     """Return a hash of a file's size and its first, middle and last block of so many bytes.
 
     Of a file that is not larger than a block, it is of the whole contents.
     """
-    size = file_size(path)
+    size = local_or_remote_file_bytes(file_path)
     file_hash = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with _open_file(path) as file:
+    with _open_file(file_path) as file:
         for start in sorted({0, max(0, size - block_bytes) // 2, max(0, size - block_bytes)}):
             file.seek(start)
             file_hash.update(file.read(block_bytes))
@@ -158,7 +161,7 @@ class _TextFile:
 
     def __init__(self, path: str) -> None:
         # Closed by `__exit__`.
-        self._raw, self._size = _open_file(path), file_size(path)
+        self._raw, self._size = _open_file(path), local_or_remote_file_bytes(path)
         opened = OPENERS.get(os.path.splitext(path)[1])
         self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
 
@@ -175,11 +178,11 @@ class _TextFile:
         return min(1.0, self._raw.tell() / self._size)
 
 
-def _paragraph_rows(path: str) -> Iterator[Row]:
+def _paragraph_rows(file_path: str) -> Iterator[Row]:
     line = 1
     incomplete_text = ""
     with (
-        _TextFile(path) as file,
+        _TextFile(file_path) as file,
         io.TextIOWrapper(file.bytes, encoding="utf-8-sig") as text_file,
     ):
         while chunk := text_file.read(_LETTERS_AT_ONCE):
@@ -187,7 +190,7 @@ def _paragraph_rows(path: str) -> Iterator[Row]:
             *paragraphs, incomplete_text = _BLANK_LINE.split(incomplete_text + chunk)
             for paragraph in paragraphs:
                 if paragraph.strip():
-                    yield Row({"text": paragraph}, f"{path}:{line}", file.share)
+                    yield Row({"text": paragraph}, f"{file_path}:{line}", file.share)
                 # Two more line ends separate it from the next paragraph.
                 line += paragraph.count("\n") + 2
             if len(incomplete_text) > _LONGEST_PARAGRAPH:
@@ -196,11 +199,11 @@ def _paragraph_rows(path: str) -> Iterator[Row]:
                     "`document: file` of the whole file"
                 )
                 raise DataError(
-                    f"{path}:{line}: no blank line ends this paragraph of {len(incomplete_text):,} "
+                    f"{file_path}:{line}: no blank line ends this paragraph of {len(incomplete_text):,} "
                     f"characters; {remedy}"
                 )
     if incomplete_text.strip():
-        yield Row({"text": incomplete_text}, f"{path}:{line}", 1.0)
+        yield Row({"text": incomplete_text}, f"{file_path}:{line}", 1.0)
 
 
 def _line_rows(path: str) -> Iterator[Row]:
@@ -221,33 +224,35 @@ def _json_rows(path: str) -> Iterator[Row]:
     return _json_array_rows(path) if begin == b"[" else _json_line_rows(path)
 
 
-def _json_array_rows(path: str) -> Iterator[Row]:
+def _json_array_rows(file_path: str) -> Iterator[Row]:
     """Yield the rows of a file that is one JSON array, which is held in memory."""
-    with _TextFile(path) as file:
+    with _TextFile(file_path) as file:
         text = file.bytes.read().decode("utf-8-sig")
     try:
         items = parse_json(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}:{error.colno}: is no JSON: {error.msg}") from None
-    may_have_half_pairs = _has_half_pairs(text)
+        raise DataError(
+            f"{file_path}:{error.lineno}:{error.colno}: is no JSON: {error.msg}"
+        ) from None
+    may_have_half_pairs = _may_have_half_surrogate_pairs(text)
     for row_number, values in enumerate(items, 1):
-        location = f"{path}: row {row_number}"
+        location = f"{file_path}: row {row_number}"
         if not isinstance(values, dict):
             raise DataError(f"{location}: is a {type(values).__name__}; it must be an object")
         if may_have_half_pairs:
-            _refuse_half_pairs(values, location)
+            _refuse_half_surrogate_pairs(values, location)
         yield Row(values, location, row_number / len(items))
 
 
-def _json_line_rows(path: str) -> Iterator[Row]:
-    with _TextFile(path) as file:
+def _json_line_rows(file_path: str) -> Iterator[Row]:
+    with _TextFile(file_path) as file:
         for line_number, line in enumerate(
             iter(functools.partial(file.bytes.readline, _LONGEST_ROW + 1), b""), 1
         ):
             # `readline` stops after one byte more than the limit.
             if len(line) > _LONGEST_ROW:
                 raise DataError(
-                    f"{path}:{line_number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT_ADVICE}"
+                    f"{file_path}:{line_number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT_ADVICE}"
                 )
             text = (
                 (line.removeprefix(_BYTE_ORDER_MARK) if line_number == 1 else line)
@@ -256,15 +261,15 @@ def _json_line_rows(path: str) -> Iterator[Row]:
             )
             if text:
                 yield Row(
-                    _parse_json_object(text, f"{path}:{line_number}"),
-                    f"{path}:{line_number}",
+                    _parse_json_object(text, f"{file_path}:{line_number}"),
+                    f"{file_path}:{line_number}",
                     file.share,
                 )
 
 
-def _parse_json_object(text: str, location: str) -> Json:
+def _parse_json_object(json_text: str, location: str) -> Json:
     try:
-        parsed = parse_json(text)
+        parsed = parse_json(json_text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{location}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object"
@@ -273,22 +278,22 @@ def _parse_json_object(text: str, location: str) -> Json:
         raise DataError(
             f'{location}: is a {type(parsed).__name__}; a line must be an object, as {{"text": "..."}}'
         )
-    if _has_half_pairs(text):
-        _refuse_half_pairs(parsed, location)
+    if _may_have_half_surrogate_pairs(json_text):
+        _refuse_half_surrogate_pairs(parsed, location)
     return parsed
 
 
-def _has_half_pairs(text: str) -> bool:
+def _may_have_half_surrogate_pairs(text: str) -> bool:
     """Return whether JSON may hold half of a surrogate pair, which only an escape can make."""
     return "\\ud" in text or "\\uD" in text
 
 
-def _refuse_half_pairs(values: Json, location: str) -> None:
+def _refuse_half_surrogate_pairs(value_by_column: Json, location: str) -> None:
     """Raise DataError where a text has half of a surrogate pair, which no tokenizer accepts.
 
     Only JSON's escapes can express it.
     """
-    for column, value in values.items():
+    for column, value in value_by_column.items():
         try:
             json.dumps({column: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -300,13 +305,13 @@ def _refuse_half_pairs(values: Json, location: str) -> None:
             ) from None
 
 
-def _csv_rows(path: str) -> Iterator[Row]:
+def _csv_rows(file_path: str) -> Iterator[Row]:
     """Yield the rows of a table whose first line names its columns; a cell is text."""
     csv.field_size_limit(_LONGEST_ROW)
     line = 1
     names: list[str] = []
     with (
-        _TextFile(path) as file,
+        _TextFile(file_path) as file,
         io.TextIOWrapper(file.bytes, encoding="utf-8-sig", newline="") as text_file,
     ):
         header_line = text_file.readline(_LONGEST_ROW)
@@ -316,7 +321,7 @@ def _csv_rows(path: str) -> Iterator[Row]:
         )
         try:
             for cells in table:
-                location = f"{path}:{line}"
+                location = f"{file_path}:{line}"
                 line = table.line_num + 1
                 # An empty line; a table of one column has no other form of an empty cell.
                 if not any(map(str.strip, cells)) and len(cells) < 2:
@@ -333,13 +338,13 @@ def _csv_rows(path: str) -> Iterator[Row]:
                     yield Row(dict(zip(names, cells)), location, file.share)
         except csv.Error as error:
             remedy = 'a cell in double quotes ends with one, and has "" for each within'
-            raise DataError(f"{path}:{line}: is no CSV: {error}; {remedy}") from None
+            raise DataError(f"{file_path}:{line}: is no CSV: {error}; {remedy}") from None
 
 
-def _parquet_rows(path: str) -> Iterator[Row]:
+def _parquet_rows(file_path: str) -> Iterator[Row]:
     from pyarrow import parquet
 
-    with _open_file(path) as opened, parquet.ParquetFile(opened) as file:
+    with _open_file(file_path) as opened, parquet.ParquetFile(opened) as file:
         row_number = 0
         rows = max(1, file.metadata.num_rows)
         description = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
@@ -347,7 +352,7 @@ def _parquet_rows(path: str) -> Iterator[Row]:
         for batch in file.iter_batches(_ROWS_AT_ONCE):
             for values in batch.to_pylist():
                 row_number += 1
-                yield Row(values, f"{path}: row {row_number}", row_number / rows, names)
+                yield Row(values, f"{file_path}: row {row_number}", row_number / rows, names)
 
 
 def class_names_by_column(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -366,24 +371,26 @@ def class_names_by_column(features: Mapping[str, Any]) -> dict[str, tuple[str, .
     return names_by_column
 
 
-def _rows_by_datasets(path: str, file_format: str, document_unit: str) -> Iterator[Row]:
+def _rows_of_zst_lz4_or_zip(file_path: str, file_format: str, document_unit: str) -> Iterator[Row]:
     """Yield the rows of a .zst, .lz4 or .zip file."""
     import datasets
 
-    if isinstance(path, RemoteFile):
-        raise DataError(f"{path}: .zst, .lz4 and .zip cannot be streamed; use .gz, or unpack it")
+    if isinstance(file_path, RemoteFile):
+        raise DataError(
+            f"{file_path}: .zst, .lz4 and .zip cannot be streamed; use .gz, or unpack it"
+        )
     if file_format not in _LOADER:
         raise DataError(
-            f"{path}: {file_format} is not read from .zst, .lz4 and .zip; unpack this file"
+            f"{file_path}: {file_format} is not read from .zst, .lz4 and .zip; unpack this file"
         )
     sample_unit = "document" if document_unit == "file" else document_unit
     options: Json = {"sample_by": sample_unit} if file_format == "text" else {}
     try:
         dataset = datasets.load_dataset(
-            _LOADER[file_format], data_files=[path], split="train", streaming=True, **options
+            _LOADER[file_format], data_files=[file_path], split="train", streaming=True, **options
         )
         for row_number, values in enumerate(dataset, 1):
-            location = f"{path}: row {row_number}"
+            location = f"{file_path}: row {row_number}"
             if file_format == "text" and sample_unit == "paragraph":
                 parts = _BLANK_LINE.split(values["text"])
                 yield from (Row({"text": part}, location) for part in parts if part.strip())
@@ -394,13 +401,13 @@ def _rows_by_datasets(path: str, file_format: str, document_unit: str) -> Iterat
     except RuntimeError as error:
         if not isinstance(error.__cause__, StopIteration):
             raise DataError(
-                f"{path}: cannot be read as {file_format}: {first_message_line(error)}"
+                f"{file_path}: cannot be read as {file_format}: {first_message_line(error)}"
             ) from error
-        raise DataError(f"{path}: has no rows") from error
+        raise DataError(f"{file_path}: has no rows") from error
 
 
-def _first_undecodable_line(path: str) -> int:
-    with _TextFile(path) as file:
+def _first_undecodable_line(file_path: str) -> int:
+    with _TextFile(file_path) as file:
         for line_number, line in enumerate(file.bytes, 1):
             try:
                 line.decode("utf-8")
@@ -409,7 +416,7 @@ def _first_undecodable_line(path: str) -> int:
     return 1
 
 
-def _utf16_hint(path: str) -> str:
+def _utf16_hint_or_empty(path: str) -> str:
     with _TextFile(path) as file:
         return "; it begins as UTF-16 does" if file.bytes.read(2) in _MARKS_OF_UTF16 else ""
 

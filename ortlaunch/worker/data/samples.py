@@ -27,19 +27,21 @@ class Samples(Protocol):
     def sample(self, index: int, epoch: int) -> Sample: ...
 
 
-def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[str, torch.Tensor]:
+def cut_padding_to_bucket(
+    batch: dict[str, torch.Tensor], bucket_lengths: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """Cut the padding of a batch to the shortest bucket that has room for its longest sample.
 
     Args:
         batch: tensors of (samples, length) are cut, others stay.
-        buckets: allowed lengths, ascending.
+        bucket_lengths: allowed lengths, ascending.
     """
     mask = batch.get("attention_mask")
     if mask is None:
         return batch
     padded_length = mask.shape[1]
     longest = int(mask.sum(1).max())
-    length = next((bucket for bucket in buckets if bucket >= longest), padded_length)
+    length = next((bucket for bucket in bucket_lengths if bucket >= longest), padded_length)
     # Some tokenizers pad on the left. All rows are summed, as an empty text shows no side.
     on_the_left = mask[:, 0].sum() < mask[:, -1].sum()
     kept_slice = slice(padded_length - length, padded_length) if on_the_left else slice(length)

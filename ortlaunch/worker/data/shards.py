@@ -14,7 +14,11 @@ from typing import IO, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ortlaunch.cache import reason_seal_is_invalid, seal_files, single_file_seal_path
+from ortlaunch.cache import (
+    reason_files_differ_from_checksum_record,
+    single_file_checksum_record_path,
+    write_checksum_record_and_protect_files,
+)
 
 SHARD = 1 << 28
 """Tokens of a shard: 1 GiB."""
@@ -56,32 +60,34 @@ class _JoinedShards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def join_shards(base: Path) -> Tokens:
+def map_shards_as_one_sequence(base_path: Path) -> Tokens:
     """Return the tokens of all shards with this base name."""
-    shards = [map_file(path, np.uint32) for path in shard_paths(base)]
+    shards = [map_file_as_array(path, np.uint32) for path in sorted_shard_paths(base_path)]
     return shards[0] if len(shards) == 1 else _JoinedShards(shards)
 
 
-def map_file(path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
+def map_file_as_array(file_path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
     """Return a file as an array that is mapped into memory."""
     # A plain array, as slices of np.memmap take five times as long; an empty file cannot be mapped.
     return (
-        np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
-        if path.stat().st_size
+        np.memmap(file_path, dtype=dtype, mode="r").view(np.ndarray)
+        if file_path.stat().st_size
         else np.zeros(0, dtype)
     )
 
 
-def shard_paths(base: Path) -> list[Path]:
+def sorted_shard_paths(base_path: Path) -> list[Path]:
     """Return the shard files in order; a corpus has at least one."""
-    return sorted(base.parent.glob(f"{base.name}.*.u32"))
+    return sorted(base_path.parent.glob(f"{base_path.name}.*.u32"))
 
 
-def shard_damage(base_path: Path, token_count: int) -> str:
+def shard_damage_or_empty(base_path: Path, token_count: int) -> str:
     """Return why the first `token_count` tokens of interrupted shards are not intact, or ""."""
     full_shards, last_shard_tokens = divmod(token_count, SHARD)
     reasons = (
-        reason_seal_is_invalid(single_file_seal_path(_shard_path(base_path, shard_index)))
+        reason_files_differ_from_checksum_record(
+            single_file_checksum_record_path(_shard_path(base_path, shard_index))
+        )
         for shard_index in range(full_shards)
     )
     last_path = _shard_path(base_path, full_shards)
@@ -107,31 +113,33 @@ class ShardWriter:
         self.base = base
         self.shard_index, last_shard_tokens = divmod(token_count, SHARD)
         self.room_left = SHARD - last_shard_tokens
-        for path in shard_paths(base)[self.shard_index + bool(last_shard_tokens) :]:
+        for path in sorted_shard_paths(base)[self.shard_index + bool(last_shard_tokens) :]:
             path.unlink()
-            single_file_seal_path(path).unlink(missing_ok=True)
+            single_file_checksum_record_path(path).unlink(missing_ok=True)
         self.file: IO[bytes] = self._current_path.open("r+b" if last_shard_tokens else "wb")
         self.file.truncate(last_shard_tokens * _BYTES)
         self.file.seek(0, os.SEEK_END)
-        single_file_seal_path(self._current_path).unlink(missing_ok=True)
+        single_file_checksum_record_path(self._current_path).unlink(missing_ok=True)
 
     @property
     def _current_path(self) -> Path:
         return _shard_path(self.base, self.shard_index)
 
-    def append_tokens(self, ids: _Ints) -> None:
+    def append_and_seal_full_shards(self, token_ids: _Ints) -> None:
         """Append tokens, (tokens,) uint32."""
-        while len(ids) >= self.room_left:
+        while len(token_ids) >= self.room_left:
             # NumPy's `tofile` does not report a full disk as such, only the amount written.
-            self.file.write(ids[: self.room_left].data)
+            self.file.write(token_ids[: self.room_left].data)
             self.file.close()
-            seal_files(single_file_seal_path(self._current_path), [self._current_path])
-            ids = ids[self.room_left :]
+            write_checksum_record_and_protect_files(
+                single_file_checksum_record_path(self._current_path), [self._current_path]
+            )
+            token_ids = token_ids[self.room_left :]
             self.room_left = SHARD
             self.shard_index = self.shard_index + 1
             self.file = self._current_path.open("wb")
-        self.file.write(ids.data)
-        self.room_left -= len(ids)
+        self.file.write(token_ids.data)
+        self.room_left -= len(token_ids)
 
     def flush_to_disk(self) -> None:
         """Force all written tokens to the disk."""

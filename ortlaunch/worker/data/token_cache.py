@@ -23,20 +23,20 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from ortlaunch.cache import make_cache_folder, rebuild_if_changed
+from ortlaunch.cache import create_private_cache_folder, rewrite_files_unless_checksums_match
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import is_temporary_file, read_own_json, write_json_atomically
-from ortlaunch.worker.data.corpus import corpus_fingerprint, read_documents
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_and_shares
 from ortlaunch.worker.data.shards import (
     SHARD,
     ShardWriter,
     Tokens,
-    join_shards,
-    map_file,
-    shard_damage,
-    shard_paths,
+    map_file_as_array,
+    map_shards_as_one_sequence,
+    shard_damage_or_empty,
+    sorted_shard_paths,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Chunk(NamedTuple):
     share: float
 
 
-class Encoded(NamedTuple):
+class EncodedChunk(NamedTuple):
     """The tokens of a chunk, document after document, and the number of tokens of each."""
 
     tokens: NDArray[np.uint32]
@@ -97,7 +97,7 @@ class WriteProgress(NamedTuple):
     tokens: int = 0
 
 
-def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def token_ids_before_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before a text, for example Llama's <s>."""
     # The tokenizer's models have seen no text without them.
     ids_with_begin, plain_ids = (
@@ -112,11 +112,11 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return begin
 
 
-def tokenize_documents(
+def load_or_tokenize_documents(
     source: str | Corpus,
     tokenizer: PreTrainedTokenizerBase,
-    end_of_text: bool,
-    begin: Sequence[int] = (),
+    adds_end_mark: bool,
+    begin_token_ids: Sequence[int] = (),
     show_progress: ShowProgress = ignore_progress,
 ) -> Documents:
     """Return the token ids of a corpus, with the ends of its documents.
@@ -124,23 +124,25 @@ def tokenize_documents(
     Args:
         source: the corpus.
         tokenizer: the tokenizer.
-        end_of_text: whether the tokenizer's end mark follows each document.
-        begin: tokens before each document.
-        show_progress: called with progress messages.
+        adds_end_mark: whether the tokenizer's end mark follows each document.
+        begin_token_ids: tokens before each document.
+        show_or_print_at_intervals: called with progress messages.
     """
-    settings, encode = marking_encoder(tokenizer, end_of_text, begin)
+    settings, encode = encoder_key_and_encoder_with_marks(tokenizer, adds_end_mark, begin_token_ids)
     key = f"texts with ends {corpus_fingerprint(source)} {settings}"
-    return load_or_write_tokens(
-        TokenizeWork(key, lambda: read_documents(source), encode), show_progress
+    return load_or_write_cached_tokens(
+        TokenizeWork(key, lambda: read_texts_and_shares(source), encode), show_progress
     )
 
 
-def marking_encoder(
-    tokenizer: PreTrainedTokenizerBase, end_of_text: bool, begin_ids: Sequence[int]
+def encoder_key_and_encoder_with_marks(
+    tokenizer: PreTrainedTokenizerBase, adds_end_mark: bool, begin_ids: Sequence[int]
 ) -> tuple[str, Callable[[list[str]], Iterable[Sequence[int]]]]:
     """Return the function from texts to tokens with marks, and a text that determines it."""
-    end_ids = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
-    encode = _plain_encoder(tokenizer)
+    end_ids = (
+        [tokenizer.eos_token_id] if adds_end_mark and tokenizer.eos_token_id is not None else []
+    )
+    encode = _encoder_without_special_tokens(tokenizer)
 
     def encode_with_marks(texts: list[str]) -> Iterator[list[int]]:
         return ([*begin_ids, *ids, *end_ids] for ids in encode(texts))
@@ -157,28 +159,31 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def load_or_write_tokens(
+def load_or_write_cached_tokens(
     tokenize_work: TokenizeWork, show_progress: ShowProgress = ignore_progress
 ) -> Documents:
     """Return the tokens from the cache; the first process writes them, the others wait."""
     base = (
-        make_cache_folder("tokens")
+        create_private_cache_folder("tokens")
         / hashlib.sha256(f"{SHARD} {tokenize_work.key}".encode()).hexdigest()[:16]
     )
-    with _wait_for_lock(base, show_progress):
-        rebuild_if_changed(
-            base.with_suffix(".seal"), lambda: _write_tokens(base, tokenize_work, show_progress)
+    with _acquire_corpus_lock_showing_wait(base, show_progress):
+        rewrite_files_unless_checksums_match(
+            base.with_suffix(".seal"),
+            lambda: _write_missing_tokens_and_list_files(base, tokenize_work, show_progress),
         )
         # Removed only after the seal, as sealing may be interrupted too.
         base.with_suffix(".written").unlink(missing_ok=True)
-    return Documents(join_shards(base), map_file(base.with_suffix(".ends"), np.int64))
+    return Documents(
+        map_shards_as_one_sequence(base), map_file_as_array(base.with_suffix(".ends"), np.int64)
+    )
 
 
-def _wait_for_lock(
-    base: Path, show_progress: ShowProgress
+def _acquire_corpus_lock_showing_wait(
+    base_path: Path, show_progress: ShowProgress
 ) -> contextlib.AbstractContextManager[object]:
     """Acquire the lock of a corpus; report the waiting time each second."""
-    lock = FileLock(base.with_suffix(".lock"))
+    lock = FileLock(base_path.with_suffix(".lock"))
     seconds = 0
     while True:
         try:
@@ -188,37 +193,43 @@ def _wait_for_lock(
             show_progress(f"waiting for another process that tokenizes, {seconds} s")
 
 
-def _write_tokens(base: Path, work: TokenizeWork, show_progress: ShowProgress) -> list[Path]:
+def _write_missing_tokens_and_list_files(
+    base_path: Path, work: TokenizeWork, show_progress: ShowProgress
+) -> list[Path]:
     """Write all documents that are not written yet; return the files."""
-    ends_path = base.with_suffix(".ends")
-    progress_path = base.with_suffix(".written")
+    ends_path = base_path.with_suffix(".ends")
+    progress_path = base_path.with_suffix(".written")
     # A process killed while it wrote a note or a seal left a temporary file. This process has the
     # lock, so no other one is writing them.
-    for temporary_file in filter(is_temporary_file, base.parent.glob(f".{base.name}.*")):
+    for temporary_file in filter(is_temporary_file, base_path.parent.glob(f".{base_path.name}.*")):
         temporary_file.unlink()
-    earlier_progress = _interrupted_progress(base, ends_path, progress_path)
-    unwritten = split_into_chunks(itertools.islice(work.items(), earlier_progress.documents, None))
+    earlier_progress = _progress_to_continue_from(base_path, ends_path, progress_path)
+    unwritten = chunks_of_limited_size(
+        itertools.islice(work.items(), earlier_progress.documents, None)
+    )
     # A new file is made, as another process may have mapped the earlier one.
     if not earlier_progress.documents:
         ends_path.unlink(missing_ok=True)
     with (
-        contextlib.closing(ShardWriter(base, earlier_progress.tokens)) as tokens,
+        contextlib.closing(ShardWriter(base_path, earlier_progress.tokens)) as tokens,
         ends_path.open("ab") as ends_file,
     ):
         # 8 bytes (int64) for each document; ends written after the last save are dropped.
         ends_file.truncate(earlier_progress.documents * 8)
-        _write_chunks(
+        _append_chunks_and_save_progress(
             tokens,
             ends_file,
             progress_path,
             earlier_progress,
-            encode_chunks(unwritten, work.encode),
+            encode_chunks_reading_ahead(unwritten, work.encode),
             show_progress,
         )
-    return [*shard_paths(base), ends_path]
+    return [*sorted_shard_paths(base_path), ends_path]
 
 
-def _interrupted_progress(base: Path, ends_path: Path, progress_path: Path) -> WriteProgress:
+def _progress_to_continue_from(
+    base_path: Path, ends_path: Path, progress_path: Path
+) -> WriteProgress:
     """Return the progress of an interrupted process, or none if its files cannot be continued."""
     if not all(path.exists() for path in (ends_path, progress_path)):
         return WriteProgress()
@@ -226,18 +237,18 @@ def _interrupted_progress(base: Path, ends_path: Path, progress_path: Path) -> W
         progress = WriteProgress(**read_own_json(progress_path))
     except (DamagedFile, TypeError):
         return WriteProgress()
-    is_whole = ends_path.stat().st_size >= progress.documents * 8 and not shard_damage(
-        base, progress.tokens
+    is_whole = ends_path.stat().st_size >= progress.documents * 8 and not shard_damage_or_empty(
+        base_path, progress.tokens
     )
     return progress if is_whole else WriteProgress()
 
 
-def _write_chunks(
-    tokens: ShardWriter,
+def _append_chunks_and_save_progress(
+    shard_writer: ShardWriter,
     ends_file: IO[bytes],
     progress_path: Path,
     progress: WriteProgress,
-    encoded_chunks: Iterable[Encoded],
+    encoded_chunks: Iterable[EncodedChunk],
     show_progress: ShowProgress,
 ) -> None:
     began = time.monotonic()
@@ -245,12 +256,12 @@ def _write_chunks(
     saved_at = time.monotonic()
     shown_at = 0.0
     for ids, sizes, chunk in encoded_chunks:
-        tokens.append_tokens(ids)
+        shard_writer.append_and_seal_full_shards(ids)
         ends_file.write((progress.tokens + np.cumsum(sizes, dtype=np.int64)).data)
         progress = WriteProgress(progress.documents + len(chunk.items), progress.tokens + len(ids))
         current_time = time.monotonic()
         if current_time - saved_at >= _SAVE_SECONDS:
-            _save_progress(tokens, ends_file, progress_path, progress)
+            _flush_and_save_progress(shard_writer, ends_file, progress_path, progress)
             saved_at = current_time
         if current_time - shown_at >= _SHOW_SECONDS:
             rate = (progress.tokens - tokens_before) / max(current_time - began, 1e-9)
@@ -259,26 +270,26 @@ def _write_chunks(
                 f"{progress.tokens:,} tokens, {rate:,.0f}/s"
             )
             shown_at = current_time
-    _save_progress(tokens, ends_file, progress_path, progress)
+    _flush_and_save_progress(shard_writer, ends_file, progress_path, progress)
 
 
-def _save_progress(
-    tokens: ShardWriter, ends_file: IO[bytes], progress_path: Path, progress: WriteProgress
+def _flush_and_save_progress(
+    shard_writer: ShardWriter, ends_file: IO[bytes], progress_path: Path, progress: WriteProgress
 ) -> None:
     """Save the progress, from which another process can continue."""
     # The note comes last: it must not count data that is not on the disk.
-    tokens.flush_to_disk()
+    shard_writer.flush_to_disk()
     ends_file.flush()
     os.fsync(ends_file.fileno())
     write_json_atomically(progress_path, progress._asdict())
 
 
-def encode_chunks(
+def encode_chunks_reading_ahead(
     chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]
-) -> Iterator[Encoded]:
+) -> Iterator[EncodedChunk]:
     """Yield the token ids of each chunk; the next chunk is read while one is tokenized."""
 
-    def encode_chunk(chunk: Chunk) -> Encoded:
+    def encode_chunk(chunk: Chunk) -> EncodedChunk:
         sizes: list[int] = []
 
         def encode_and_count() -> Iterator[Sequence[int]]:
@@ -287,7 +298,7 @@ def encode_chunks(
                 yield ids
 
         token_ids = np.fromiter(itertools.chain.from_iterable(encode_and_count()), dtype=np.uint32)
-        return Encoded(token_ids, sizes, chunk)
+        return EncodedChunk(token_ids, sizes, chunk)
 
     with ThreadPoolExecutor(1) as thread:
         first_chunk = next(chunks, None)
@@ -299,7 +310,7 @@ def encode_chunks(
             yield finished.result()
 
 
-def _plain_encoder(
+def _encoder_without_special_tokens(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     """Return the function from texts to token ids without special tokens."""
@@ -310,13 +321,13 @@ def _plain_encoder(
             "verbose": False,
         }
         return lambda texts: tokenizer(texts, **options)["input_ids"]
-    backend = plain_backend(tokenizer)
+    backend = backend_without_truncation_or_padding(tokenizer)
     return lambda texts: (
         encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
     )
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+def backend_without_truncation_or_padding(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return a copy of a fast tokenizer's backend that neither truncates nor pads."""
     # Of a copy, as the tokenizer keeps the settings of its last call.
     from tokenizers import Tokenizer
@@ -327,11 +338,11 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     return backend
 
 
-def split_into_chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
+def chunks_of_limited_size(items_and_shares: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
     """Yield chunks that are bounded in documents and characters, which bounds memory."""
     chunk_items = list[object]()
     characters = 0
-    for item, share in items:
+    for item, share in items_and_shares:
         chunk_items.append(item)
         characters += len(item)
         if len(chunk_items) == _DOCUMENTS_AT_ONCE or characters >= _LETTERS_AT_ONCE:

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ortlaunch.cache import add_cache_note, make_cache_folder, rebuild_if_changed
+from ortlaunch.cache import (
+    add_cache_note,
+    create_private_cache_folder,
+    rewrite_files_unless_checksums_match,
+)
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
+from ortlaunch.recipe.fields.data import Data, TokenizerTraining, has_chat_rows
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.recipe.inputs import pretrained_files, refuse_lfs_pointers
-from ortlaunch.worker.data.chat_rows import chat_texts
-from ortlaunch.worker.data.corpus import corpus_fingerprint, read_documents
-from ortlaunch.worker.data.streams.hub import hub_reason
+from ortlaunch.recipe.inputs import pretrained_files_in_folder, refuse_lfs_pointers
+from ortlaunch.worker.data.chat_rows import message_contents_of_chats
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_and_shares
+from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,39 +43,41 @@ _LONG_WORD = re.compile(r"\w{1000}|[^\w\s]{1000}")
 _LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
 
-def load_tokenizer(data: Data, kept_folder: Path | None = None) -> Any:
+def load_tokenizer_or_none(data_fields: Data, kept_folder: Path | None = None) -> Any:
     """Return the tokenizer of a recipe; None if the recipe has none.
 
     Args:
-        data: the recipe's data fields.
-        kept_folder: folder of the tokenizer that existing weights were trained with; None: as `data`.
+        data_fields: the recipe's data fields.
+        kept_folder: folder of the tokenizer that existing weights were trained with; None: as `data_fields`.
 
     Raises:
         InputError: the tokenizer is neither a folder nor reachable on the hub.
     """
-    if data.tokenizer is None:
+    if data_fields.tokenizer is None:
         return None
-    tokenizer = _load_or_train(data, kept_folder)
-    if kept_folder is None and (data.special_tokens or data.added_tokens):
-        tokenizer.add_special_tokens(data.special_tokens)
-        tokenizer.add_tokens([*data.added_tokens], special_tokens=True)
+    tokenizer = _load_or_train_tokenizer(data_fields, kept_folder)
+    if kept_folder is None and (data_fields.special_tokens or data_fields.added_tokens):
+        tokenizer.add_special_tokens(data_fields.special_tokens)
+        tokenizer.add_tokens([*data_fields.added_tokens], special_tokens=True)
     # A kept tokenizer was saved with the chat template of its training.
-    if data.chat_template is not None and kept_folder is None:
-        tokenizer.chat_template = _template_text(data.chat_template)
+    if data_fields.chat_template is not None and kept_folder is None:
+        tokenizer.chat_template = _chat_template_text(data_fields.chat_template)
     return tokenizer
 
 
-def tokens_without_weights(data: Data, tokenizer: Any, embedding_rows: int) -> list[str]:
+def tokens_without_pretrained_weights(
+    data_fields: Data, tokenizer: Any, embedding_rows: int
+) -> list[str]:
     """Return the tokens that pretrained weights have not been trained on, without the padding.
 
     Args:
-        data: the recipe's data fields.
+        data_fields: the recipe's data fields.
         tokenizer: the tokenizer that they make.
         embedding_rows: rows of the pretrained embeddings.
     """
-    names = {*data.special_tokens.values(), *data.added_tokens}
+    names = {*data_fields.special_tokens.values(), *data_fields.added_tokens}
     # A row of the embeddings may be spare, and its token new.
-    own_vocabulary = _load_or_train(data, None).get_vocab() if names else {}
+    own_vocabulary = _load_or_train_tokenizer(data_fields, None).get_vocab() if names else {}
     return sorted(
         word
         for word, token_id in tokenizer.get_vocab().items()
@@ -80,7 +86,7 @@ def tokens_without_weights(data: Data, tokenizer: Any, embedding_rows: int) -> l
     )
 
 
-def _template_text(template_or_path: str) -> str:
+def _chat_template_text(template_or_path: str) -> str:
     """Return the text of a chat template, which is given by name, directly or as a file name."""
     if template_or_path in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[template_or_path]
@@ -98,7 +104,7 @@ def _template_text(template_or_path: str) -> str:
         ) from None
 
 
-def pinned_folder(model_name: str) -> str:
+def download_revision_or_keep_name(model_name: str) -> str:
     """Return the local folder of a hub id with a revision, NAME@REVISION; any other name as is.
 
     Raises:
@@ -114,52 +120,62 @@ def pinned_folder(model_name: str) -> str:
     return snapshot_download(repository, revision=revision, ignore_patterns=ignored_patterns)
 
 
-def _load_or_train(data: Data, kept_folder: Path | None) -> Any:
+def _load_or_train_tokenizer(data_fields: Data, kept_folder: Path | None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if isinstance(data.tokenizer, TokenizerTraining):
+    if isinstance(data_fields.tokenizer, TokenizerTraining):
         return PreTrainedTokenizerFast.from_pretrained(
-            kept_folder or _train_if_not_cached(data, data.tokenizer)
+            kept_folder or _train_tokenizer_unless_cached(data_fields, data_fields.tokenizer)
         )
-    refuse_lfs_pointers(pretrained_files("data.tokenizer", str(kept_folder or data.tokenizer)))
+    refuse_lfs_pointers(
+        pretrained_files_in_folder("data.tokenizer", str(kept_folder or data_fields.tokenizer))
+    )
     try:
-        return AutoTokenizer.from_pretrained(kept_folder or pinned_folder(str(data.tokenizer)))
+        return AutoTokenizer.from_pretrained(
+            kept_folder or download_revision_or_keep_name(str(data_fields.tokenizer))
+        )
     except (OSError, ValueError) as error:
         raise InputError(
-            f"data.tokenizer: cannot load {data.tokenizer!r}: {hub_reason(error, str(data.tokenizer))}; "
+            f"data.tokenizer: cannot load {data_fields.tokenizer!r}: "
+            f"{hub_error_reason_and_remedy(error, str(data_fields.tokenizer))}; "
             "give a local folder, a hub id you can reach, or {train: wordpiece, vocab_size: 30522}"
         ) from None
 
 
-def _train_if_not_cached(data: Data, training: TokenizerTraining) -> Path:
+def _train_tokenizer_unless_cached(data_fields: Data, training: TokenizerTraining) -> Path:
     """Return the folder of the tokenizer trained on the corpus; train it if it is not cached."""
-    corpus = " ".join(corpus_fingerprint(part.source) for part in data.parts)
+    corpus = " ".join(corpus_fingerprint(part.source) for part in data_fields.parts)
     key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[
         :16
     ]
-    folder = make_cache_folder("tokenizers") / key
+    folder = create_private_cache_folder("tokenizers") / key
     # Of all processes that share the cache, the first one trains; the others wait.
     with FileLock(f"{folder}.lock"):
-        rebuild_if_changed(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
+        rewrite_files_unless_checksums_match(
+            folder.with_suffix(".seal"),
+            lambda: _train_and_save_tokenizer(folder, data_fields, training),
+        )
     return folder
 
 
-def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[Path]:
+def _train_and_save_tokenizer(
+    tokenizer_folder: Path, data_fields: Data, training: TokenizerTraining
+) -> list[Path]:
     """Train and write a tokenizer; return its files."""
-    train_tokenizer = _train_wordpiece if training.train == "wordpiece" else _train_bpe
-    trained = train_tokenizer(data, training.vocab_size)
-    shutil.rmtree(folder, ignore_errors=True)
-    trained.save_pretrained(folder)
-    return [path for path in folder.rglob("*") if path.is_file()]
+    train_tokenizer = _train_wordpiece if training.train == "wordpiece" else _train_byte_level_bpe
+    trained = train_tokenizer(data_fields, training.vocab_size)
+    shutil.rmtree(tokenizer_folder, ignore_errors=True)
+    trained.save_pretrained(tokenizer_folder)
+    return [path for path in tokenizer_folder.rglob("*") if path.is_file()]
 
 
-def _training_texts(data: Data) -> Iterator[str]:
+def _texts_to_train_tokenizer(data_fields: Data) -> Iterator[str]:
     """Yield the texts of all sources, one source after the other; weights do not matter."""
-    for part in data.parts:
+    for part in data_fields.parts:
         for text in (
-            chat_texts(part.source)
-            if is_chat(part.source)
-            else (text for text, _ in read_documents(part.source, joins_lists=True))
+            message_contents_of_chats(part.source)
+            if has_chat_rows(part.source)
+            else (text for text, _ in read_texts_and_shares(part.source, joins_lists=True))
         ):
             # The training's time grows with the square of a word's length.
             shortened_text, count = _LONG_WORD.subn(r"\g<0> ", text)
@@ -170,7 +186,7 @@ def _training_texts(data: Data) -> Iterator[str]:
             yield shortened_text
 
 
-def _train_wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def _train_wordpiece(data_fields: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return a trained WordPiece tokenizer with the settings of BERT's."""
     # Trained twice: in a single pass the library numbers the `##x` tokens in the order of a hash
     # table, which differs between processes. The second pass has them in a fixed order.
@@ -180,14 +196,14 @@ def _train_wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     special = list(_BERT_TOKENS.values())
     counts = Counter[str]()
     all_characters = _train_wordpiece_vocabulary(
-        _count_characters(_training_texts(data), counts), 0, [], None
+        _count_characters_passing_texts(_texts_to_train_tokenizer(data_fields), counts), 0, [], None
     )
     characters = sorted((c for c in counts if c in all_characters), key=lambda c: (-counts[c], c))[
         :_MAX_CHARACTERS
     ]
     pieces = [f"##{c}" for c in sorted(characters) if f"##{c}" in all_characters]
     vocabulary = _train_wordpiece_vocabulary(
-        _training_texts(data), vocab_size, special + pieces, characters
+        _texts_to_train_tokenizer(data_fields), vocab_size, special + pieces, characters
     )
     tokenizer = _bert_like_tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
@@ -236,7 +252,7 @@ def _bert_like_tokenizer(model: Any) -> Any:
     return tokenizer
 
 
-def _count_characters(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+def _count_characters_passing_texts(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
     """Yield the texts unchanged, and count the characters of their normalized form."""
     from tokenizers import normalizers
 
@@ -246,7 +262,7 @@ def _count_characters(texts: Iterable[str], counts: Counter[str]) -> Iterator[st
         yield text
 
 
-def _train_bpe(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def _train_byte_level_bpe(data_fields: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -259,7 +275,7 @@ def _train_bpe(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_texts(data), trainer)
+    tokenizer.train_from_iterator(_texts_to_train_tokenizer(data_fields), trainer)
     names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_TOKENS

@@ -18,14 +18,14 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
 from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.run_folder.file_sums import (
-    difference_from_record,
+    file_difference_text_or_empty,
     flush_and_checksum_files,
     list_files_below,
 )
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.run_folder.records import VocabularyRecord, as_json
+from ortlaunch.run_folder.records import VocabularyRecord, json_values_of_record
 from ortlaunch.run_folder.resume_record import ResumeRecord
-from ortlaunch.worker.data.tokenizer import pinned_folder
+from ortlaunch.worker.data.tokenizer import download_revision_or_keep_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Vocabulary(NamedTuple):
     """Number of classes of the training data; 0: unknown, or no classes."""
 
 
-def vocabulary_of_run(run: RunDir) -> Vocabulary | None:
+def read_run_vocabulary_or_none(run: RunDir) -> Vocabulary | None:
     """Return the vocabulary that a run keeps; None if there is none, as before its training.
 
     Raises:
@@ -54,7 +54,7 @@ def vocabulary_of_run(run: RunDir) -> Vocabulary | None:
         record = VocabularyRecord(**read_own_json(run.vocabulary))
         labels = {str(word): class_number for class_number, word in enumerate(record.labels)}
         for name, file in record.tokenizer_files.items():
-            if damage := difference_from_record(run.tokenizer / name, file):
+            if damage := file_difference_text_or_empty(run.tokenizer / name, file):
                 raise DamagedFile(f"{run.tokenizer}: is damaged: {damage}")
     except (DamagedFile, TypeError) as error:
         raise DamagedFile(
@@ -65,34 +65,34 @@ def vocabulary_of_run(run: RunDir) -> Vocabulary | None:
     return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, record.classes)
 
 
-def vocabulary_of_checkpoint(run: RunDir, recipe: Recipe) -> Vocabulary | None:
+def vocabulary_of_start_checkpoint(run: RunDir, recipe: Recipe) -> Vocabulary | None:
     """Return the vocabulary of the checkpoint from which a run resumes.
 
     None if there is no such checkpoint, or if its run keeps no vocabulary.
     """
-    source_run = _run_of_checkpoint(run)
-    kept_vocabulary = vocabulary_of_run(source_run) if source_run is not None else None
+    source_run = _run_of_start_checkpoint(run)
+    kept_vocabulary = read_run_vocabulary_or_none(source_run) if source_run is not None else None
     if source_run is None or kept_vocabulary is None:
         return None
     # A kept tokenizer is used only if the recipe trains the same one. A tokenizer that the recipe
     # names is loaded by its name, as it was for the data's identity in the checkpoint.
     is_same_training = (
         read_own_json(source_run.vocabulary)["trained_tokenizer"]
-        == _training_settings(recipe.data)
+        == _tokenizer_training_settings_or_none(recipe.data)
         is not None
     )
     return kept_vocabulary if is_same_training else kept_vocabulary._replace(tokenizer=None)
 
 
-def _run_of_checkpoint(run: RunDir) -> RunDir | None:
+def _run_of_start_checkpoint(run: RunDir) -> RunDir | None:
     """Return the run whose checkpoint is loaded: this one, or the one of `resume`."""
     if run.complete_checkpoints():
         return run
-    checkpoint_path = ResumeRecord.read(run).checkpoint
+    checkpoint_path = ResumeRecord.read_or_from_the_beginning(run).checkpoint
     return RunDir(Path(checkpoint_path).parents[1]) if checkpoint_path else None
 
 
-def vocabulary_of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
+def vocabulary_of_transformers_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
     """Return the vocabulary of a transformers model, whose config.json has its class names.
 
     config: None for any other model, of which nothing is known.
@@ -106,18 +106,25 @@ def vocabulary_of_config(config: PreTrainedConfig | None, task: str) -> Vocabula
     return Vocabulary(None, numbers, config.num_labels or 0)
 
 
-def write_vocabulary(
-    run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int
+def write_vocabulary_if_changed(
+    run: RunDir,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    class_names: list[str],
+    class_count: int,
 ) -> None:
     """Write the vocabulary of the training into the run's folder (rank 0)."""
     record = VocabularyRecord(
-        trained_tokenizer=_training_settings(recipe.data), labels=labels, classes=classes
+        trained_tokenizer=_tokenizer_training_settings_or_none(recipe.data),
+        labels=class_names,
+        classes=class_count,
     )
     # The vocabulary that the checkpoints were written with stays if it is the same.
     if (
         run.complete_checkpoints()
         and run.vocabulary.exists()
-        and {**read_own_json(run.vocabulary), "tokenizer_files": {}} == as_json(record)
+        and {**read_own_json(run.vocabulary), "tokenizer_files": {}}
+        == json_values_of_record(record)
     ):
         return
     shutil.rmtree(run.tokenizer, ignore_errors=True)
@@ -125,34 +132,34 @@ def write_vocabulary(
         tokenizer.save_pretrained(run.tokenizer)
         names = [str(path.relative_to(run.tokenizer)) for path in list_files_below(run.tokenizer)]
         record.tokenizer_files = flush_and_checksum_files(run.tokenizer, names)
-    write_json_atomically(run.vocabulary, as_json(record))
+    write_json_atomically(run.vocabulary, json_values_of_record(record))
 
 
-def _training_settings(data: Fields) -> Json | None:
+def _tokenizer_training_settings_or_none(data: Fields) -> Json | None:
     """Return the settings of a tokenizer that is trained on the corpus; None for any other one."""
     if not isinstance(data.tokenizer, TokenizerTraining):
         return None
     return {**data.tokenizer.model_dump(mode="json"), "chat_template": data.chat_template}
 
 
-def labels_of_model(recipe: Recipe) -> Mapping[str, int]:
+def class_number_by_label_of_model(recipe: Recipe) -> Mapping[str, int]:
     """Return the class numbers of label names, of `model.config` or else of `model.pretrained`."""
     model = recipe.model
-    recipe_labels = labels_of_recipe(recipe)
+    recipe_labels = class_number_by_label_in_recipe(recipe)
     if recipe_labels or model.pretrained is None:
         return recipe_labels
     from transformers import AutoConfig
 
     try:
-        return vocabulary_of_config(
-            AutoConfig.from_pretrained(pinned_folder(model.pretrained)), model.task
+        return vocabulary_of_transformers_config(
+            AutoConfig.from_pretrained(download_revision_or_keep_name(model.pretrained)), model.task
         ).labels
     except (OSError, ValueError):
         # The same error is reported when the model is built.
         return {}
 
 
-def labels_of_recipe(recipe: Recipe) -> Mapping[str, int]:
+def class_number_by_label_in_recipe(recipe: Recipe) -> Mapping[str, int]:
     """Return the class numbers of label names in `model.config`."""
     model_config = recipe.model.config or {}
     pairs = [*model_config.get("label2id", {}).items()] or [

@@ -10,7 +10,7 @@ from ortlaunch.worker.data.shards import Tokens
 from ortlaunch.worker.data.token_cache import Documents
 
 
-class Blocks:
+class TokenWindows:
     """Packed windows for causal language models; documents are separated by an end mark alone."""
 
     def __init__(self, tokens: Tokens, length: int, with_mask: bool) -> None:
@@ -28,7 +28,7 @@ class Blocks:
 
     def sample(self, index: int, epoch: int) -> Sample:
         # The model shifts the labels by one.
-        block = window_tensor(self.tokens, index * self.length, self.length)
+        block = window_token_ids(self.tokens, index * self.length, self.length)
         return {"input_ids": block, **self.mask, "labels": block}
 
 
@@ -62,7 +62,7 @@ class SeparateDocuments:
         places = torch.arange(self.length)
         document_starts = torch.zeros(self.length, dtype=torch.int64)
         document_starts[begins] = places[begins]
-        block = window_tensor(self.tokens, start, self.length)
+        block = window_token_ids(self.tokens, start, self.length)
         labels = block.clone()
         # The first token of a document cannot be predicted from the document before.
         labels[begins] = IGNORED
@@ -74,6 +74,6 @@ class SeparateDocuments:
         }
 
 
-def window_tensor(tokens: Tokens, start: int, length: int) -> torch.Tensor:
+def window_token_ids(tokens: Tokens, start: int, length: int) -> torch.Tensor:
     """Return the tokens from `start` on: (length,) int64."""
     return torch.from_numpy(tokens[start : start + length].astype(np.int64))

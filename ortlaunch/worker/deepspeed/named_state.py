@@ -13,14 +13,19 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.ortmodule.deepspeed.zero_types import Gathering, Partitioned, Sharded, Unsharded
+from ortlaunch.ortmodule.deepspeed.zero_types import (
+    UnshardedMasterWeights,
+    ZeroOneOrTwoOptimizer,
+    ZeroThreeOptimizer,
+    ZeroThreeParameter,
+)
 from ortlaunch.worker.model.named_state import (
     LossScale,
     NamedNumbers,
     NamedState,
     ParameterRange,
-    saved_buffers,
-    trained_shapes,
+    persistent_buffers_by_name,
+    trained_parameter_shapes,
     whole_parameter_ranges,
 )
 
@@ -28,7 +33,7 @@ from ortlaunch.worker.model.named_state import (
 _COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def deepspeed_named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
+def named_state_of_deepspeed_engine(engine: Any, model: nn.Module, rank: int) -> NamedState:
     """Return the state of a DeepSpeed engine around a model.
 
     Raises:
@@ -38,7 +43,12 @@ def deepspeed_named_state(engine: Any, model: nn.Module, rank: int) -> NamedStat
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         named_ranges = whole_parameter_ranges(model.named_parameters(), optimizer)
-        return NamedState(trained_shapes(model), named_ranges, optimizer, saved_buffers(model))
+        return NamedState(
+            trained_parameter_shapes(model),
+            named_ranges,
+            optimizer,
+            persistent_buffers_by_name(model),
+        )
     if optimizer_class not in _ACCESS_BY_CLASS:
         raise CheckpointError(
             f"checkpoints of DeepSpeed's {optimizer_class} are not supported; change zero.stage or "
@@ -46,17 +56,19 @@ def deepspeed_named_state(engine: Any, model: nn.Module, rank: int) -> NamedStat
         )
     find_ranges, refresh = _ACCESS_BY_CLASS[optimizer_class]
     return NamedState(
-        trained_shapes(model),
+        trained_parameter_shapes(model),
         list(find_ranges(optimizer, model, rank)),
         optimizer.optimizer,
-        saved_buffers(model),
+        persistent_buffers_by_name(model),
         replicated=optimizer_class == "FP16_UnfusedOptimizer",
-        loss_scale=_loss_scale(optimizer),
+        loss_scale=_dynamic_loss_scale_or_none(optimizer),
         refresh=lambda: refresh(optimizer),
     )
 
 
-def _unsharded_ranges(optimizer: Unsharded, model: nn.Module, rank: int) -> list[ParameterRange]:
+def _ranges_without_zero(
+    optimizer: UnshardedMasterWeights, model: nn.Module, rank: int
+) -> list[ParameterRange]:
     """Return the parts without ZeRO in fp16 or bf16: one float32 copy of each parameter."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
     masters = {
@@ -65,14 +77,16 @@ def _unsharded_ranges(optimizer: Unsharded, model: nn.Module, rank: int) -> list
     return whole_parameter_ranges(model.named_parameters(), optimizer.optimizer, masters)
 
 
-def _copy_masters(optimizer: Unsharded) -> None:
+def _copy_masters_into_weights(optimizer: UnshardedMasterWeights) -> None:
     # Restored master weights must be copied into the model, which the next forward pass reads.
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
         for weight, master in zip(weights, masters):
             weight.data.copy_(master.data)
 
 
-def _fragment_ranges(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
+def _ranges_in_zero_1_and_2(
+    optimizer: ZeroOneOrTwoOptimizer, model: nn.Module, rank: int
+) -> Iterator[ParameterRange]:
     """Yield this rank's pieces of parameters in ZeRO 1 and 2: ranges of one flat tensor a group."""
     for name, parameter in model.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
@@ -91,15 +105,15 @@ def _fragment_ranges(optimizer: Sharded, model: nn.Module, rank: int) -> Iterato
             )
 
 
-def _partition_ranges(
-    optimizer: Partitioned, model: nn.Module, rank: int
+def _ranges_in_zero_3(
+    optimizer: ZeroThreeOptimizer, model: nn.Module, rank: int
 ) -> Iterator[ParameterRange]:
     """Yield this rank's pieces of parameters in ZeRO 3.
 
     Each parameter is cut into equal pieces, stored in flat tensors; the last pieces are padded.
     """
     for name, parameter in model.named_parameters():
-        partitioned = cast(Gathering, parameter)
+        partitioned = cast(ZeroThreeParameter, parameter)
         # DeepSpeed leaves out what has no elements.
         if not parameter.requires_grad or not partitioned.ds_numel:
             continue
@@ -117,7 +131,7 @@ def _partition_ranges(
             yield ParameterRange(name, rank * size, count, master, offset, group)
 
 
-def _copy_partitions(optimizer: Partitioned) -> None:
+def _copy_zero_3_partitions_into_weights(optimizer: ZeroThreeOptimizer) -> None:
     optimizer._partition_all_parameters()
     for flat in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(flat)
@@ -130,14 +144,17 @@ _StateAccess = tuple[
     Callable[[Any, nn.Module, int], Iterable[ParameterRange]], Callable[[Any], None]
 ]
 _ACCESS_BY_CLASS: dict[str, _StateAccess] = {
-    "FP16_UnfusedOptimizer": (_unsharded_ranges, _copy_masters),
-    "DeepSpeedZeroOptimizer": (_fragment_ranges, lambda optimizer: optimizer.update_lp_params()),
-    "BF16_Optimizer": (_fragment_ranges, lambda optimizer: optimizer.update_lp_params()),
-    "DeepSpeedZeroOptimizer_Stage3": (_partition_ranges, _copy_partitions),
+    "FP16_UnfusedOptimizer": (_ranges_without_zero, _copy_masters_into_weights),
+    "DeepSpeedZeroOptimizer": (
+        _ranges_in_zero_1_and_2,
+        lambda optimizer: optimizer.update_lp_params(),
+    ),
+    "BF16_Optimizer": (_ranges_in_zero_1_and_2, lambda optimizer: optimizer.update_lp_params()),
+    "DeepSpeedZeroOptimizer_Stage3": (_ranges_in_zero_3, _copy_zero_3_partitions_into_weights),
 }
 
 
-def _loss_scale(optimizer: object) -> LossScale | None:
+def _dynamic_loss_scale_or_none(optimizer: object) -> LossScale | None:
     """Return access to a dynamic loss scale; None for a fixed one, which the recipe sets."""
     # The attribute's name differs between DeepSpeed's optimizers.
     scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))

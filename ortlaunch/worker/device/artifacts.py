@@ -25,16 +25,16 @@ from ortlaunch.recipe.fields.recipe import Batch as BatchSizes
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.export_records import DeviceArtifacts, DeviceParameter
 from ortlaunch.run_folder.folder import write_json_atomically, write_text_atomically
-from ortlaunch.run_folder.records import as_json
-from ortlaunch.user_modules import recipe_factories
+from ortlaunch.run_folder.records import json_values_of_record
+from ortlaunch.user_modules import key_and_factory_pairs
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device import graph
-from ortlaunch.worker.device.device import Device, require_training_api
+from ortlaunch.worker.device.device import Device, import_ort_training_artifacts_module
 from ortlaunch.worker.device.graph import Batch, ForwardGraph
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.onnx_export import largest_or_nan
+from ortlaunch.worker.supervision.module_copies import imported_user_modules
 from ortlaunch.worker.supervision.module_copies import relative_module_path as beside
-from ortlaunch.worker.supervision.module_copies import user_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,14 +45,14 @@ DIFFERENCE_LIMIT = 1e-4
 _MAX_GRAPH_BYTES = 2**31 - 2**20
 
 
-def write_device_artifacts(
-    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+def write_and_check_device_artifacts(
+    recipe: Recipe, artifacts_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> DeviceArtifacts:
     """Write everything that `ortlaunch device` needs into an existing folder.
 
     Args:
-        recipe: the recipe, changed by `device_recipe`.
-        folder: the folder to write to.
+        recipe: the recipe, changed by `recipe_for_device_artifacts`.
+        artifacts_folder: the folder to write to.
         trained_module: the model with its weights.
         data: the data of the run.
 
@@ -64,9 +64,9 @@ def write_device_artifacts(
         InputError: the model is too large, or keeps state that a device cannot update.
         MissingDependency: onnxruntime-training is not installed.
     """
-    artifacts_module = require_training_api()
+    artifacts_module = import_ort_training_artifacts_module()
     loss_module = trained_module.float()
-    device_folder = DeviceFolder(folder)
+    device_folder = DeviceFolder(artifacts_folder)
     size = sum(
         parameter.numel() * parameter.element_size() for parameter in loss_module.parameters()
     )
@@ -75,14 +75,18 @@ def write_device_artifacts(
             f"--format ondevice: the weights take {size:,} bytes; "
             "ONNX Runtime derives graphs below 2 GiB"
         )
-    batches = graph.labelled_batches(recipe, loss_module, data)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        forward = graph.export_forward_graph(loss_module, batches, Path(scratch) / "forward.onnx")
-        _generate_graphs(artifacts_module, recipe, forward, folder)
-    with _name_operator_in_error():
+    batches = graph.labelled_batches_in_forward_order(recipe, loss_module, data)
+    with tempfile.TemporaryDirectory(dir=artifacts_folder) as scratch:
+        forward = graph.export_loss_graph_and_sort_weights(
+            loss_module, batches, Path(scratch) / "forward.onnx"
+        )
+        _generate_training_graphs(artifacts_module, recipe, forward, artifacts_folder)
+    with _raise_untrainable_operator_error():
         device = Device(device_folder, device_folder.checkpoint)
     largest_found = largest_or_nan(
-        _largest_difference(device, graph.ModelWithLoss(loss_module.model, tuple(batch)), batch)
+        _largest_difference_from_pytorch(
+            device, graph.ModelWithLoss(loss_module.model, tuple(batch)), batch
+        )
         for batch in batches
     )
     # `not <=` also refuses nan.
@@ -91,17 +95,17 @@ def write_device_artifacts(
             f"ONNX Runtime's outputs differ from PyTorch's by {largest_found:.3g}; the limit is {DIFFERENCE_LIMIT:g}"
         )
     record = _artifacts_record(recipe, forward, largest_found)
-    write_json_atomically(device_folder.description, as_json(record))
+    write_json_atomically(device_folder.description, json_values_of_record(record))
     write_text_atomically(device_folder.recipe, dump_recipe_yaml(recipe))
-    _save_surroundings(loss_module, folder, data.tokenizer)
+    _save_config_and_tokenizer(loss_module, artifacts_folder, data.tokenizer)
     # A recipe with factories needs the user's own modules where the artifacts are used.
-    for module in user_modules() if dict(recipe_factories(recipe)) else ():
-        (folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(str(module.__file__), folder / beside(module))
+    for module in imported_user_modules() if dict(key_and_factory_pairs(recipe)) else ():
+        (artifacts_folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(str(module.__file__), artifacts_folder / beside(module))
     return record
 
 
-def device_recipe(recipe: Recipe, micro_samples: int) -> Recipe:
+def recipe_for_device_artifacts(recipe: Recipe, micro_samples: int) -> Recipe:
     """Return the recipe of the artifacts: each step is one pass, and nothing is sharded."""
     model_changes = dict[str, object](gradient_checkpointing=False)
     # ONNX Runtime derives the gradient of eager attention, which consists of basic operators.
@@ -118,17 +122,17 @@ def device_recipe(recipe: Recipe, micro_samples: int) -> Recipe:
     )
 
 
-def _generate_graphs(
-    artifacts_module: Any, recipe: Recipe, forward: ForwardGraph, folder: Path
+def _generate_training_graphs(
+    artifacts_module: Any, recipe: Recipe, forward: ForwardGraph, artifacts_folder: Path
 ) -> None:
     import onnx
 
-    with _silence_stderr(), _name_operator_in_error():
+    with _discard_stderr(), _raise_untrainable_operator_error():
         artifacts_module.generate_artifacts(
             onnx.load(str(forward.path)), requires_grad=forward.trained, frozen_params=forward.frozen or None,
-            optimizer=_device_optimizer(recipe), artifact_directory=str(folder),
+            optimizer=_ort_device_optimizer(recipe), artifact_directory=str(artifacts_folder),
         )  # fmt: skip
-    path = DeviceFolder(folder).optimizer
+    path = DeviceFolder(artifacts_folder).optimizer
     model = onnx.load(str(path))
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -138,7 +142,7 @@ def _generate_graphs(
     onnx.save(model, str(path))
 
 
-def _device_optimizer(recipe: Recipe) -> object:
+def _ort_device_optimizer(recipe: Recipe) -> object:
     """Return the recipe's optimizer, as far as ONNX Runtime supports it on devices."""
     from onnxruntime.training.onnxblock import optim
 
@@ -177,10 +181,12 @@ def _unsupported_setting_notes(recipe: Recipe, forward: ForwardGraph) -> Iterato
 
 
 @torch.no_grad()
-def _largest_difference(device: Device, module: graph.ModelWithLoss, batch: Batch) -> float:
+def _largest_difference_from_pytorch(
+    device: Device, module: graph.ModelWithLoss, batch: Batch
+) -> float:
     """Return the largest difference of loss and logits from PyTorch's, without dropout."""
     expected = module.eval()(*batch.values())
-    outputs = device.evaluate(batch)
+    outputs = device.evaluate_batch(batch)
     return largest_or_nan(
         float((torch.from_numpy(device_output) - torch_output).abs().max())
         for device_output, torch_output in zip(outputs.values(), expected)
@@ -210,20 +216,20 @@ def _artifacts_record(
     )
 
 
-def _save_surroundings(
-    loss_module: LossModule, folder: Path, tokenizer: PreTrainedTokenizerBase
+def _save_config_and_tokenizer(
+    loss_module: LossModule, artifacts_folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model: Any = loss_module.model
     if hasattr(model, "config"):
         # Training switches the cache off; the saved config has the model's own setting.
         restore_cache_setting(model, loss_module.generates_with_cache)
-        model.config.save_pretrained(folder)
+        model.config.save_pretrained(artifacts_folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(artifacts_folder)
 
 
 @contextlib.contextmanager
-def _name_operator_in_error() -> Iterator[None]:
+def _raise_untrainable_operator_error() -> Iterator[None]:
     """Raise EngineError with the operator that ONNX Runtime cannot train, in one sentence."""
     try:
         yield
@@ -237,7 +243,7 @@ def _name_operator_in_error() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silence_stderr() -> Iterator[None]:
+def _discard_stderr() -> Iterator[None]:
     """Discard the messages of ONNX Runtime's graph transformers while the context is open."""
     # No logging option reaches them, so that the file descriptor of stderr is redirected.
     former_stderr = os.dup(2)

@@ -18,16 +18,16 @@ from ortlaunch.worker.device.device import (
     STEPS,
     WEIGHTS,
     Device,
-    int_property,
-    load_state_or_weights,
-    require_training_api,
-    save_state,
+    import_ort_training_artifacts_module,
+    int_property_or_0,
+    load_checkpoint_or_browser_weights,
+    write_checkpoint_state_atomically,
 )
 
 WeightRecord = Json
 
 
-def write_average(
+def write_weighted_average_checkpoint(
     device_folder: DeviceFolder,
     checkpoints: list[Path],
     client_weights: Sequence[float] | None,
@@ -45,18 +45,18 @@ def write_average(
         CheckpointError: a checkpoint is not of these artifacts, or has inf or nan.
         InputError: a client has no positive weight.
     """
-    require_training_api()
-    states = [load_state_or_weights(device_folder, path) for path in checkpoints]
+    import_ort_training_artifacts_module()
+    states = [load_checkpoint_or_browser_weights(device_folder, path) for path in checkpoints]
     weight_records = read_own_json(device_folder.description)["parameters"]
     problems = [
         line
         for path, state in zip(checkpoints, states)
-        for line in state_problems(path, state, weight_records)
+        for line in checkpoint_problem_lines(path, state, weight_records)
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
-    _require_same_frozen(checkpoints, states, weight_records)
-    shares = _client_shares(checkpoints, states, client_weights)
+    _require_equal_frozen_weights(checkpoints, states, weight_records)
+    shares = _fraction_of_each_client(checkpoints, states, client_weights)
     # Only the state of a living module accepts weights.
     # The frozen weights are the same in each. A browser's file has none.
     full_checkpoints = [path for path in checkpoints if path.suffix != WEIGHTS]
@@ -75,10 +75,10 @@ def write_average(
         device.state.parameters[name] = np.asarray(mean, dtype=np.float32)
     properties = device.state.properties
     # Clients may have trained different numbers of steps.
-    properties[STEPS] = max(int_property(state, STEPS) for state in states)
-    properties[SAMPLES] = sum(int_property(state, SAMPLES) for state in states)
+    properties[STEPS] = max(int_property_or_0(state, STEPS) for state in states)
+    properties[SAMPLES] = sum(int_property_or_0(state, SAMPLES) for state in states)
     properties[AVERAGED] = 1
-    save_state(device.state, target_path, with_optimizer=False)
+    write_checkpoint_state_atomically(device.state, target_path, with_optimizer=False)
     shares_text = "\n".join(f"  {share:7.2%}  {path}" for share, path in zip(shares, checkpoints))
     trained = sum(weight_record["trained"] for weight_record in weight_records)
     print(
@@ -87,14 +87,16 @@ def write_average(
     )
 
 
-def state_problems(path: Path, state: Any, weight_records: list[WeightRecord]) -> Iterator[str]:
+def checkpoint_problem_lines(
+    checkpoint_path: Path, checkpoint_state: Any, weight_records: list[WeightRecord]
+) -> Iterator[str]:
     """Yield the differences of a checkpoint from the artifacts, and weights with inf or nan."""
-    state_weights = dict(state.parameters)
+    state_weights = dict(checkpoint_state.parameters)
     names = [weight_record["name"] for weight_record in weight_records]
     if [*state_weights] != sorted(names):
         differing_name = next(iter(set(state_weights) ^ set(names)), "their order")
         yield (
-            f"{path} is not of these artifacts: it has {len(state_weights)} weights, "
+            f"{checkpoint_path} is not of these artifacts: it has {len(state_weights)} weights, "
             f"they {len(names)}; {differing_name} differs"
         )
         return
@@ -103,19 +105,19 @@ def state_problems(path: Path, state: Any, weight_records: list[WeightRecord]) -
         state_weight = state_weights[weight_record["name"]]
         if list(value.shape) != weight_record["shape"]:
             yield (
-                f"{path}: {weight_record['name']} is of shape {list(value.shape)}, "
+                f"{checkpoint_path}: {weight_record['name']} is of shape {list(value.shape)}, "
                 f"and of {weight_record['shape']} in the artifacts"
             )
         elif state_weight.requires_grad != weight_record["trained"]:
             yield (
-                f"{path}: {weight_record['name']} is {'' if state_weight.requires_grad else 'not '}trained, "
+                f"{checkpoint_path}: {weight_record['name']} is {'' if state_weight.requires_grad else 'not '}trained, "
                 "not so in the artifacts"
             )
         elif not np.isfinite(value).all():
-            yield f"{path}: {weight_record['name']} contains inf or nan"
+            yield f"{checkpoint_path}: {weight_record['name']} contains inf or nan"
 
 
-def _require_same_frozen(
+def _require_equal_frozen_weights(
     checkpoints: list[Path], states: list[Any], weight_records: list[WeightRecord]
 ) -> None:
     for name in (
@@ -129,12 +131,12 @@ def _require_same_frozen(
                 )
 
 
-def _client_shares(
+def _fraction_of_each_client(
     checkpoints: list[Path], states: list[Any], requested_weights: Sequence[float] | None
 ) -> list[float]:
     """Return the share of each client in the mean; their sum is 1."""
     client_weights = (
-        [float(int_property(state, SAMPLES)) for state in states]
+        [float(int_property_or_0(state, SAMPLES)) for state in states]
         if requested_weights is None
         else requested_weights
     )

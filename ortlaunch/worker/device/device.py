@@ -9,7 +9,7 @@ from typing import Any
 
 from ortlaunch.errors import CheckpointError, InputError, MissingDependency
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.tracing.compat import forget_failed_import
+from ortlaunch.ortmodule.tracing.compat import restore_checkpoint_functions
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.model.packing import split_documents_into_rows
 from ortlaunch.worker.onnx.onnx_model import Batch, graph_input_arrays
@@ -31,20 +31,20 @@ class Device:
     def __init__(
         self, device_folder: DeviceFolder, checkpoint: Path, is_training: bool = False
     ) -> None:
-        require_training_api()
+        import_ort_training_artifacts_module()
         from onnxruntime.training.api import Module, Optimizer
 
-        self.state = load_state(checkpoint)
+        self.state = load_checkpoint_state(checkpoint)
         self.module = Module(device_folder.training, self.state, device_folder.eval)
         self.inputs: list[str] = self.module.input_names()
         self.outputs: list[str] = self.module.output_names()
         self.optimizer = Optimizer(device_folder.optimizer, self.module) if is_training else None
 
-    def evaluate(self, batch: Batch) -> NamedArrays:
+    def evaluate_batch(self, batch: Batch) -> NamedArrays:
         """Return loss and logits of a batch, without dropout."""
         return self._run_pass(self.module.eval(), batch)
 
-    def train_step(self, batch: Batch, learning_rate: float) -> float:
+    def train_on_batch(self, batch: Batch, learning_rate: float) -> float:
         """Run one forward and backward pass and an optimizer step; return the loss.
 
         Args:
@@ -68,7 +68,7 @@ class Device:
             )
         )
 
-    def save_for_inference(self, path: Path) -> list[str]:
+    def write_inference_graph_and_list_outputs(self, graph_path: Path) -> list[str]:
         """Write a graph that computes all outputs but the loss; return their names.
 
         Raises:
@@ -80,11 +80,11 @@ class Device:
                 "the model returns only its loss; its forward must return a mapping that also "
                 "has its outputs"
             )
-        self.module.export_model_for_inferencing(path, output_names)
+        self.module.export_model_for_inferencing(graph_path, output_names)
         return output_names
 
 
-def require_training_api() -> Any:
+def import_ort_training_artifacts_module() -> Any:
     """Return the module onnxruntime.training.artifacts.
 
     Raises:
@@ -103,10 +103,10 @@ def require_training_api() -> Any:
     # The import of ORTModule may fail silently within, and leave functions of torch and DeepSpeed
     # replaced.
     finally:
-        forget_failed_import()
+        restore_checkpoint_functions()
 
 
-def load_state(path: Path) -> Any:
+def load_checkpoint_state(checkpoint_path: Path) -> Any:
     """Return the state of a checkpoint: weights, properties and, if present, optimizer state.
 
     Raises:
@@ -115,15 +115,15 @@ def load_state(path: Path) -> Any:
     from onnxruntime.training.api import CheckpointState
 
     try:
-        return CheckpointState.load_checkpoint(path)
+        return CheckpointState.load_checkpoint(checkpoint_path)
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise CheckpointError(
-            f"{path} is no checkpoint of onnxruntime's: {str(error).splitlines()[-1]}"
+            f"{checkpoint_path} is no checkpoint of onnxruntime's: {str(error).splitlines()[-1]}"
         ) from None
 
 
-def load_state_or_weights(device_folder: DeviceFolder, path: Path) -> Any:
+def load_checkpoint_or_browser_weights(device_folder: DeviceFolder, checkpoint_path: Path) -> Any:
     """Return the state of a checkpoint, or of a file of weights that a browser sent.
 
     Such a file, NAME.f32, has the trained weights in one row, little-endian float32, in the order
@@ -133,21 +133,22 @@ def load_state_or_weights(device_folder: DeviceFolder, path: Path) -> Any:
     Raises:
         CheckpointError: the file is no checkpoint, or has another number of weights.
     """
-    if path.suffix != WEIGHTS:
-        return load_state(path)
+    if checkpoint_path.suffix != WEIGHTS:
+        return load_checkpoint_state(checkpoint_path)
     import numpy as np
     from onnxruntime import OrtValue
 
     device = Device(device_folder, device_folder.checkpoint)
-    values = np.fromfile(path, "<f4")
+    values = np.fromfile(checkpoint_path, "<f4")
     size = device.module.get_parameters_size(True)
-    if path.stat().st_size != 4 * size:
+    if checkpoint_path.stat().st_size != 4 * size:
         raise CheckpointError(
-            f"{path} has {path.stat().st_size:,} bytes; the {size:,} trained weights take {4 * size:,}"
+            f"{checkpoint_path} has {checkpoint_path.stat().st_size:,} bytes; the {size:,} "
+            f"trained weights take {4 * size:,}"
         )
     # The module takes the value inside of the Python class.
     device.module.copy_buffer_to_parameters(OrtValue.ortvalue_from_numpy(values)._ortvalue, True)
-    samples_path = path.with_suffix(".samples")
+    samples_path = checkpoint_path.with_suffix(".samples")
     try:
         device.state.properties[SAMPLES] = (
             int(samples_path.read_text()) if samples_path.exists() else 0
@@ -157,15 +158,21 @@ def load_state_or_weights(device_folder: DeviceFolder, path: Path) -> Any:
     return device.state
 
 
-def save_state(state: Any, path: Path, with_optimizer: bool) -> None:
+def write_checkpoint_state_atomically(
+    checkpoint_state: Any, checkpoint_path: Path, with_optimizer: bool
+) -> None:
     """Write a checkpoint under a temporary name first, so that it is never incomplete."""
     from onnxruntime.training.api import CheckpointState
 
-    partial = path.with_name(f"{path.name}.partial")
-    CheckpointState.save_checkpoint(state, partial, with_optimizer)
-    os.replace(partial, path)
+    partial = checkpoint_path.with_name(f"{checkpoint_path.name}.partial")
+    CheckpointState.save_checkpoint(checkpoint_state, partial, with_optimizer)
+    os.replace(partial, checkpoint_path)
 
 
-def int_property(state: Any, property_name: str) -> int:
+def int_property_or_0(checkpoint_state: Any, property_name: str) -> int:
     """Return an integer property of a checkpoint; 0 if absent."""
-    return int(state.properties[property_name]) if property_name in state.properties else 0
+    return (
+        int(checkpoint_state.properties[property_name])
+        if property_name in checkpoint_state.properties
+        else 0
+    )

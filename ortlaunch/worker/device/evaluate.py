@@ -15,8 +15,8 @@ from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import Evaluation
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.device.device import STEPS, Device, int_property
-from ortlaunch.worker.evaluation.evaluate_model import evaluate_module
+from ortlaunch.worker.device.device import STEPS, Device, int_property_or_0
+from ortlaunch.worker.evaluation.evaluate_model import evaluate_loss_module
 from ortlaunch.worker.evaluation.record import evaluation_lines
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -30,10 +30,13 @@ class _OnDevice(nn.Module):
         self.device = device
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: torch.as_tensor(value) for name, value in self.device.evaluate(batch).items()}
+        return {
+            name: torch.as_tensor(value)
+            for name, value in self.device.evaluate_batch(batch).items()
+        }
 
 
-def evaluate_checkpoint(
+def evaluate_device_checkpoint_and_print(
     device_folder: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path
 ) -> Evaluation:
     """Evaluate a checkpoint, write evaluation.json, and print the results.
@@ -46,8 +49,8 @@ def evaluate_checkpoint(
     device = Device(device_folder, checkpoint)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     loss_module = LossModule(_OnDevice(device))
-    evaluation = evaluate_module(
-        recipe, loss_module, data.evaluation, group, int_property(device.state, STEPS)
+    evaluation = evaluate_loss_module(
+        recipe, loss_module, data.evaluation, group, int_property_or_0(device.state, STEPS)
     )
     write_json_atomically(device_folder.evaluation, evaluation.to_json())
     print(*evaluation_lines(evaluation), f"written to {device_folder.evaluation}", sep="\n")

@@ -17,13 +17,13 @@ from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, first_message_line
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_with_exact_forms
+from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_export_with_exact_forms
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import LoadedData, batch_function
-from ortlaunch.worker.data.mixture import readable_indices
+from ortlaunch.worker.data import LoadedData, batch_function_of_recipe
+from ortlaunch.worker.data.mixture import indices_of_readable_samples
 from ortlaunch.worker.model.chunked_head import LABELS
-from ortlaunch.worker.model.model import LossModule, required_loss
-from ortlaunch.worker.onnx.onnx_export import real_batches
+from ortlaunch.worker.model.model import LossModule, require_scalar_loss
+from ortlaunch.worker.onnx.onnx_export import three_text_batches_of_own_data
 from ortlaunch.worker.onnx.onnx_own import ExportedModule
 
 # From 17 on, a LayerNorm is one operator, exported without outputs that ONNX Runtime's gradient
@@ -43,7 +43,7 @@ class ModelWithLoss(ExportedModule):
         others = {
             name: value for name, value in pairs if isinstance(value, torch.Tensor) and value.dim()
         }
-        return {"loss": required_loss(output), **others}
+        return {"loss": require_scalar_loss(output), **others}
 
 
 class ForwardGraph(NamedTuple):
@@ -64,17 +64,19 @@ class ForwardGraph(NamedTuple):
     """Shapes of the graph's initializers (weights and constants)."""
 
 
-def labelled_batches(recipe: Recipe, loss_module: LossModule, data: LoadedData) -> list[Batch]:
+def labelled_batches_in_forward_order(
+    recipe: Recipe, loss_module: LossModule, data: LoadedData
+) -> list[Batch]:
     """Return batches of the run's own data, in the order of the parameters of the model's forward.
 
     The first two batches differ in the number of samples and, for texts, in length.
     """
     samples = data.evaluation or data.train
-    indices_at_hand = readable_indices(samples)
+    indices_at_hand = indices_of_readable_samples(samples)
     chosen_samples = [
         samples.sample(indices_at_hand[index % len(indices_at_hand)], epoch=0) for index in range(3)
     ]
-    labelled_batch = batch_function(recipe)(chosen_samples)
+    labelled_batch = batch_function_of_recipe(recipe)(chosen_samples)
     model: Any = loss_module.model
     # The forward of a peft model has no named parameters.
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -96,10 +98,10 @@ def labelled_batches(recipe: Recipe, loss_module: LossModule, data: LoadedData) 
             smaller["labels"] = smaller["labels"][:, : labelled_batch["labels"].size(1) // 2 + 1]
         return [whole_batch, smaller]
     graph_batches = []
-    for batch in real_batches(model, data):
+    for batch in three_text_batches_of_own_data(model, data):
         rows, length = batch["input_ids"].shape
         labels = {
-            name: _cut_labels(
+            name: _labels_of_smaller_batch(
                 labelled_batch[name], rows, length, labelled_batch["input_ids"].size(1)
             )
             for name in LABELS
@@ -112,7 +114,9 @@ def labelled_batches(recipe: Recipe, loss_module: LossModule, data: LoadedData) 
     return graph_batches
 
 
-def _cut_labels(labels: torch.Tensor, rows: int, length: int, full_length: int) -> torch.Tensor:
+def _labels_of_smaller_batch(
+    labels: torch.Tensor, rows: int, length: int, full_length: int
+) -> torch.Tensor:
     """Return the labels of a smaller batch; at least one label of each text counts."""
     labels = (
         labels[:rows, :length].clone()
@@ -126,7 +130,9 @@ def _cut_labels(labels: torch.Tensor, rows: int, length: int, full_length: int) 
     return labels
 
 
-def export_forward_graph(loss_module: LossModule, batches: list[Batch], path: Path) -> ForwardGraph:
+def export_loss_graph_and_sort_weights(
+    loss_module: LossModule, batches: list[Batch], graph_path: Path
+) -> ForwardGraph:
     """Write the graph of a model in float32 on the CPU.
 
     Raises:
@@ -134,17 +140,17 @@ def export_forward_graph(loss_module: LossModule, batches: list[Batch], path: Pa
         EngineError: the exporter cannot write the model, or writes a shared weight twice.
     """
     module = ModelWithLoss(loss_module.model, tuple(batches[0])).train()
-    _require_no_statistics(module)
-    inputs = _variable_axes(batches)
-    outputs = _variable_axes([module.outputs_by_name(*batch.values()) for batch in batches])
+    _refuse_batch_statistics(module)
+    inputs = _batch_and_length_axes(batches)
+    outputs = _batch_and_length_axes([module.outputs_by_name(*batch.values()) for batch in batches])
     with warnings.catch_warnings(), torch.random.fork_rng():
         # Warnings about values that tracing fixes; the comparison with PyTorch shows whether they
         # matter.
         warnings.simplefilter("ignore")
         try:
             # Whisper needs these operators.
-            wrap_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")(
-                module, tuple(batches[0].values()), str(path), input_names=[*inputs], output_names=[*outputs],
+            wrap_export_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")(
+                module, tuple(batches[0].values()), str(graph_path), input_names=[*inputs], output_names=[*outputs],
                 dynamic_axes={**inputs, **outputs}, opset_version=OPSET, dynamo=False, do_constant_folding=False,
                 training=torch.onnx.TrainingMode.TRAINING,
             )  # fmt: skip
@@ -153,21 +159,23 @@ def export_forward_graph(loss_module: LossModule, batches: list[Batch], path: Pa
             raise EngineError(
                 f"--format ondevice: the model does not export: {first_message_line(error)}"
             ) from error
-    _write_value_shapes(path, batches)
-    return _sort_weights_by_use(module, ForwardGraph(path, inputs, outputs, [], [], [], {}))
+    _write_intermediate_shapes_into_graph(graph_path, batches)
+    return _fill_trained_frozen_and_unused(
+        module, ForwardGraph(graph_path, inputs, outputs, [], [], [], {})
+    )
 
 
-def _write_value_shapes(path: Path, batches: list[Batch]) -> None:
+def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[Batch]) -> None:
     """Write into the graph the shapes of its intermediate values, from two batches."""
     import onnx
 
     # ONNX Runtime's gradient treats unknown sizes as equal. A broadcast dimension of size 1, such
     # as the batch of BERT's positions, was not summed over, and the gradient was silently wrong.
-    model = onnx.load(str(path))
+    model = onnx.load(str(graph_path))
     value_names = [name for node in model.graph.node for name in node.output if name]
-    long, short = (_computed_values(model, value_names, batch) for batch in batches[:2])
+    long, short = (_run_graph_for_all_values(model, value_names, batch) for batch in batches[:2])
     output_names = {graph_output.name for graph_output in model.graph.output}
-    name_by_sizes = _name_by_sizes(batches)
+    name_by_sizes = _axis_name_by_size_pair(batches)
     for name in value_names:
         long_value = long[name]
         short_value = short[name]
@@ -179,13 +187,13 @@ def _write_value_shapes(path: Path, batches: list[Batch]) -> None:
             model.graph.value_info.append(
                 onnx.helper.make_tensor_value_info(name, element_type, sizes)
             )
-    onnx.save(model, str(path))
+    onnx.save(model, str(graph_path))
 
 
-def _name_by_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
+def _axis_name_by_size_pair(batches: list[Batch]) -> dict[tuple[int, int], str]:
     """Return the names of variable sizes: (size in batch 0, size in batch 1) -> name."""
     pairs = dict[tuple[int, int], str]()
-    axes = _variable_axes(batches)
+    axes = _batch_and_length_axes(batches)
     for name, value in batches[0].items():
         pairs.update(
             {
@@ -196,7 +204,7 @@ def _name_by_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
     return pairs
 
 
-def _computed_values(model: Any, names: list[str], batch: Batch) -> Json:
+def _run_graph_for_all_values(model: Any, value_names: list[str], batch: Batch) -> Json:
     """Return all values that the graph computes for one batch, by name."""
     import onnx
     import onnxruntime
@@ -205,7 +213,7 @@ def _computed_values(model: Any, names: list[str], batch: Batch) -> Json:
     full_graph.CopyFrom(model)
     output_names = {graph_output.name for graph_output in model.graph.output}
     full_graph.graph.output.extend(
-        onnx.ValueInfoProto(name=name) for name in names if name not in output_names
+        onnx.ValueInfoProto(name=name) for name in value_names if name not in output_names
     )
     options = onnxruntime.SessionOptions()
     # An optimized graph would not have all values.
@@ -220,11 +228,14 @@ def _computed_values(model: Any, names: list[str], batch: Batch) -> Json:
             f"--format ondevice: ONNX Runtime cannot run this model: {first_message_line(error)}"
         ) from error
     return dict(
-        zip(names, session.run(names, {name: value.numpy() for name, value in batch.items()}))
+        zip(
+            value_names,
+            session.run(value_names, {name: value.numpy() for name, value in batch.items()}),
+        )
     )
 
 
-def _require_no_statistics(module: nn.Module) -> None:
+def _refuse_batch_statistics(module: nn.Module) -> None:
     tracking_names = [
         name for name, part in module.named_modules() if getattr(part, "track_running_stats", False)
     ]
@@ -234,7 +245,7 @@ def _require_no_statistics(module: nn.Module) -> None:
         )
 
 
-def _variable_axes(batches: list[Batch]) -> Axes:
+def _batch_and_length_axes(batches: list[Batch]) -> Axes:
     """Return the variable axes: axis 0 is "batch"; others that differ in two batches, "length"."""
     (long, short), axes_by_name = batches[:2], Axes()
     for name, value in long.items():
@@ -247,12 +258,12 @@ def _variable_axes(batches: list[Batch]) -> Axes:
     return axes_by_name
 
 
-def _sort_weights_by_use(module: ModelWithLoss, forward: ForwardGraph) -> ForwardGraph:
+def _fill_trained_frozen_and_unused(module: ModelWithLoss, forward: ForwardGraph) -> ForwardGraph:
     """Sort the graph's weights: trained ones require gradients and are used by the loss."""
     import onnx
 
     graph = onnx.load(str(forward.path)).graph
-    used_values = _values_of_loss(graph)
+    used_values = _names_of_values_loss_depends_on(graph)
     initializer_shapes = {
         initializer.name: list(initializer.dims) for initializer in graph.initializer
     }
@@ -281,7 +292,7 @@ def _sort_weights_by_use(module: ModelWithLoss, forward: ForwardGraph) -> Forwar
     return forward
 
 
-def _values_of_loss(graph: Any) -> set[str]:
+def _names_of_values_loss_depends_on(graph: Any) -> set[str]:
     """Return the names of all values that the loss depends on."""
     node_by_output = {name: node for node in graph.node for name in node.output}
     used_values = set[str]()

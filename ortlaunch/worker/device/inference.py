@@ -20,7 +20,7 @@ from ortlaunch.worker.onnx.onnx_model import Batch, graph_input_arrays
 _SIZES = {"batch": 3, "length": 7}
 
 
-def export_for_inference(
+def write_checked_inference_folder(
     device_folder: DeviceFolder, checkpoint: Path, target_folder: Path
 ) -> None:
     """Write a new folder with model.onnx, config and tokenizer.
@@ -35,8 +35,10 @@ def export_for_inference(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     device = Device(device_folder, checkpoint)
-    outputs = device.save_for_inference(partial / "model.onnx")
-    largest_found = _largest_difference(device, device_folder, partial / "model.onnx", outputs)
+    outputs = device.write_inference_graph_and_list_outputs(partial / "model.onnx")
+    largest_found = _largest_difference_on_random_batch(
+        device, device_folder, partial / "model.onnx", outputs
+    )
     # `not <=` also refuses nan.
     if not largest_found <= DIFFERENCE_LIMIT:
         raise EngineError(
@@ -51,25 +53,25 @@ def export_for_inference(
     print(f"model for onnxruntime: {target_folder / 'model.onnx'}")
 
 
-def _largest_difference(
-    device: Device, device_folder: DeviceFolder, path: Path, outputs: list[str]
+def _largest_difference_on_random_batch(
+    device: Device, device_folder: DeviceFolder, graph_path: Path, output_names: list[str]
 ) -> float:
     import onnxruntime
 
-    batch = _random_batch(device, device_folder)
-    expected = device.evaluate(batch)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    batch = _random_batch_for_evaluation_graph(device, device_folder)
+    expected = device.evaluate_batch(batch)
+    session = onnxruntime.InferenceSession(str(graph_path), providers=["CPUExecutionProvider"])
     output_arrays = session.run(
-        outputs,
+        output_names,
         graph_input_arrays([graph_input.name for graph_input in session.get_inputs()], batch),
     )
     return largest_or_nan(
         float(abs(output_array - expected[name]).max())
-        for name, output_array in zip(outputs, output_arrays)
+        for name, output_array in zip(output_names, output_arrays)
     )
 
 
-def _random_batch(device: Device, device_folder: DeviceFolder) -> Batch:
+def _random_batch_for_evaluation_graph(device: Device, device_folder: DeviceFolder) -> Batch:
     """Return a random batch for the evaluation graph.
 
     Integers are 0 and 1, which are valid for any vocabulary and any number of classes.

@@ -13,18 +13,18 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.data import Batches, LoadedData, batch_function
+from ortlaunch.worker.data import Batches, LoadedData, batch_function_of_recipe
 from ortlaunch.worker.device.device import (
     AVERAGED,
     SAMPLES,
     STEPS,
     Device,
-    int_property,
-    load_state,
-    require_training_api,
-    save_state,
+    import_ort_training_artifacts_module,
+    int_property_or_0,
+    load_checkpoint_state,
+    write_checkpoint_state_atomically,
 )
-from ortlaunch.worker.engine.schedule import learning_rate_factor
+from ortlaunch.worker.engine.schedule import fraction_of_peak_learning_rate
 
 
 class _StepSpan(NamedTuple):
@@ -35,7 +35,7 @@ class _StepSpan(NamedTuple):
     total_steps: int
 
 
-def train_on_device(
+def train_device_checkpoint_and_save(
     device_folder: DeviceFolder,
     recipe: Recipe,
     data: LoadedData,
@@ -49,10 +49,10 @@ def train_on_device(
         InputError: no step is left.
         NonFiniteError: a loss is inf or nan; nothing is saved.
     """
-    require_training_api()
+    import_ort_training_artifacts_module()
     micro_samples = recipe.batch.micro_size
     assert isinstance(micro_samples, int), "the artifacts' recipe has a number"
-    step_span = _step_span(recipe, len(data.train), micro_samples, checkpoint, max_steps)
+    step_span = _step_span_of_command(recipe, len(data.train), micro_samples, checkpoint, max_steps)
     # The seed of dropout; it differs from command to command, as each begins at another step.
     import_module("onnxruntime").set_seed(recipe.seed + step_span.first_step)
     device = Device(device_folder, checkpoint, is_training=True)
@@ -69,24 +69,24 @@ def train_on_device(
     )
     # One rank and one pass: the global batch is the micro batch.
     plan = BatchPlan(micro_samples, micro_samples, 1, 1, None)
-    losses = _run_steps(
+    losses = _train_steps_and_list_losses(
         device,
         recipe,
-        Batches(data.train, plan, recipe.seed, stack=batch_function(recipe)),
+        Batches(data.train, plan, recipe.seed, stack=batch_function_of_recipe(recipe)),
         step_span,
     )
-    _update_counts(device.state, step_span, micro_samples)
-    save_state(device.state, target_path, with_optimizer=True)
+    _update_step_and_sample_counts(device.state, step_span, micro_samples)
+    write_checkpoint_state_atomically(device.state, target_path, with_optimizer=True)
     print(
         f"trained {len(losses)} steps, {len(losses) * micro_samples} samples, "
         f"loss {losses[0]:.4f} to {losses[-1]:.4f}: {target_path}"
     )
 
 
-def _step_span(
+def _step_span_of_command(
     recipe: Recipe, sample_count: int, micro_samples: int, checkpoint: Path, max_steps: int | None
 ) -> _StepSpan:
-    first_step = int_property(load_state(checkpoint), STEPS)
+    first_step = int_property_or_0(load_checkpoint_state(checkpoint), STEPS)
     total_steps = recipe.train.max_steps
     if total_steps is None:
         # Rounded first, so that float errors do not add a step.
@@ -112,17 +112,17 @@ def _more_steps_options(recipe: Recipe, total_steps: int) -> str:
     )
 
 
-def _run_steps(
+def _train_steps_and_list_losses(
     device: Device, recipe: Recipe, batches: Batches, step_span: _StepSpan
 ) -> list[float]:
     """Run the steps; return the loss of each."""
     losses = list[float]()
     began = time.monotonic()
     for step in range(step_span.first_step, step_span.end_step):
-        learning_rate = recipe.optimizer.learning_rate * learning_rate_factor(
+        learning_rate = recipe.optimizer.learning_rate * fraction_of_peak_learning_rate(
             recipe.schedule, step, step_span.total_steps
         )
-        losses.append(device.train_step(batches.micro_batch(step, 0, 0), learning_rate))
+        losses.append(device.train_on_batch(batches.micro_batch(step, 0, 0), learning_rate))
         if not math.isfinite(losses[-1]):
             raise NonFiniteError(f"step {step + 1}: the loss is {losses[-1]}; nothing is saved")
         if (step + 1) % recipe.log.every_steps == 0 or step + 1 == step_span.end_step:
@@ -135,11 +135,15 @@ def _run_steps(
     return losses
 
 
-def _update_counts(checkpoint_state: Any, step_span: _StepSpan, micro_samples: int) -> None:
+def _update_step_and_sample_counts(
+    checkpoint_state: Any, step_span: _StepSpan, micro_samples: int
+) -> None:
     """Update the checkpoint's counts of steps and of samples since the last average."""
     # An average has the sum of its parts as SAMPLES, so that the count begins again after it.
     samples_before = (
-        0 if int_property(checkpoint_state, AVERAGED) else int_property(checkpoint_state, SAMPLES)
+        0
+        if int_property_or_0(checkpoint_state, AVERAGED)
+        else int_property_or_0(checkpoint_state, SAMPLES)
     )
     properties = checkpoint_state.properties
     properties[STEPS], properties[AVERAGED] = step_span.end_step, 0

@@ -28,7 +28,7 @@ _LARGEST_ORDER = 64
 KEPT_MEMORY_TEXT = "kept by the process from step to step, in blocks of up to 32 MiB"
 
 
-def keep_freed_memory(environ: MutableMapping[str, str]) -> str:
+def make_malloc_keep_memory_and_describe(environ: MutableMapping[str, str]) -> str:
     """Make glibc's malloc keep freed memory; return a description of the result for engine.json.
 
     Nothing changes without glibc, or where the environment already configures malloc (MALLOC_*,
@@ -59,7 +59,7 @@ def _enable_huge_pages_if_faster(environ: MutableMapping[str, str]) -> str:
     """Enable torch's huge pages where they are faster; return a description of the pages in use."""
     if _HUGE_PAGES in environ:
         return f"as {_HUGE_PAGES}={environ[_HUGE_PAGES]} says"
-    if host_takes_free_memory():
+    if host_reclaims_free_guest_pages():
         # The host often has to find a huge page first: 128 MiB then take 15 ms, or 110 to 400 ms.
         # In pages of 4 KiB they always take 55 ms.
         return (
@@ -70,7 +70,7 @@ def _enable_huge_pages_if_faster(environ: MutableMapping[str, str]) -> str:
     return "in huge pages"
 
 
-def host_takes_free_memory() -> bool:
+def host_reclaims_free_guest_pages() -> bool:
     """Return whether this guest reports free pages to its host (virtio-balloon, Hyper-V).
 
     Linux 5.14 and newer publish this; older kernels give False.

@@ -44,7 +44,7 @@ class GradientAveraging:
         self._has_checked = False
 
     @contextlib.contextmanager
-    def average_around_pass(self, is_last_pass: bool) -> Iterator[None]:
+    def average_gradients_around_pass(self, is_last_pass: bool) -> Iterator[None]:
         """Average gradients around one forward and backward pass.
 
         Args:
@@ -57,13 +57,13 @@ class GradientAveraging:
         with self.module.no_sync() if by_hand or not is_last_pass else contextlib.nullcontext():
             yield
         if not self._has_checked:
-            self._find_unused()
+            self._gather_and_print_unused_parameters()
         if is_last_pass and by_hand:
-            self._average_by_hand()
+            self._all_reduce_mean_of_each_gradient()
         elif is_last_pass:
-            self._raise_if_not_averaged()
+            self._raise_if_ddp_missed_gradients()
 
-    def _find_unused(self) -> None:
+    def _gather_and_print_unused_parameters(self) -> None:
         unused_on_rank = [
             name for name, parameter in self.trained_parameters.items() if parameter.grad is None
         ]
@@ -73,13 +73,13 @@ class GradientAveraging:
         )
         self._has_checked = True
         if self.unused_names:
-            self.group.print_once(
-                f"the loss does not use {names_text(self.unused_names)}: gradients are averaged after "
+            self.group.print_on_rank_0(
+                f"the loss does not use {first_five_names_text(self.unused_names)}: gradients are averaged after "
                 "the backward pass, not during it; freeze unused parameters "
                 "(requires_grad_(False)) to save time"
             )
 
-    def _average_by_hand(self) -> None:
+    def _all_reduce_mean_of_each_gradient(self) -> None:
         """Average the gradients by hand, with the same result as DistributedDataParallel.
 
         A parameter that no rank used keeps no gradient.
@@ -102,7 +102,7 @@ class GradientAveraging:
         # The next forward pass then copies rank 0's buffers, as after an averaging pass.
         self.module.require_forward_param_sync = True
 
-    def _raise_if_not_averaged(self) -> None:
+    def _raise_if_ddp_missed_gradients(self) -> None:
         # DistributedDataParallel itself reports a missing gradient in the next forward pass only,
         # when the weights have changed already.
         try:
@@ -116,14 +116,14 @@ class GradientAveraging:
                 else ["some parameters"]
             )
             raise EngineError(
-                f"the loss of this step does not use {names_text(missing)} on rank "
+                f"the loss of this step does not use {first_five_names_text(missing)} on rank "
                 f"{self.group.rank}, but the first step's loss did, so gradients could not be "
                 "averaged; use every trained parameter in every forward pass (as 0 * "
                 "parameter.sum()), freeze it, or train with DeepSpeed: zero={stage: 0}"
             ) from None
 
 
-class UsedParameters:
+class UsedParameterRecorder:
     """The trained parameters that the first step's loss reaches, by hooks on their gradients."""
 
     def __init__(self, model: nn.Module, group: DistributedContext) -> None:
@@ -135,7 +135,7 @@ class UsedParameters:
             for name, parameter in self._trained.items()
         ]
 
-    def end_and_list_unused(self) -> tuple[str, ...]:
+    def remove_hooks_and_gather_unused_names(self) -> tuple[str, ...]:
         """Return the parameters that no rank's loss has used, and end the record (collective)."""
         for hook in self._hooks:
             hook.remove()
@@ -143,6 +143,6 @@ class UsedParameters:
         return tuple(name for name in self._trained if name not in used)
 
 
-def names_text(parameter_names: Collection[str]) -> str:
+def first_five_names_text(parameter_names: Collection[str]) -> str:
     shown = ", ".join(list(parameter_names)[:5])
     return shown if len(parameter_names) <= 5 else f"{shown} and {len(parameter_names) - 5} more"

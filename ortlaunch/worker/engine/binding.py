@@ -27,14 +27,14 @@ _THREADS_VARIABLE = "OMP_NUM_THREADS"
 class Cpu(NamedTuple):
     """A logical processor, by NUMA node, core and number."""
 
-    node: int
+    numa_node: int
     core: int
     """The first logical processor of its core."""
     cpu_number: int
     # The order of the fields is the sort order: processors of a core and of a node stay together.
 
 
-class Bound(NamedTuple):
+class RankCoreBinding(NamedTuple):
     """The binding of one rank."""
 
     requested_binding: str
@@ -66,9 +66,9 @@ class Bound(NamedTuple):
         )
 
 
-def bind_process_to_cores(
+def bind_process_and_set_thread_count(
     requested_binding: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]
-) -> Bound:
+) -> RankCoreBinding:
     """Bind this process and the threads that it will start, as `launch.binding` requires.
 
     Raises:
@@ -76,30 +76,39 @@ def bind_process_to_cores(
     """
     allowed_cpus = os.sched_getaffinity(0)
     if requested_binding == "none":
-        return Bound(requested_binding, "none", tuple(sorted(allowed_cpus)), None, "not requested")
+        return RankCoreBinding(
+            requested_binding, "none", tuple(sorted(allowed_cpus)), None, "not requested"
+        )
     if not plan.started_by.is_ours:
         unbound_reason = "your own launcher binds ranks: srun --cpu-bind, mpirun --bind-to"
-        return Bound(requested_binding, "none", tuple(sorted(allowed_cpus)), None, unbound_reason)
-    rank_binding = choose_cores(
-        requested_binding, sort_cpus_by_node(allowed_cpus), rank, gpu_nodes(plan, rank, environ)
+        return RankCoreBinding(
+            requested_binding, "none", tuple(sorted(allowed_cpus)), None, unbound_reason
+        )
+    rank_binding = choose_cpus_of_rank(
+        requested_binding,
+        cpus_sorted_by_numa_node_and_core(allowed_cpus),
+        rank,
+        numa_nodes_of_local_gpus(plan, rank, environ),
     )
     if rank_binding.threads is None:
         return rank_binding
-    threads = _requested_threads(plan, environ) or rank_binding.threads
+    threads = _user_thread_count_or_none(plan, environ) or rank_binding.threads
     if threads > len(rank_binding.cpus):
         unbound_reason = f"{_THREADS_VARIABLE} is {threads}, and a rank would have {len(rank_binding.cpus)} cores"
         if requested_binding != "auto":
             raise LaunchError(
                 f"launch.binding is {requested_binding}, {unbound_reason}; lower it, or set launch.binding=none"
             )
-        return Bound(requested_binding, "none", tuple(sorted(allowed_cpus)), None, unbound_reason)
+        return RankCoreBinding(
+            requested_binding, "none", tuple(sorted(allowed_cpus)), None, unbound_reason
+        )
     # Threads inherit the affinity of the process when they start: later would be too late.
     os.sched_setaffinity(0, rank_binding.cpus)
     environ[_THREADS_VARIABLE] = str(threads)
     return rank_binding._replace(threads=threads)
 
 
-def let_waiting_threads_sleep(environ: MutableMapping[str, str]) -> None:
+def set_openmp_wait_policy_unless_set(environ: MutableMapping[str, str]) -> None:
     """Set OMP_WAIT_POLICY=passive, unless the user has set it; before an OpenMP library is loaded.
 
     By default a thread spins while it waits at the end of a parallel region for others. Beside one
@@ -109,7 +118,7 @@ def let_waiting_threads_sleep(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _requested_threads(plan: Plan, environ: Mapping[str, str]) -> int | None:
+def _user_thread_count_or_none(plan: Plan, environ: Mapping[str, str]) -> int | None:
     """Return the user's number of threads, or None."""
     # The variable may also be ours, because torchrun is started with it: only values that the plan
     # forwards or sets come from the user.
@@ -123,24 +132,24 @@ def _requested_threads(plan: Plan, environ: Mapping[str, str]) -> int | None:
     )
 
 
-def choose_cores(
+def choose_cpus_of_rank(
     requested_binding: str,
     cpus: Sequence[Cpu],
     rank: Rank,
-    nodes_of_gpus: Sequence[int | None] = (),
-) -> Bound:
+    gpu_numa_nodes: Sequence[int | None] = (),
+) -> RankCoreBinding:
     """Choose the logical processors of this rank.
 
     Args:
         requested_binding: the value of `launch.binding`.
         cpus: the processors that the ranks of this host share, in order.
         rank: this rank.
-        nodes_of_gpus: the NUMA node of each local rank's GPU; empty on a CPU.
+        gpu_numa_nodes: the NUMA node of each local rank's GPU; empty on a CPU.
     """
     all_cpus = tuple(sorted(cpu.cpu_number for cpu in cpus))
     rank_count = rank.local_world_size
-    nodes = sorted({cpu.node for cpu in cpus})
-    cores = sorted({(cpu.node, cpu.core) for cpu in cpus})
+    nodes = sorted({cpu.numa_node for cpu in cpus})
+    cores = sorted({(cpu.numa_node, cpu.core) for cpu in cpus})
     unbound_reason = None
     if requested_binding == "core" and rank_count > len(cores):
         unbound_reason = f"there are {rank_count} ranks and {len(cores)} cores"
@@ -148,24 +157,28 @@ def choose_cores(
         unbound_reason = "one rank has all cores"
     elif requested_binding != "core" and len(nodes) == 1:
         unbound_reason = "its cores are one NUMA node"
-    elif requested_binding != "core" and rank_count == 1 and not nodes_of_gpus:
+    elif requested_binding != "core" and rank_count == 1 and not gpu_numa_nodes:
         unbound_reason = "one rank has all NUMA nodes"
-    elif requested_binding == "auto" and not nodes_of_gpus and rank_count % len(nodes):
+    elif requested_binding == "auto" and not gpu_numa_nodes and rank_count % len(nodes):
         unbound_reason = (
             f"{rank_count} ranks cannot be divided evenly among {len(nodes)} NUMA nodes"
         )
     if unbound_reason:
-        return Bound(requested_binding, "none", all_cpus, None, unbound_reason)
+        return RankCoreBinding(requested_binding, "none", all_cpus, None, unbound_reason)
     if requested_binding == "core":
-        cpu_numbers = _equal_share_of_cores(cpus, cores, rank)
-        return Bound(requested_binding, "core", tuple(sorted(cpu_numbers)), len(cpu_numbers), None)
+        cpu_numbers = _cpu_numbers_in_equal_share(cpus, cores, rank)
+        return RankCoreBinding(
+            requested_binding, "core", tuple(sorted(cpu_numbers)), len(cpu_numbers), None
+        )
     nodes_by_rank = [
-        _numa_nodes_of_rank(local_rank, rank_count, nodes, nodes_of_gpus)
+        _numa_nodes_of_rank(local_rank, rank_count, nodes, gpu_numa_nodes)
         for local_rank in range(rank_count)
     ]
-    cpu_numbers = [cpu.cpu_number for cpu in cpus if cpu.node in nodes_by_rank[rank.local_rank]]
+    cpu_numbers = [
+        cpu.cpu_number for cpu in cpus if cpu.numa_node in nodes_by_rank[rank.local_rank]
+    ]
     sharing = nodes_by_rank.count(nodes_by_rank[rank.local_rank])
-    return Bound(
+    return RankCoreBinding(
         requested_binding,
         "numa",
         tuple(sorted(cpu_numbers)),
@@ -174,7 +187,7 @@ def choose_cores(
     )
 
 
-def _equal_share_of_cores(
+def _cpu_numbers_in_equal_share(
     cpus: Sequence[Cpu], cores: Sequence[tuple[int, int]], rank: Rank
 ) -> list[int]:
     """Return the processors of this rank, equally many for every rank of the host.
@@ -186,7 +199,7 @@ def _equal_share_of_cores(
     local_rank = rank.local_rank
     if len(cores) % rank_count == 0:
         cores_of_rank = set(_equal_slice(cores, local_rank, rank_count))
-        return [cpu.cpu_number for cpu in cpus if (cpu.node, cpu.core) in cores_of_rank]
+        return [cpu.cpu_number for cpu in cpus if (cpu.numa_node, cpu.core) in cores_of_rank]
     cpus_per_rank = len(cpus) // rank_count
     return [
         cpu.cpu_number
@@ -195,11 +208,14 @@ def _equal_share_of_cores(
 
 
 def _numa_nodes_of_rank(
-    local_rank: int, rank_count: int, numa_nodes: Sequence[int], nodes_of_gpus: Sequence[int | None]
+    local_rank: int,
+    rank_count: int,
+    numa_nodes: Sequence[int],
+    gpu_numa_nodes: Sequence[int | None],
 ) -> tuple[int, ...]:
     """Return a rank's NUMA nodes: its GPU's, else its share of all, else one that ranks share."""
-    if nodes_of_gpus and nodes_of_gpus[local_rank] in numa_nodes:
-        return (nodes_of_gpus[local_rank],)  # type: ignore[return-value]  # it is one of `nodes`
+    if gpu_numa_nodes and gpu_numa_nodes[local_rank] in numa_nodes:
+        return (gpu_numa_nodes[local_rank],)  # type: ignore[return-value]  # it is one of `nodes`
     return tuple(_equal_slice(numa_nodes, local_rank, rank_count)) or (
         numa_nodes[local_rank * len(numa_nodes) // rank_count],
     )
@@ -211,16 +227,16 @@ def _equal_slice(items: Sequence[object], share_index: int, share_count: int) ->
     ]
 
 
-def sort_cpus_by_node(allowed_cpus: Iterable[int]) -> list[Cpu]:
+def cpus_sorted_by_numa_node_and_core(cpu_numbers: Iterable[int]) -> list[Cpu]:
     """Return these logical processors, sorted by NUMA node and core."""
-    nodes = _node_by_cpu()
+    nodes = _numa_node_by_cpu_number()
     return sorted(
-        Cpu(nodes.get(cpu_number, 0), _first_cpu_of_core(cpu_number), cpu_number)
-        for cpu_number in allowed_cpus
+        Cpu(nodes.get(cpu_number, 0), _first_sibling_of_cpu(cpu_number), cpu_number)
+        for cpu_number in cpu_numbers
     )
 
 
-def _node_by_cpu() -> dict[int, int]:
+def _numa_node_by_cpu_number() -> dict[int, int]:
     node_by_cpu = {}
     for path in (_SYSTEM / "node").glob("node[0-9]*/cpulist"):
         for cpu_number in parse_cpu_list(path.read_text()):
@@ -228,7 +244,7 @@ def _node_by_cpu() -> dict[int, int]:
     return node_by_cpu
 
 
-def _first_cpu_of_core(cpu_number: int) -> int:
+def _first_sibling_of_cpu(cpu_number: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         return min(
             parse_cpu_list(
@@ -238,7 +254,9 @@ def _first_cpu_of_core(cpu_number: int) -> int:
     return cpu_number
 
 
-def gpu_nodes(plan: Plan, rank: Rank, environ: Mapping[str, str]) -> list[int | None]:
+def numa_nodes_of_local_gpus(
+    plan: Plan, rank: Rank, environ: Mapping[str, str]
+) -> list[int | None]:
     """Return the NUMA node of each local rank's GPU; None where it is unknown; empty on a CPU."""
     if plan.device != "cuda":
         return []

@@ -22,21 +22,21 @@ from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.differences import (
     Comparison,
     NamedTensors,
-    Pass,
-    compare_results,
-    double_precision,
-    judge_rounding,
+    PassResult,
+    differences_between_passes,
+    mark_differences_that_are_rounding,
+    to_double_precision,
 )
-from ortlaunch.worker.engine.draws import DrawRecorder, ReplayingModel
+from ortlaunch.worker.engine.draws import RandomNumberRecorder, ReplayingModel
 from ortlaunch.worker.engine.float64 import compute_in_float64
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 from ortlaunch.worker.model.model import disable_chunked_head
 from ortlaunch.worker.model.own_numbers import loss_of_engine_output
-from ortlaunch.worker.model.precision import narrow_dtype_of
+from ortlaunch.worker.model.precision import narrow_dtype_or_none
 
 
-def compare_passes(
-    reference: nn.Module,
+def run_and_compare_passes(
+    reference_model: nn.Module,
     engine_module: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
     *,
@@ -44,14 +44,14 @@ def compare_passes(
     uses_autocast: bool = False,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Compare forward and backward of `batch` through `reference` and through `engine_module`.
+    """Compare forward and backward of `batch` through `reference_model` and through `engine_module`.
 
     Both passes run without dropout and with exact matmuls. If they differ by more than the
     tolerance in fp32, the reference also runs in float64. A difference from PyTorch that is as
     large as PyTorch's own difference from float64 is rounding.
 
     Args:
-        reference: returns the loss of `batch`. Its forward is called directly, without
+        reference_model: returns the loss of `batch`. Its forward is called directly, without
             torch.compile and without the module's hooks.
         engine_module: the same model on an engine, with the same parameter objects. If the model has
             dropout, it must be exported with dropout off (see `dropouts`), because an ONNX graph
@@ -66,52 +66,54 @@ def compare_passes(
     Raises:
         DrawsNumbers: the model draws random numbers beside dropout, and not the same in both passes.
     """
-    model = reference.model if isinstance(reference, ReplayingModel) else reference
+    model = (
+        reference_model.model if isinstance(reference_model, ReplayingModel) else reference_model
+    )
     trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
     precision_limits = PRECISIONS[precision]
     device = next(iter(trained.values())).device
     tolerance = tolerance or precision_limits.tolerance
-    dtype = narrow_dtype_of(precision) if uses_autocast else None
+    dtype = narrow_dtype_or_none(precision) if uses_autocast else None
 
     def run_pass(
         forward: Callable[..., torch.Tensor],
         parameters: Mapping[str, nn.Parameter],
         is_in_float64: bool = False,
-    ) -> Pass:
+    ) -> PassResult:
         lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # The state is saved first, outside the casts, so that it is saved in its own precision.
         with (
-            _restore_state_after(model) as changed_state,
+            _restore_weights_and_yield_changes(model) as changed_state,
             lowered,
             compute_in_float64(batch, is_in_float64) as pass_batch,
         ):
-            loss, gradients = _loss_and_gradients(
+            loss, gradients = _loss_and_scaled_gradients(
                 forward, pass_batch, parameters, precision_limits.scale
             )
-        return Pass(loss, gradients, changed_state)
+        return PassResult(loss, gradients, changed_state)
 
     devices = [device] if device.type == "cuda" else []
     # At the highest precision, to compare the engines and not TF32 or oneDNN's bfloat16.
     with (
         torch.random.fork_rng(devices),
-        disable_dropout(reference),
+        disable_dropout(reference_model),
         use_matmul_precision("highest"),
     ):
-        state_before = _random_state(device)
-        with _disable_chunks_and_reentry(model):
-            reference_pass = run_pass(reference.forward, trained)
-        state_after = _random_state(device)
-        _set_random_state(device, state_before)
+        state_before = _cpu_and_device_random_state(device)
+        with _disable_chunked_head_and_reentrancy(model):
+            reference_pass = run_pass(reference_model.forward, trained)
+        state_after = _cpu_and_device_random_state(device)
+        _set_cpu_and_device_random_state(device, state_before)
         # Otherwise the memory that PyTorch's pass has freed would stay beside the module's.
         trim_heap()
         engine_pass = run_pass(engine_module, trained)
         # Torch draws inside ONNX Runtime's graph, too; only the same numbers can be compared.
         has_draws = not torch.equal(state_before, state_after)
-        if has_draws and not torch.equal(_random_state(device), state_after):
-            raise UnrepeatableDrawsError
-        comparison = compare_results(engine_pass, reference_pass, precision_limits)._replace(
-            draws=int(has_draws)
-        )
+        if has_draws and not torch.equal(_cpu_and_device_random_state(device), state_after):
+            raise UnrepeatableRandomNumbersError
+        comparison = differences_between_passes(
+            engine_pass, reference_pass, precision_limits
+        )._replace(draws=int(has_draws))
         if precision_limits.is_narrow or comparison.largest_difference <= tolerance:
             return comparison
         # Float64 takes twice the memory: only the gradients in question are kept and computed.
@@ -119,24 +121,26 @@ def compare_passes(
         engine_pass = engine_pass.select_gradients(names_in_question)
         reference_pass = reference_pass.select_gradients(names_in_question)
         try:
-            with _disable_chunks_and_reentry(model):
+            with _disable_chunked_head_and_reentrancy(model):
                 parameters_in_question = {name: trained[name] for name in names_in_question}
                 float64_pass = run_pass(
-                    reference.forward, parameters_in_question, is_in_float64=True
+                    reference_model.forward, parameters_in_question, is_in_float64=True
                 )
         # A model may fail in float64 for any reason; the comparison is then without this judgement.
         except Exception as error:
             return comparison._replace(not_judged=str(error) or type(error).__name__)
         norm = comparison.reference_norm
         engine_to_float64, reference_to_float64 = (
-            compare_results(item, float64_pass, precision_limits, norm)
+            differences_between_passes(item, float64_pass, precision_limits, norm)
             for item in (engine_pass, reference_pass)
         )
-        return judge_rounding(comparison, engine_to_float64, reference_to_float64, tolerance)
+        return mark_differences_that_are_rounding(
+            comparison, engine_to_float64, reference_to_float64, tolerance
+        )
 
 
-def compare_with_draws(
-    reference: nn.Module,
+def compare_replaying_random_numbers(
+    reference_model: nn.Module,
     engine_module: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
     wrap_replaying_model: Callable[[ReplayingModel], Callable[..., torch.Tensor]] | None,
@@ -145,7 +149,7 @@ def compare_with_draws(
     """Run `compare`; if the model draws random numbers, record them and pass them to both passes.
 
     Args:
-        reference: see `compare`.
+        reference_model: see `compare`.
         engine_module: see `compare`.
         batch: see `compare`.
         wrap_replaying_model: makes the engine's module of a model that receives its random numbers as inputs.
@@ -157,7 +161,9 @@ def compare_with_draws(
     """
     plain_comparison: Comparison | None = None
     try:
-        plain_comparison = compare_passes(reference, engine_module, batch, **compare_options)
+        plain_comparison = run_and_compare_passes(
+            reference_model, engine_module, batch, **compare_options
+        )
         limit = (
             compare_options.get("tolerance")
             or PRECISIONS[compare_options.get("precision", "fp32")].tolerance
@@ -169,42 +175,46 @@ def compare_with_draws(
             or plain_comparison.largest_difference <= limit
         ):
             return plain_comparison._replace(draws=0)
-    except UnrepeatableDrawsError:
+    except UnrepeatableRandomNumbersError:
         if wrap_replaying_model is None:
             raise
-    parameter = next(reference.parameters())
+    parameter = next(reference_model.parameters())
     with (
-        torch.random.fork_rng([parameter.device] if parameter.is_cuda else []), disable_dropout(reference),
-        disable_chunked_head(reference), _restore_state_after(reference), torch.no_grad(), DrawRecorder() as draws,
-    ):  # fmt: skip
-        reference.forward(**batch)
-    replaying_model = ReplayingModel(reference)
+        torch.random.fork_rng([parameter.device] if parameter.is_cuda else []),
+        disable_dropout(reference_model),
+        disable_chunked_head(reference_model),
+        _restore_weights_and_yield_changes(reference_model),
+        torch.no_grad(),
+        RandomNumberRecorder() as draws,
+    ):
+        reference_model.forward(**batch)
+    replaying_model = ReplayingModel(reference_model)
     try:
-        comparison = compare_passes(
+        comparison = run_and_compare_passes(
             replaying_model,
             wrap_replaying_model(replaying_model),
             {**batch, "draws": draws.recorded},
             **compare_options,
         )
-    except UnrepeatableDrawsError:
+    except UnrepeatableRandomNumbersError:
         if plain_comparison is None:
             raise
         return plain_comparison._replace(draws=0)
     return comparison._replace(draws=len(draws.recorded))
 
 
-def evaluation_losses(
-    reference: nn.Module,
+def engine_and_reference_evaluation_losses(
+    reference_model: nn.Module,
     engine_module: nn.Module,
     batch: dict[str, torch.Tensor],
     autocast_dtype: torch.dtype | None,
 ) -> tuple[float, float] | None:
-    """Return the loss of an evaluation pass through `engine_module`, and through `reference`.
+    """Return the loss of an evaluation pass through `engine_module`, and through `reference_model`.
 
     Layers such as nn.TransformerEncoder compute otherwise in evaluation.
 
     Args:
-        reference: see `compare`.
+        reference_model: see `compare`.
         engine_module: the engine's module, with the same parameter objects.
         batch: see `compare`.
         autocast_dtype: of autocast; None without it.
@@ -212,27 +222,27 @@ def evaluation_losses(
     Returns:
         None if the model draws random numbers in evaluation, too.
     """
-    device = next(reference.parameters()).device
+    device = next(reference_model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     modes = [
         (layer, layer.training)
-        for compared_module in (reference, engine_module)
+        for compared_module in (reference_model, engine_module)
         for layer in compared_module.modules()
     ]
     with (
         torch.random.fork_rng(devices),
         torch.no_grad(),
-        _restore_state_after(reference),
+        _restore_weights_and_yield_changes(reference_model),
         use_matmul_precision("highest"),
         torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
     ):
-        state_before = _random_state(device)
+        state_before = _cpu_and_device_random_state(device)
         try:
-            for compared_module in (reference, engine_module):
+            for compared_module in (reference_model, engine_module):
                 compared_module.eval()
-            with _disable_chunks_and_reentry(reference):
-                reference_loss = float(loss_of_engine_output(reference.forward(**batch)))
-            if not torch.equal(_random_state(device), state_before):
+            with _disable_chunked_head_and_reentrancy(reference_model):
+                reference_loss = float(loss_of_engine_output(reference_model.forward(**batch)))
+            if not torch.equal(_cpu_and_device_random_state(device), state_before):
                 return None
             return float(loss_of_engine_output(engine_module(**batch))), reference_loss
         finally:
@@ -240,7 +250,7 @@ def evaluation_losses(
                 layer.training = mode
 
 
-class UnrepeatableDrawsError(EngineError):
+class UnrepeatableRandomNumbersError(EngineError):
     """A model draws random numbers that differ between two passes."""
 
     def __init__(self) -> None:
@@ -251,7 +261,7 @@ class UnrepeatableDrawsError(EngineError):
 
 
 @contextlib.contextmanager
-def _disable_chunks_and_reentry(model: nn.Module) -> Iterator[None]:
+def _disable_chunked_head_and_reentrancy(model: nn.Module) -> Iterator[None]:
     """Compute whole logits, without reentrant checkpoints, while the context is open."""
     # autograd.grad does not reach weights inside a reentrant checkpoint.
     function = torch.utils.checkpoint.CheckpointFunction
@@ -262,7 +272,7 @@ def _disable_chunks_and_reentry(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _loss_and_gradients(
+def _loss_and_scaled_gradients(
     forward: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
     parameters: Mapping[str, nn.Parameter],
@@ -279,7 +289,7 @@ def _loss_and_gradients(
     return float(loss.detach()), dict(zip(parameters, gradients))
 
 
-def active_dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
+def active_dropout_attributes(model: nn.Module) -> list[tuple[object, str, float]]:
     """Return (owner, attribute, value) of every dropout above 0.
 
     Owners are modules and the configs of modules.
@@ -309,7 +319,7 @@ def _is_dropout_ratio(owner: object, attribute_name: str) -> bool:
 @contextlib.contextmanager
 def disable_dropout(model: nn.Module) -> Iterator[None]:
     """Set every dropout of the model to 0 while the context is open; training mode stays on."""
-    active_ratios = active_dropouts(model)
+    active_ratios = active_dropout_attributes(model)
     try:
         for owner, name, _ in active_ratios:
             setattr(owner, name, 0.0)
@@ -320,7 +330,7 @@ def disable_dropout(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restore_state_after(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+def _restore_weights_and_yield_changes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Restore weights and buffers at the end; yield a dictionary of the changes of the pass.
 
     The dictionary is filled at the end, with the difference of each tensor that changed, by name.
@@ -337,9 +347,9 @@ def _restore_state_after(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             for name, (tensor, data, value) in state_before.items():
                 # A tensor of another shape is a table that grew: it has no difference to report.
                 if tensor.shape == value.shape and not _are_all_values_equal(tensor, value):
-                    changed_state[name] = double_precision(tensor.detach()) - double_precision(
-                        value
-                    )
+                    changed_state[name] = to_double_precision(
+                        tensor.detach()
+                    ) - to_double_precision(value)
                 # The pass may have replaced `.data` or written into it: undo both.
                 tensor.data = data
                 if not _are_all_values_equal(data, value):
@@ -353,13 +363,13 @@ def _are_all_values_equal(tensor: torch.Tensor, other_tensor: torch.Tensor) -> b
     )
 
 
-def _random_state(device: torch.device) -> torch.Tensor:
+def _cpu_and_device_random_state(device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return torch.cat([torch.get_rng_state(), torch.cuda.get_rng_state(device)])
     return torch.get_rng_state()
 
 
-def _set_random_state(device: torch.device, random_state: torch.Tensor) -> None:
+def _set_cpu_and_device_random_state(device: torch.device, random_state: torch.Tensor) -> None:
     size = len(torch.get_rng_state())
     torch.set_rng_state(random_state[:size])
     if device.type == "cuda":

@@ -82,12 +82,12 @@ class Comparison(NamedTuple):
     @property
     def gradient_difference(self) -> float:
         """The largest difference of a gradient; rounding does not count."""
-        return _largest_unexplained(self.gradients)
+        return _largest_difference_besides_rounding(self.gradients)
 
     @property
     def state_difference(self) -> float:
         """The largest difference of a weight or buffer that a pass changed, without rounding."""
-        return _largest_unexplained(self.state)
+        return _largest_difference_besides_rounding(self.state)
 
     @property
     def rounding(self) -> list[str]:
@@ -114,13 +114,13 @@ class Comparison(NamedTuple):
                    self.state_difference, self.evaluation_difference)  # fmt: skip
 
 
-def _largest_unexplained(differences: Sequence[Difference]) -> float:
+def _largest_difference_besides_rounding(differences: Sequence[Difference]) -> float:
     return max(
         (difference.value for difference in differences if not difference.rounding), default=0.0
     )
 
 
-class Pass(NamedTuple):
+class PassResult(NamedTuple):
     """The results of a forward and backward pass."""
 
     loss: float
@@ -128,16 +128,16 @@ class Pass(NamedTuple):
     state: dict[str, torch.Tensor]
     """The changes of weights and buffers by the pass; only of those that it changed."""
 
-    def select_gradients(self, parameter_names: Collection[str]) -> Pass:
+    def select_gradients(self, parameter_names: Collection[str]) -> PassResult:
         """Return the pass with some of its gradients."""
         return self._replace(gradients={name: self.gradients[name] for name in parameter_names})
 
 
-def compare_results(
-    engine_pass: Pass,
-    reference_pass: Pass,
+def differences_between_passes(
+    engine_pass: PassResult,
+    reference_pass: PassResult,
     precision_limits: Precision,
-    reference_norm: float | None = None,
+    norm_of_all_gradients: float | None = None,
 ) -> Comparison:
     """Return the differences between two passes.
 
@@ -145,17 +145,17 @@ def compare_results(
         engine_pass: the engine's pass.
         reference_pass: the reference's pass.
         precision_limits: the precision of both.
-        reference_norm: of all gradients of the model; None: `reference_pass` has all of them.
+        norm_of_all_gradients: of all gradients of the model; None: `reference_pass` has all of them.
     """
     # repr, because nan is not equal to itself.
     if repr(engine_pass.loss) == repr(reference_pass.loss) and not math.isfinite(engine_pass.loss):
         reason = f"the loss is {engine_pass.loss} in plain PyTorch, too"
         return Comparison(engine_pass.loss, reference_pass.loss, 0.0, (), not_judged=reason)
     loss_difference = _relative_loss_difference(engine_pass.loss, reference_pass.loss)
-    if reference_norm is None:
-        reference_norm = _norm_of_all(reference_pass.gradients) / precision_limits.scale
-    least_norm = precision_limits.floor * reference_norm * precision_limits.scale
-    gradients = _tensor_differences(
+    if norm_of_all_gradients is None:
+        norm_of_all_gradients = _norm_of_all(reference_pass.gradients) / precision_limits.scale
+    least_norm = precision_limits.floor * norm_of_all_gradients * precision_limits.scale
+    gradients = _sorted_relative_differences(
         engine_pass.gradients, reference_pass.gradients, least_norm, precision_limits.scale
     )
     least_norm = precision_limits.floor * _norm_of_all(reference_pass.state)
@@ -164,11 +164,11 @@ def compare_results(
         {name: compared_pass.state.get(name) for name in changed_names}
         for compared_pass in (engine_pass, reference_pass)
     )
-    state = _tensor_differences(engine_state, reference_state, least_norm)
+    state = _sorted_relative_differences(engine_state, reference_state, least_norm)
     return Comparison(engine_pass.loss, reference_pass.loss, loss_difference, gradients, state)
 
 
-def judge_rounding(
+def mark_differences_that_are_rounding(
     comparison: Comparison,
     engine_to_float64: Comparison,
     reference_to_float64: Comparison,
@@ -234,7 +234,7 @@ def judge_rounding(
     )
 
 
-def _tensor_differences(
+def _sorted_relative_differences(
     engine_tensors: NamedTensors,
     reference_tensors: NamedTensors,
     least_norm: float,
@@ -246,7 +246,7 @@ def _tensor_differences(
     """
     differences = []
     for name in engine_tensors:
-        engine_tensor, reference_tensor = _zero_equal_nans(
+        engine_tensor, reference_tensor = _zero_shared_non_finite_elements(
             engine_tensors[name], reference_tensors[name]
         )
         reference_norm = _float64_norm(reference_tensor)
@@ -255,7 +255,7 @@ def _tensor_differences(
             if reference_tensor is None
             else reference_tensor
             if engine_tensor is None
-            else double_precision(engine_tensor) - double_precision(reference_tensor)
+            else to_double_precision(engine_tensor) - to_double_precision(reference_tensor)
         )
         value = distance / (max(reference_norm, least_norm) or math.ulp(0.0)) if distance else 0.0
         differences.append(
@@ -269,7 +269,7 @@ def _tensor_differences(
     return tuple(sorted(differences, key=lambda difference: -difference.value))
 
 
-def _zero_equal_nans(
+def _zero_shared_non_finite_elements(
     engine_tensor: torch.Tensor | None, reference_tensor: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return both with 0 for what is not finite, if the same elements of both are not."""
@@ -287,10 +287,10 @@ def _norm_of_all(tensors: NamedTensors) -> float:
 
 
 def _float64_norm(tensor: torch.Tensor | None) -> float:
-    return 0.0 if tensor is None else float(torch.linalg.vector_norm(double_precision(tensor)))
+    return 0.0 if tensor is None else float(torch.linalg.vector_norm(to_double_precision(tensor)))
 
 
-def double_precision(tensor: torch.Tensor) -> torch.Tensor:
+def to_double_precision(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

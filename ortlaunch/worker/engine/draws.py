@@ -44,7 +44,7 @@ _IN_PLACE_METHODS = {
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 
 
-class DrawRecorder(TorchFunctionMode):
+class RandomNumberRecorder(TorchFunctionMode):
     """A mode that records torch's random numbers, or replaces them by `given` in that order."""
 
     def __init__(self, replayed_draws: Sequence[torch.Tensor] | None = None) -> None:
@@ -71,10 +71,10 @@ class DrawRecorder(TorchFunctionMode):
             return self._record_or_replay(lambda: func(*args, **kwargs))
         return func(*args, **kwargs)
 
-    def _record_or_replay(self, draw: Any) -> Any:
+    def _record_or_replay(self, draw_numbers: Any) -> Any:
         if self._replayed_draws is not None:
             return next(self._replayed_draws)
-        drawn = draw()
+        drawn = draw_numbers()
         self.recorded.append(drawn.detach().clone())
         return drawn
 
@@ -87,5 +87,5 @@ class ReplayingModel(nn.Module):
         self.model = model
 
     def forward(self, draws: list[torch.Tensor], **batch: torch.Tensor) -> Any:
-        with DrawRecorder(draws):
+        with RandomNumberRecorder(draws):
             return self.model.forward(**batch)

@@ -19,7 +19,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.machine import threads_per_rank
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.ort_variables import use_recipe_field_names
+from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.engine_report import (
     ChunkedLoss,
@@ -30,37 +30,37 @@ from ortlaunch.run_folder.engine_report import (
     OnnxRuntime,
     OptimizerChoice,
 )
-from ortlaunch.worker.engine.comparison import active_dropouts
-from ortlaunch.worker.engine.flops import flops_per_token
-from ortlaunch.worker.engine.memory_use import MemoryUse
+from ortlaunch.worker.engine.comparison import active_dropout_attributes
+from ortlaunch.worker.engine.flops import training_flops_per_token_or_none
+from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.engine.optimizer import (
     BuiltOptimizer,
     build_optimizer,
     require_trained_parameters,
 )
 from ortlaunch.worker.engine.ort_engine import (
-    brief_reason,
-    build_ort_module,
-    onnxruntime_report,
-    ort_notes,
-    wrap_in_ort,
+    build_and_probe_ort_module,
+    first_and_last_error_line,
+    onnxruntime_report_so_far,
+    repair_and_export_notes,
+    wrap_model_in_ortmodule,
 )
 from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
-from ortlaunch.worker.model.chunked_head import chunk_head
+from ortlaunch.worker.model.chunked_head import chunk_head_if_possible
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import (
-    matmul_precision_record,
-    multiply_positions_elementwise,
-    use_onednn_if_faster,
+    measure_matmul_precision_record,
+    patch_rotary_to_multiply_elementwise,
+    use_onednn_if_required_or_faster,
 )
-from ortlaunch.worker.model.model import LossModule, require_forward_arguments
-from ortlaunch.worker.model.precision import narrow_dtype_of
-from ortlaunch.worker.model.pretrained import loading_notes
+from ortlaunch.worker.model.model import LossModule, require_forward_takes_batch
+from ortlaunch.worker.model.precision import narrow_dtype_or_none
+from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.witness import Witness
+    from ortlaunch.ortmodule.witness import PassAndGraphCounters
 
 # Packages whose versions are in engine.json.
 _PACKAGES = (
@@ -90,8 +90,8 @@ class TrainingEngine:
     input_dtype: torch.dtype | None
     loss_weight: LossWeight
     flops_per_token: float | None
-    witness: Witness | None = None
-    memory_use: MemoryUse | None = None
+    witness: PassAndGraphCounters | None = None
+    memory_use: RankMemoryMeter | None = None
     notes: tuple[str, ...] = field(default=())
     plain: Any = None
     wrap_another_model: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
@@ -107,43 +107,45 @@ class TrainingEngine:
 
     def to_device(self, batch: Batch) -> Batch:
         """Move a batch to the device and cast floating-point tensors to the weights' dtype."""
-        return _batch_on_device(
-            self.loss_weight.prepare_batch(batch), self.device, self.input_dtype
+        return _move_and_cast_batch(
+            self.loss_weight.batch_without_weight_key_with_label(batch),
+            self.device,
+            self.input_dtype,
         )
 
-    def module_to_compare(self) -> nn.Module:
+    def module_without_dropout_for_comparison(self) -> nn.Module:
         """Return a module without dropout and with torch's matmul precision.
 
         The run's own module is returned if it already is such a module.
         """
         return (
             self.wrap_another_model(self.plain)
-            if active_dropouts(self.plain) or self.keeps_build_precision
+            if active_dropout_attributes(self.plain) or self.keeps_build_precision
             else self.eval_module
         )
 
     @contextlib.contextmanager
-    def exclude_from_counts(self, with_compilations: bool) -> Iterator[None]:
+    def exclude_passes_from_counts(self, with_compilations: bool) -> Iterator[None]:
         """Exclude passes from the run's counts while the context is open.
 
         Args:
             with_compilations: also exclude the graphs that torch.compile compiles meanwhile.
         """
         uncounted_witness = (
-            self.witness.exclude_from_counts()
+            self.witness.exclude_passes_from_counts()
             if self.witness is not None
             else contextlib.nullcontext()
         )
         is_inductor = self.record.engine.used == "inductor"
         with (
             uncounted_witness,
-            _restore_compile_counts()
+            _restore_compile_counters_after()
             if with_compilations and is_inductor
             else contextlib.nullcontext(),
         ):
             yield
 
-    def engine_report(self) -> EngineReport:
+    def engine_report_so_far(self) -> EngineReport:
         """Return the record, with the work of ONNX Runtime or torch.compile so far."""
         return replace(
             self.record,
@@ -171,37 +173,39 @@ def build_engine(
     """
     torch.set_num_threads(plan.threads or threads_per_rank(group.local.local_world_size))
     if recipe.model.factory and not recipe.model.traits.wrapper:
-        require_forward_arguments(model.model, sample_batch, recipe.train.loss_weight)
+        require_forward_takes_batch(model.model, sample_batch, recipe.train.loss_weight)
     is_exact = recipe.engine.matmul_precision == "highest"
     if not is_exact:
-        multiply_positions_elementwise(model)
-    onednn = use_onednn_if_faster(recipe, model, group.device)
+        patch_rotary_to_multiply_elementwise(model)
+    onednn = use_onednn_if_required_or_faster(recipe, model, group.device)
     requested_recipe = recipe
     recipe = _replace_engine_fields(recipe, onednn=onednn)
     # Before DeepSpeed: ZeRO 3 leaves only pieces of the weights on a rank.
-    model_flops = flops_per_token(model.model, recipe.data.sequence_length)
+    model_flops = training_flops_per_token_or_none(model.model, recipe.data.sequence_length)
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     loss_weight = LossWeight(recipe, model)
-    chunked_loss = _chunk_head_on_all_or_none(
-        recipe, model, loss_weight.prepare_batch(sample_batch), group
+    chunked_loss = _chunk_head_on_all_ranks_or_none(
+        recipe, model, loss_weight.batch_without_weight_key_with_label(sample_batch), group
     )
     model.evaluates_with_scores = evaluates_with_scores(recipe)
-    dtype = narrow_dtype_of(recipe.precision) if plan.deepspeed else None
+    dtype = narrow_dtype_or_none(recipe.precision) if plan.deepspeed else None
     if dtype is not None:
         # DeepSpeed would cast them later: on the device, and after an export.
         cast_parameters_in_place(model, dtype)
-    _move_model(model, group.device, recipe)
+    _move_model_or_buffers_under_zero_3(model, group.device, recipe)
     require_trained_parameters(model, recipe.model.freeze or ())
     engine_name = recipe.engine.name
     fallback = ""
     module: nn.Module = model
-    witness: Witness | None = None
+    witness: PassAndGraphCounters | None = None
     if engine_name == "ort":
-        module, witness, fallback = build_ort_module(
+        module, witness, fallback = build_and_probe_ort_module(
             recipe,
             model,
             group,
-            _batch_on_device(loss_weight.prepare_batch(sample_batch), group.device, dtype),
+            _move_and_cast_batch(
+                loss_weight.batch_without_weight_key_with_label(sample_batch), group.device, dtype
+            ),
         )
         engine_name = "eager" if fallback else "ort"
     if engine_name == "inductor":
@@ -212,14 +216,16 @@ def build_engine(
         recipe.optimizer, module, engine_name, group.device, plan.deepspeed, group.size
     )
     stepper = _create_stepper(recipe, plan, module, built_optimizer, group)
-    fused_norm = _install_fused_norm(recipe, engine_name, stepper, group)
+    fused_norm = _install_fused_gradient_norm_and_describe(recipe, engine_name, stepper, group)
     record = EngineReport(
         engine=EngineChoice(
-            recipe.engine.name, engine_name, use_recipe_field_names(brief_reason(fallback)) or None
+            recipe.engine.name,
+            engine_name,
+            replace_setting_names_by_recipe_fields(first_and_last_error_line(fallback)) or None,
         ),
         device=group.device.type,
         precision=recipe.precision,
-        matmul_precision=matmul_precision_record(
+        matmul_precision=measure_matmul_precision_record(
             recipe.engine.matmul_precision, group.device, onednn
         ),
         ranks=group.size,
@@ -236,7 +242,7 @@ def build_engine(
         chunked_loss=chunked_loss,
         attention=_attention_implementation(model),
         pretrained=dict(model.loaded) if model.loaded else None,
-        gradient_checkpointing=_recomputing_component(recipe, engine_name),
+        gradient_checkpointing=_gradient_checkpointing_component(recipe, engine_name),
         onnxruntime=None,
         # torch.__version__ names the build, too, as in 2.4.0+cu121.
         versions={**extensions.installed_versions(_PACKAGES), "torch": torch.__version__},
@@ -247,19 +253,21 @@ def build_engine(
     # For comparisons ORT needs a second module: the graph of the first keeps its dropout ratio.
     wrap_another_model = (
         functools.partial(
-            wrap_in_ort, _replace_engine_fields(recipe, matmul_precision="highest"), group=group
+            wrap_model_in_ortmodule,
+            _replace_engine_fields(recipe, matmul_precision="highest"),
+            group=group,
         )
         if engine_name == "ort"
         else lambda _: module
     )
     keeps_build_precision = engine_name == "ort" and group.device.type == "cuda" and not is_exact
     notes = (
-        *loading_notes(model.loaded),
+        *notes_on_weights_not_loaded(model.loaded),
         *built_optimizer.notes,
-        *(ort_notes() if witness else ()),
+        *(repair_and_export_notes() if witness else ()),
     )
     ort_report = (
-        functools.partial(onnxruntime_report, requested_recipe, witness)
+        functools.partial(onnxruntime_report_so_far, requested_recipe, witness)
         if witness
         else lambda: None
     )
@@ -291,7 +299,9 @@ def cast_parameters_in_place(model: torch.nn.Module, dtype: torch.dtype) -> None
             parameter.data = parameter.data.to(dtype)
 
 
-def _move_model(model: torch.nn.Module, device: torch.device, recipe: Recipe) -> None:
+def _move_model_or_buffers_under_zero_3(
+    model: torch.nn.Module, device: torch.device, recipe: Recipe
+) -> None:
     """Move the model to its device; with ZeRO 3 move only its buffers."""
     if recipe.zero is None or recipe.zero.stage < 3:
         model.to(device)
@@ -301,7 +311,7 @@ def _move_model(model: torch.nn.Module, device: torch.device, recipe: Recipe) ->
         buffer.data = buffer.data.to(device)
 
 
-def _batch_on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
+def _move_and_cast_batch(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
     return {
         name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
         for name, value in batch.items()
@@ -326,15 +336,15 @@ def _create_stepper(
     return TorchStepper(module, built_optimizer.optimizer, group, recipe.precision, steps, norm)
 
 
-def _chunk_head_on_all_or_none(
+def _chunk_head_on_all_ranks_or_none(
     recipe: Recipe, model: LossModule, sample_batch: Batch, group: DistributedContext
 ) -> ChunkedLoss:
     """Compute head and loss in chunks on every rank or on none; return the record."""
     # Ranks may decide differently, because their batches differ in size.
-    chunked_loss = chunk_head(recipe, model, sample_batch, group.device.type)
+    chunked_loss = chunk_head_if_possible(recipe, model, sample_batch, group.device.type)
     reason = next((text for text in group.gather(chunked_loss.why or "") if text), None)
     if reason and chunked_loss.rows:
-        model.chunk(None)
+        model.chunk_head_or_restore_it(None)
     return ChunkedLoss(chunked_loss.asked, None, reason) if reason else chunked_loss
 
 
@@ -353,7 +363,7 @@ def _inductor_report() -> Inductor:
 
 
 @contextlib.contextmanager
-def _restore_compile_counts() -> Iterator[None]:
+def _restore_compile_counters_after() -> Iterator[None]:
     from torch._dynamo.utils import counters
 
     counts_before = {name: counter.copy() for name, counter in counters.items()}
@@ -362,7 +372,7 @@ def _restore_compile_counts() -> Iterator[None]:
     counters.update(counts_before)
 
 
-def _recomputing_component(recipe: Recipe, engine_name: str) -> str | None:
+def _gradient_checkpointing_component(recipe: Recipe, engine_name: str) -> str | None:
     """Return the component that recomputes layers for `model.gradient_checkpointing`, or None."""
     if not recipe.model.gradient_checkpointing:
         return None
@@ -378,15 +388,15 @@ def _attention_implementation(model: LossModule) -> str | None:
     return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
 
 
-def _install_fused_norm(
+def _install_fused_gradient_norm_and_describe(
     recipe: Recipe, engine_name: str, stepper: Stepper, group: DistributedContext
 ) -> FusedNorm:
     """Install a fused overflow check and gradient norm in DeepSpeed's optimizer; return the record.
 
     It is ONNX Runtime's where that is possible, else ours.
     """
-    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_gradient_norm
-    from ortlaunch.ortmodule.fp16_optimizer import fuse_by_ort_or_own
+    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_deepspeed_overflow_check_and_norm
+    from ortlaunch.ortmodule.fp16_optimizer import fuse_gradient_norm_by_ort_or_own
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
         unfused_reason = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
@@ -394,7 +404,9 @@ def _install_fused_norm(
     if not recipe.zero.fused_gradient_norm:
         return FusedNorm(False, None, "zero.fused_gradient_norm is false")
     if engine_name == "ort":
-        return FusedNorm(*fuse_by_ort_or_own(stepper.engine.optimizer, group.device.type))
-    applied, by, unfused_reason = fuse_gradient_norm(stepper.engine.optimizer)
+        return FusedNorm(
+            *fuse_gradient_norm_by_ort_or_own(stepper.engine.optimizer, group.device.type)
+        )
+    applied, by, unfused_reason = fuse_deepspeed_overflow_check_and_norm(stepper.engine.optimizer)
     reasons = ("the engine has no ONNX Runtime", unfused_reason)
     return FusedNorm(applied, by, "; ".join(reason for reason in reasons if reason))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule.base.torch_calls import tensor_getter, tensor_setter
+from ortlaunch.ortmodule.base.torch_calls import tensor_property_getter, tensor_property_setter
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
@@ -29,10 +29,10 @@ _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {_T.float, _T.half, _T.bfloat16}
 # Calls that compute nothing and must see the tensor itself, not its float64 form.
 _NOT_WIDENED = {
-    tensor_getter("requires_grad"),
-    tensor_getter("is_leaf"),
-    tensor_getter("shape"),
-    tensor_getter("device"),
+    tensor_property_getter("requires_grad"),
+    tensor_property_getter("is_leaf"),
+    tensor_property_getter("shape"),
+    tensor_property_getter("device"),
     _T.size,
     _T.dim,
 }
@@ -55,7 +55,9 @@ def compute_in_float64(
     try:
         with (
             _Float64Mode() as mode,
-            mock.patch.object(torch.autograd.Function, "apply", mode.wrap_function_apply()),
+            mock.patch.object(
+                torch.autograd.Function, "apply", mode.autograd_function_apply_in_float64()
+            ),
         ):
             yield wide_batch
     finally:
@@ -74,24 +76,30 @@ class _Float64Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _NOT_WIDENED:
             return func(*args, **kwargs)
-        if func == tensor_setter("data"):
+        if func == tensor_property_setter("data"):
             self._wide_by_tensor.pop(args[0], None)
             return func(args[0], args[1].to(args[0].dtype))
-        return self._call_in_float64(_T.double if func in _CASTS else func, args, kwargs)
+        return self._call_in_float64_and_copy_back(
+            _T.double if func in _CASTS else func, args, kwargs
+        )
 
-    def wrap_function_apply(self) -> object:
+    def autograd_function_apply_in_float64(self) -> object:
         """Return a method for `torch.autograd.Function.apply`, which is no torch function."""
         apply = vars(torch.autograd.Function)["apply"].__func__
         return classmethod(
-            lambda cls, *args, **kwargs: self._call_in_float64(partial(apply, cls), args, kwargs)
+            lambda cls, *args, **kwargs: self._call_in_float64_and_copy_back(
+                partial(apply, cls), args, kwargs
+            )
         )
 
-    def _call_in_float64(self, function: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+    def _call_in_float64_and_copy_back(
+        self, function: AnyFunction, args: Args, kwargs: Kwargs
+    ) -> object:
         """Call the function in float64, and copy what it writes into its arguments back."""
         # The calls here must not come back by way of `__torch_function__`.
         with torch._C.DisableTorchFunction():
             narrow = [value for value in tree_leaves((args, kwargs)) if _is_narrow(value)]
-            args, kwargs = tree_map(self._wide_form, (args, kwargs))
+            args, kwargs = tree_map(self._cached_float64_form, (args, kwargs))
             versions = [self._wide_by_tensor[tensor][0]._version for tensor in narrow]
         result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -107,7 +115,7 @@ class _Float64Mode(TorchFunctionMode):
                     self._wide_by_tensor[tensor] = wide, tensor._version
         return result
 
-    def _wide_form(self, value: Any) -> Any:
+    def _cached_float64_form(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return torch.float64 if value in _NARROW else value
         if not _is_narrow(value):

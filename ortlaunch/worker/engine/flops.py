@@ -7,7 +7,9 @@ import time
 import torch
 
 
-def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:
+def training_flops_per_token_or_none(
+    model: torch.nn.Module, sequence_length: int | None
+) -> float | None:
     """Return the floating point operations of forward and backward per token.
 
     The formula is from Chowdhery et al., "PaLM" (2022), appendix B: 6 for each weight that
@@ -31,22 +33,24 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> floa
     return float(weights + 12 * config.num_hidden_layers * config.hidden_size * sequence_length)
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+def measure_peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the rate of a large matmul, in operations per second: the reference of MFU.
 
     On a CPU the result is the higher rate of float32 and `dtype`.
     """
     if device.type == "cuda":
-        return _measure_matmul_flops(device, dtype, 8192)
-    best = _measure_matmul_flops(device, torch.float32, 1024)
+        return _best_matmul_flops_per_second(device, dtype, 8192)
+    best = _best_matmul_flops_per_second(device, torch.float32, 1024)
     # Some CPUs have bfloat16 in software only, a hundred times slower: a small matmul shows it,
     # and a large one would take seconds.
-    if dtype == torch.float32 or _measure_matmul_flops(device, dtype, 256) < best / 8:
+    if dtype == torch.float32 or _best_matmul_flops_per_second(device, dtype, 256) < best / 8:
         return best
-    return max(best, _measure_matmul_flops(device, dtype, 1024))
+    return max(best, _best_matmul_flops_per_second(device, dtype, 1024))
 
 
-def _measure_matmul_flops(device: torch.device, dtype: torch.dtype, side_length: int) -> float:
+def _best_matmul_flops_per_second(
+    device: torch.device, dtype: torch.dtype, side_length: int
+) -> float:
     """Return the best rate of five matmuls, in operations per second."""
     a = torch.randn(side_length, side_length, device=device).to(dtype)
     least_seconds = float("inf")

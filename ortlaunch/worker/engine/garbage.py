@@ -13,12 +13,12 @@ _USUAL_THRESHOLDS = gc.get_threshold()
 _RARE_THRESHOLD = 50_000
 
 
-def collect_rarely() -> None:
-    """Collect garbage rarely until `collect_as_usual` is called."""
+def raise_garbage_threshold() -> None:
+    """Collect garbage rarely until `collect_freeze_and_restore_threshold` is called."""
     gc.set_threshold(_RARE_THRESHOLD)
 
 
-def collect_as_usual() -> None:
+def collect_freeze_and_restore_threshold() -> None:
     """Collect once, then restore the usual threshold and exclude all present objects."""
     gc.collect()
     # Libraries and the session live until the end: no collection needs to visit them again.

@@ -49,7 +49,7 @@ class Lamb(torch.optim.Optimizer):
         loss = closure() if closure else None
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            for parameters in _parameter_portions(
+            for parameters in _parameter_lists_of_limited_size(
                 [p for p in group["params"] if p.grad is not None]
             ):
                 self._update_parameters(group, parameters)
@@ -57,7 +57,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _update_parameters(self, parameter_group: Json, parameters: list[torch.Tensor]) -> None:
         first_beta, second_beta = parameter_group["betas"]
-        means, squares = self._load_or_create_moments(parameters)
+        means, squares = self._moments_created_if_missing(parameters)
         gradients = [
             p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None
         ]
@@ -78,7 +78,7 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_mul_(updates, self._trust_ratios(parameters, updates))
         torch._foreach_add_(parameters, updates, alpha=-parameter_group["lr"])
 
-    def _load_or_create_moments(
+    def _moments_created_if_missing(
         self, parameters: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for p in parameters:
@@ -101,7 +101,9 @@ class Lamb(torch.optim.Optimizer):
         ]
 
 
-def _parameter_portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _parameter_lists_of_limited_size(
+    parameters: list[torch.Tensor],
+) -> Iterator[list[torch.Tensor]]:
     """Yield lists of parameters of about `_PORTION` elements each."""
     portion: list[torch.Tensor] = []
     for parameter in parameters:

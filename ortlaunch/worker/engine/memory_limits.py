@@ -30,17 +30,19 @@ class RankMemoryLimit(NamedTuple):
     """Returns the most memory that the rank has used since that reading."""
 
 
-class RankLimits:
+class RankMemoryLimits:
     """The limits of one rank; memory counts as used from the creation of this object on."""
 
     def __init__(self, device: torch.device, ranks_on_host: int) -> None:
         # The ranks of a host must do this at the same time, because each gets an equal share of the
         # memory that is free then.
         self.limits = (
-            [_gpu_limit(device)] if device.type == "cuda" else list(_host_limits(ranks_on_host))
+            [_gpu_memory_limit(device)]
+            if device.type == "cuda"
+            else list(_host_and_process_memory_limits(ranks_on_host))
         )
 
-    def tightest_limit(self) -> tuple[float, RankMemoryLimit]:
+    def used_fraction_and_tightest_limit(self) -> tuple[float, RankMemoryLimit]:
         """Return the limit of which the rank used the largest share at its peak, with that share.
 
         A share is 1 if the rank used all memory that was free at the start.
@@ -51,7 +53,7 @@ class RankLimits:
         )
 
 
-def _gpu_limit(device: torch.device) -> RankMemoryLimit:
+def _gpu_memory_limit(device: torch.device) -> RankMemoryLimit:
     free, size = torch.cuda.mem_get_info(device)
     reserved_before = torch.cuda.memory_reserved(device)
     return RankMemoryLimit(
@@ -62,10 +64,10 @@ def _gpu_limit(device: torch.device) -> RankMemoryLimit:
     )
 
 
-def _host_limits(ranks_on_host: int) -> Iterator[RankMemoryLimit]:
+def _host_and_process_memory_limits(ranks_on_host: int) -> Iterator[RankMemoryLimit]:
     resident = process_status_bytes("VmRSS")
     virtual = process_status_bytes("VmSize")
-    for limit in machine.memory_limits():
+    for limit in machine.machine_and_control_group_memory_limits():
         yield RankMemoryLimit(
             limit.name,
             limit.total_bytes,

@@ -35,7 +35,7 @@ _WEIGHTS = ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat", "fp16_p
             "lp_param_buffer")  # fmt: skip
 
 
-class Footprint(NamedTuple):
+class TensorBytes(NamedTuple):
     """Bytes of the tensors of one rank; each storage counts once."""
 
     weights: int
@@ -52,7 +52,7 @@ class Footprint(NamedTuple):
         return self.weights + self.gradients + self.optimizer
 
 
-class MemoryUse:
+class RankMemoryMeter:
     """The memory use of one rank since its model was built.
 
     Python and the libraries that were resident at that time do not count.
@@ -61,31 +61,35 @@ class MemoryUse:
     def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
         self.device = device
         self.records = 0
-        self.largest_footprint = Footprint(0, 0, 0, 0, 0)
-        self.resets = _reset_peak_memory(device)
+        self.largest_footprint = TensorBytes(0, 0, 0, 0, 0)
+        self.resets = _try_to_reset_peak_memory(device)
         # The weights are resident already, but count as the run's memory.
-        weights = _count_new_storages(model.parameters(), {}) if device.type == "cpu" else 0
-        self.process = _process_memory(weights)
+        weights = (
+            _bytes_of_new_storages_and_add_them(model.parameters(), {})
+            if device.type == "cpu"
+            else 0
+        )
+        self.process = _process_memory_besides_weights(weights)
         """The interpreter and the libraries, without a GPU."""
         self.baseline = self.process.total if device.type == "cpu" else 0
 
-    def count_live_tensors(self, stepper: Stepper) -> None:
+    def count_live_tensors_in_first_two_steps(self, stepper: Stepper) -> None:
         """Count the live tensors; to be called before and after each step.
 
         Only the first two steps are counted. Later calls cost nothing.
         """
         if self.records == 0:
-            self._count_before_reducing(stepper)
+            self._hook_count_before_zero_reduction(stepper)
         if self.records < _RECORDS:
             self.records += 1
-            self._count_live_bytes(stepper)
-        # Remove the hook of `_count_before_reducing`, so that later steps do not pay for it.
+            self._raise_largest_to_live_bytes(stepper)
+        # Remove the hook of `_hook_count_before_zero_reduction`, so that later steps do not pay for it.
         if self.records == _RECORDS and "allreduce_gradients" in vars(
             getattr(stepper, "engine", self)
         ):
             del stepper.engine.allreduce_gradients  # type: ignore[attr-defined]
 
-    def _count_before_reducing(self, stepper: Stepper) -> None:
+    def _hook_count_before_zero_reduction(self, stepper: Stepper) -> None:
         """Also count just before DeepSpeed reduces gradients, from step 2 on."""
         # ZeRO 1 and 2 free their gradients at the end of the backward pass, so that a count between
         # backward pass and step does not see them.
@@ -95,14 +99,14 @@ class MemoryUse:
         reduce = engine.allreduce_gradients
 
         def count_and_reduce(*args: object, **kwargs: object) -> object:
-            self._count_live_bytes(stepper)
+            self._raise_largest_to_live_bytes(stepper)
             return reduce(*args, **kwargs)
 
         engine.allreduce_gradients = count_and_reduce
 
-    def _count_live_bytes(self, stepper: Stepper) -> None:
-        self.largest_footprint = Footprint(
-            *map(max, zip(self.largest_footprint, live_bytes(stepper)))
+    def _raise_largest_to_live_bytes(self, stepper: Stepper) -> None:
+        self.largest_footprint = TensorBytes(
+            *map(max, zip(self.largest_footprint, live_tensor_bytes_by_type(stepper)))
         )
 
     def peak_bytes(self) -> int:
@@ -111,7 +115,7 @@ class MemoryUse:
             return int(torch.cuda.max_memory_allocated(self.device))
         return max(0, process_status_bytes("VmHWM") - self.baseline)
 
-    def memory_report(self, plan: Plan, group: DistributedContext) -> MemoryReport:
+    def gather_memory_report(self, plan: Plan, group: DistributedContext) -> MemoryReport:
         """Return planned and measured bytes; each measured figure is the largest of all ranks.
 
         This is a collective call.
@@ -150,7 +154,7 @@ _PEAK_IS = {
 }
 
 
-def memory_text(memory_report: MemoryReport) -> str:
+def memory_summary_text(memory_report: MemoryReport) -> str:
     """Return the record as text for the terminal, in two lines."""
     planned = memory_report.planned
     measured = memory_report.measured
@@ -169,7 +173,7 @@ def memory_text(memory_report: MemoryReport) -> str:
     )
 
 
-def live_bytes(stepper: Stepper) -> Footprint:
+def live_tensor_bytes_by_type(stepper: Stepper) -> TensorBytes:
     """Return the bytes of all live tensors; each storage counts in the first type that has it."""
     counted_storages: dict[int, int] = {}
     sharder = getattr(stepper, "engine", None) and stepper.engine.optimizer  # type: ignore[attr-defined]
@@ -180,28 +184,29 @@ def live_bytes(stepper: Stepper) -> Footprint:
     masters = [p for group in optimizer.param_groups for p in group["params"]] + list(
         _tensors_of_attributes(sharder, _MASTERS)
     )
-    weights = _count_new_storages(
-        [*_weight_tensors(parameters), *_tensors_of_attributes(sharder, _WEIGHTS)], counted_storages
+    weights = _bytes_of_new_storages_and_add_them(
+        [*_parameters_and_zero_3_parts(parameters), *_tensors_of_attributes(sharder, _WEIGHTS)],
+        counted_storages,
     )
     # Before gradients, because gradients may be views of the buckets.
-    buckets = _count_new_storages(_bucket_tensors(sharder), counted_storages)
-    gradients = _count_new_storages(
+    buckets = _bytes_of_new_storages_and_add_them(_bucket_tensors(sharder), counted_storages)
+    gradients = _bytes_of_new_storages_and_add_them(
         [*_gradient_tensors([*parameters, *masters]), *_tensors_of_attributes(sharder, _GRADIENTS)],
         counted_storages,
     )
-    state = _count_new_storages(
-        [*masters, *_nested_tensors(list(optimizer.state.values()))], counted_storages
+    state = _bytes_of_new_storages_and_add_them(
+        [*masters, *_tensors_nested_in_containers(list(optimizer.state.values()))], counted_storages
     )
-    return Footprint(
+    return TensorBytes(
         weights,
         gradients,
         state,
         buckets,
-        other=_count_new_storages(_all_live_tensors(), counted_storages),
+        other=_bytes_of_new_storages_and_add_them(_all_live_tensors(), counted_storages),
     )
 
 
-def _weight_tensors(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _parameters_and_zero_3_parts(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for parameter in parameters:
         yield parameter
         # ZeRO 3 keeps this rank's piece of a parameter here.
@@ -221,21 +226,21 @@ def _tensors_of_attributes(
     owner: object, attribute_names: tuple[str, ...]
 ) -> Iterator[torch.Tensor]:
     for name in attribute_names:
-        yield from _nested_tensors(getattr(owner, name, None))
+        yield from _tensors_nested_in_containers(getattr(owner, name, None))
 
 
 def _bucket_tensors(sharder: object) -> Iterator[torch.Tensor]:
     for bucket in getattr(sharder, "ipg_buckets", {}).values():
-        yield from _nested_tensors(list(vars(bucket).values()))
+        yield from _tensors_nested_in_containers(list(vars(bucket).values()))
 
 
-def _nested_tensors(value: object) -> Iterator[torch.Tensor]:
+def _tensors_nested_in_containers(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists and mappings, of any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple, set)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _nested_tensors(item)
+            yield from _tensors_nested_in_containers(item)
 
 
 def _all_live_tensors() -> list[torch.Tensor]:
@@ -247,7 +252,9 @@ def _all_live_tensors() -> list[torch.Tensor]:
     ]
 
 
-def _count_new_storages(tensors: Iterable[torch.Tensor], counted_storages: dict[int, int]) -> int:
+def _bytes_of_new_storages_and_add_them(
+    tensors: Iterable[torch.Tensor], counted_storages: dict[int, int]
+) -> int:
     """Return the bytes of those storages of `tensors` that are not in `counted_storages`; add them to it."""
     total = 0
     for tensor in tensors:
@@ -269,7 +276,7 @@ def _count_new_storages(tensors: Iterable[torch.Tensor], counted_storages: dict[
     return total
 
 
-def _process_memory(weight_bytes: int) -> ProcessMemory:
+def _process_memory_besides_weights(weight_bytes: int) -> ProcessMemory:
     """Return the bytes of this process beside its weights."""
     resident = process_status_bytes("VmRSS") - weight_bytes
     try:
@@ -280,7 +287,7 @@ def _process_memory(weight_bytes: int) -> ProcessMemory:
     return ProcessMemory(private_bytes, resident - private_bytes, is_measured=True)
 
 
-def _reset_peak_memory(device: torch.device) -> bool:
+def _try_to_reset_peak_memory(device: torch.device) -> bool:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -12,16 +12,21 @@ from torch import nn
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.json_types import Json
 from ortlaunch.optimizers import MUON_MOMENTUM, OPTIMIZERS
-from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, too_large_reason
+from ortlaunch.ortmodule.fused_adam import (
+    ONNXRUNTIME,
+    TORCH,
+    fused_adam,
+    reason_tensor_is_too_large_or_empty,
+)
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.run_folder.engine_report import OptimizerGroup
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from ortlaunch.worker.model.named_state import STATE_TENSORS
 from ortlaunch.worker.model.parameter_groups import (
     CombinedOptimizer,
-    build_parameter_groups,
-    group_records,
-    named_parameters,
+    build_parameter_groups_and_notes,
+    named_parameters_without_prefix,
+    parameter_group_records,
 )
 
 
@@ -110,8 +115,8 @@ def build_optimizer(
         InputError: the model has no trained parameter, or the recipe's groups do not fit it.
     """
     require_trained_parameters(model)
-    groups, notes = build_parameter_groups(settings, model)
-    records = group_records(groups, model, settings.learning_rate)
+    groups, notes = build_parameter_groups_and_notes(settings, model)
+    records = parameter_group_records(groups, model, settings.learning_rate)
     by_name: dict[str, list[Json]] = {}
     for group in groups:
         by_name.setdefault(group.pop("optimizer"), []).append(group)
@@ -169,7 +174,7 @@ def muon(inputs: OptimizerInputs) -> BuiltOptimizer:
     """
     if not hasattr(torch.optim, "Muon"):
         raise InputError(f"optimizer: muon needs torch 2.9 or newer; this is {torch.__version__}")
-    names = {id(p): name for name, p in named_parameters(inputs.model)}
+    names = {id(p): name for name, p in named_parameters_without_prefix(inputs.model)}
     others = [names[id(p)] for group in inputs.groups for p in group["params"] if p.ndim != 2]
     if others:
         raise InputError(
@@ -231,23 +236,25 @@ def adamw(inputs: OptimizerInputs) -> BuiltOptimizer:
 def fused_adam_or_torch(inputs: OptimizerInputs) -> BuiltOptimizer:
     """Build ONNX Runtime's FusedAdam, or torch's fused AdamW with the reason."""
     zero = (inputs.deepspeed_config or {}).get("zero_optimization")
-    reason = _ort_unavailable_reason(inputs.engine_name, inputs.device) or _unsupported_reason(
-        inputs.groups, zero, inputs.rank_count
-    )
+    reason = _reason_ort_is_unavailable_or_empty(
+        inputs.engine_name, inputs.device
+    ) or _reason_fused_adam_is_refused_or_empty(inputs.groups, zero, inputs.rank_count)
     if reason:
         built = torch.optim.AdamW(inputs.groups, fused=True, **inputs.adam_settings)
         return BuiltOptimizer(built, TORCH, reason)
     return BuiltOptimizer(fused_adam(inputs.groups, **inputs.adam_settings), ONNXRUNTIME)
 
 
-def _ort_unavailable_reason(engine_name: str, device: torch.device) -> str:
+def _reason_ort_is_unavailable_or_empty(engine_name: str, device: torch.device) -> str:
     if device.type != "cuda":
         return "ONNX Runtime's is for CUDA only"
     return "" if engine_name == "ort" else f"ONNX Runtime is not loaded with engine {engine_name}"
 
 
-def _unsupported_reason(
-    groups: Sequence[Mapping[str, Any]], zero_config: Mapping[str, Any] | None, rank_count: int
+def _reason_fused_adam_is_refused_or_empty(
+    parameter_groups: Sequence[Mapping[str, Any]],
+    zero_config: Mapping[str, Any] | None,
+    rank_count: int,
 ) -> str:
     """Return why ONNX Runtime's FusedAdam cannot update these parameters; empty if it can.
 
@@ -255,10 +262,10 @@ def _unsupported_reason(
     """
     if zero_config and (zero_config.get("offload_optimizer") or {}).get("device", "none") != "none":
         return "ONNX Runtime's is for CUDA only, and zero.offload keeps the optimizer off the GPU"
-    sizes = [[parameter.numel() for parameter in group["params"]] for group in groups]
+    sizes = [[parameter.numel() for parameter in group["params"]] for group in parameter_groups]
     # ZeRO flattens each group and gives each rank a part of it (stage 0: all of it).
     if zero_config:
         sizes = [
             [-(-sum(group) // (rank_count if zero_config.get("stage") else 1))] for group in sizes
         ]
-    return too_large_reason(size for group in sizes for size in group)
+    return reason_tensor_is_too_large_or_empty(size for group in sizes for size in group)

@@ -11,7 +11,7 @@ from torch import nn
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.ort_variables import use_recipe_field_names
+from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
 from ortlaunch.run_folder.engine_report import (
     ExportCopy,
     GraphReport,
@@ -19,19 +19,19 @@ from ortlaunch.run_folder.engine_report import (
     Postprocess,
     TorchCalls,
 )
-from ortlaunch.worker.data.own import load_user_function
+from ortlaunch.worker.data.own import import_user_function
 from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.ort_settings import ortmodule_settings
-from ortlaunch.worker.engine.spans import keep_source_lines
+from ortlaunch.worker.engine.spans import keep_python_stacks_in_exports
 from ortlaunch.worker.engine.stepping import Batch, require_gradient
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.own_numbers import loss_of_engine_output
-from ortlaunch.worker.model.precision import narrow_dtype_of
+from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.user_frames import error_description
+from ortlaunch.worker.supervision.user_frames import error_type_message_and_location
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.witness import Witness
+    from ortlaunch.ortmodule.witness import PassAndGraphCounters
 
 _ADVICE = (
     "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or "
@@ -43,9 +43,9 @@ _LAYER_ADVICE = {
 }
 
 
-def build_ort_module(
+def build_and_probe_ort_module(
     recipe: Recipe, model: LossModule, group: DistributedContext, sample_batch: Batch
-) -> tuple[nn.Module, Witness, str]:
+) -> tuple[nn.Module, PassAndGraphCounters, str]:
     """Build the model in ORTModule and run it once; all ranks make the same decision.
 
     Returns:
@@ -58,44 +58,47 @@ def build_ort_module(
         Exception: the model raises in plain PyTorch, too.
         MissingDependency: ORTModule cannot be imported.
     """
-    from ortlaunch.ortmodule.options import raise_if_no_effect
-    from ortlaunch.ortmodule.witness import Witness
+    from ortlaunch.ortmodule.options import refuse_settings_without_effect
+    from ortlaunch.ortmodule.witness import PassAndGraphCounters
 
-    witness = Witness()
-    witness.start_counting()
+    witness = PassAndGraphCounters()
+    witness.start_counting_in_this_process()
     # Once a host, and in a separate process: ORT may abort its process if a library or driver is
     # missing.
     on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
-    reason = cuda_libraries.check_gpu_in_subprocess() if on_gpu else ""
+    reason = cuda_libraries.reason_ort_fails_on_gpu_or_empty() if on_gpu else ""
     ort_module = None
     try:
         if not any(group.gather(reason)):
-            ort_module = wrap_in_ort(recipe, model, group)
-            with keep_source_lines(bool(recipe.log.profile_steps)):
-                _run_probe_pass(recipe, ort_module, model, group, sample_batch)
-            raise_if_no_effect(ortmodule_settings(recipe.engine), witness.graphs)
+            ort_module = wrap_model_in_ortmodule(recipe, model, group)
+            with keep_python_stacks_in_exports(bool(recipe.log.profile_steps)):
+                _run_probe_pass_and_restore_state(recipe, ort_module, model, group, sample_batch)
+            refuse_settings_without_effect(ortmodule_settings(recipe.engine), witness.graphs)
     except MissingDependency:
         raise
     except EngineError as error:
-        raise EngineError(use_recipe_field_names(str(error))) from error
+        raise EngineError(replace_setting_names_by_recipe_fields(str(error))) from error
     # ONNX Runtime and the exporter raise many types of exceptions: all of them are reasons.
     except Exception as error:
-        reason = error_description(error)
+        reason = error_type_message_and_location(error)
     reason = next((text for text in group.gather(reason) if text), "")
     if reason:
         # A mistake of the user's own code raises here as itself.
-        _run_probe_pass(recipe, model, model, group, sample_batch)
+        _run_probe_pass_and_restore_state(recipe, model, model, group, sample_batch)
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(
-            f"ONNX Runtime cannot run this model: {use_recipe_field_names(brief_reason(reason))}\n"
+            "ONNX Runtime cannot run this model: "
+            f"{replace_setting_names_by_recipe_fields(first_and_last_error_line(reason))}\n"
             f"{_ADVICE}{_LAYER_ADVICE[bool(recipe.engine.torch_modules)]}"
         )
     # The pass of `_probe` does not count as the run's.
-    witness.reset_counters()
+    witness.reset_pass_counters()
     return (model if reason or ort_module is None else ort_module), witness, reason
 
 
-def wrap_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn.Module:
+def wrap_model_in_ortmodule(
+    recipe: Recipe, model: LossModule, group: DistributedContext
+) -> nn.Module:
     """Wrap the model in ORTModule with the recipe's settings."""
     from ortlaunch.ortmodule import ORTModule
 
@@ -107,14 +110,14 @@ def wrap_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext) ->
         recipe.engine,
         processes_on_host=group.local.local_world_size,
         follow_model_state=follows_model_state,
-        postprocess=load_user_function("engine.postprocess", postprocess_name)
+        postprocess=import_user_function("engine.postprocess", postprocess_name)
         if postprocess_name
         else None,
     )
     return ORTModule(model, settings)
 
 
-def _run_probe_pass(
+def _run_probe_pass_and_restore_state(
     recipe: Recipe,
     module: nn.Module,
     model: LossModule,
@@ -124,7 +127,7 @@ def _run_probe_pass(
     """Run one forward and backward pass without effect on buffers, gradients or random state."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     # DeepSpeed casts the weights themselves, so that autocast is not used with it.
-    dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
+    dtype = narrow_dtype_or_none(recipe.precision) if recipe.zero is None else None
     devices = [group.device] if group.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
@@ -140,40 +143,42 @@ def _run_probe_pass(
             value.copy_(buffers[name])
 
 
-def brief_reason(reason: str) -> str:
+def first_and_last_error_line(error_text: str) -> str:
     """Return the first line of an exporter's message and its last error, in 600 characters."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    lines = [line.strip() for line in error_text.splitlines() if line.strip()]
     raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
     return " ".join([*lines[:1], *raised[-1:]])[:600]
 
 
-def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
+def onnxruntime_report_so_far(recipe: Recipe, witness: PassAndGraphCounters) -> OnnxRuntime:
     """Return the report of ONNX Runtime so far."""
-    from ortlaunch.ortmodule.report import process_report
+    from ortlaunch.ortmodule.report import process_wide_ort_report
 
-    record = process_report(witness)
+    record = process_wide_ort_report(witness)
     copy_record = record["deepcopy_before_export"]
     postprocess_record = record["postprocess"]
     typed = {
         "postprocess": postprocess_record and Postprocess(**postprocess_record),
         "deepcopy_before_export": copy_record and ExportCopy(**copy_record),
         "torch_calls": {name: TorchCalls(**calls) for name, calls in record["torch_calls"].items()},
-        "notes": [use_recipe_field_names(note) for note in record["notes"]],
+        "notes": [replace_setting_names_by_recipe_fields(note) for note in record["notes"]],
     }
     graphs = {
         name: record[name] and GraphReport(**record[name])
         for name in ("training_graph", "evaluation_graph")
     }
-    return OnnxRuntime(**{**record, **typed, **graphs}, **ort_settings.ort_settings_record(recipe))
+    return OnnxRuntime(
+        **{**record, **typed, **graphs}, **ort_settings.recipe_settings_and_ort_variables(recipe)
+    )
 
 
-def ort_notes() -> tuple[str, ...]:
+def repair_and_export_notes() -> tuple[str, ...]:
     """Return notes for the user: repairs that were not applied, and notes of the export."""
     from ortlaunch.ortmodule.base import registry
     from ortlaunch.ortmodule.base.counters import tally
 
     unapplied_repairs = (
         f"ONNX Runtime's {name} is not repaired: {reason}"
-        for name, reason in registry.unapplied_repair_reasons().items()
+        for name, reason in registry.reason_by_unapplied_repair().items()
     )
-    return (*unapplied_repairs, *map(use_recipe_field_names, tally.notes))
+    return (*unapplied_repairs, *map(replace_setting_names_by_recipe_fields, tally.notes))

@@ -15,13 +15,13 @@ from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import (
-    use_recipe_field_names,
-    variable_contradictions,
+    replace_setting_names_by_recipe_fields,
+    variable_and_contradiction_pairs,
     variables_in,
 )
 
 # Settings with the same name and value in the recipe. The recipe's `postprocess` is the name of a
-# function, which `wrap_in_ort` imports later.
+# function, which `wrap_model_in_ortmodule` imports later.
 _SHARED_FIELDS = [
     field.name
     for field in dataclasses.fields(Settings)
@@ -44,7 +44,7 @@ def ortmodule_settings(engine: Engine, **other_settings: object) -> Settings:
     )
 
 
-def prepare_ortmodule(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
+def import_ortmodule_with_settings(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
     """Import ORTModule with the recipe's settings; call this once, before transformers is imported.
 
     Raises:
@@ -56,18 +56,18 @@ def prepare_ortmodule(engine: Engine, environ: Mapping[str, str] = os.environ) -
 
     contradictory_variables = [
         f"{name}={environ[name]} on this host {reason}"
-        for name, reason in variable_contradictions(engine, environ)
+        for name, reason in variable_and_contradiction_pairs(engine, environ)
     ]
     if contradictory_variables:
         raise EngineError("\n".join(contradictory_variables))
     _variables.update(variables_in(environ))
     try:
-        options.import_with_settings(ortmodule_settings(engine))
+        options.import_ortmodule_with_settings(ortmodule_settings(engine))
     except EngineError as error:
-        raise EngineError(use_recipe_field_names(str(error))) from None
+        raise EngineError(replace_setting_names_by_recipe_fields(str(error))) from None
 
 
-def ort_settings_record(recipe: Recipe) -> Json:
+def recipe_settings_and_ort_variables(recipe: Recipe) -> Json:
     """Return the settings that the recipe gives, and ORTModule's environment variables.
 
     They are a part of engine.json. `prepare` has checked that the variables agree with the recipe.

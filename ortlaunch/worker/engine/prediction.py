@@ -34,7 +34,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.hooks import RemovableHandle
 
 from ortlaunch import machine
-from ortlaunch.cache import make_cache_folder
+from ortlaunch.cache import create_private_cache_folder
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning import prediction
 from ortlaunch.planning.prediction import Rates, StepWork
@@ -45,7 +45,7 @@ from ortlaunch.worker.engine.flops import wait_for_device
 from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.own_numbers import loss_of_engine_output
-from ortlaunch.worker.model.precision import narrow_dtype_of
+from ortlaunch.worker.model.precision import narrow_dtype_or_none
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
@@ -106,11 +106,11 @@ class _OperatorCounter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if not func.is_view and name not in _FREE_OPERATORS:
-            self._count_operator(func, name, args, kwargs or {}, out)
+            self._add_operator_work(func, name, args, kwargs or {}, out)
         return out
 
-    def _count_operator(
-        self, func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object
+    def _add_operator_work(
+        self, func: OpOverload, operator_name: str, args: Args, kwargs: Kwargs, out: object
     ) -> None:
         input_tensors, output_tensors = (
             [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
@@ -119,20 +119,22 @@ class _OperatorCounter(TorchDispatchMode):
         elements = sum(item.numel() for item in (*input_tensors, *output_tensors))
         size = sum(item.numel() * item.element_size() for item in (*input_tensors, *output_tensors))
         self.largest_bytes = max(self.largest_bytes, size)
-        flops = _operator_flops(func, name, args, kwargs, out)
-        operator_kind = _KIND_BY_OPERATOR.get(name.removesuffix("_backward"), "move")
-        if name in _COPIES and not all(item.is_contiguous() for item in input_tensors):
+        flops = _matmul_or_attention_flops(func, operator_name, args, kwargs, out)
+        operator_kind = _KIND_BY_OPERATOR.get(operator_name.removesuffix("_backward"), "move")
+        if operator_name in _COPIES and not all(item.is_contiguous() for item in input_tensors):
             operator_kind = "transpose"
         if flops:
-            operator_kind = next((item for item in ("attention", "bmm") if item in name), "matmul")
-            causal = operator_kind == "attention" and args[7 if "backward" in name else 4 :][
-                :1
-            ] == (True,)
+            operator_kind = next(
+                (item for item in ("attention", "bmm") if item in operator_name), "matmul"
+            )
+            causal = operator_kind == "attention" and args[
+                7 if "backward" in operator_name else 4 :
+            ][:1] == (True,)
             narrow = input_tensors[0].dtype != torch.float32
             operator_kind = f"{'causal ' * causal}{operator_kind}{' narrow' * narrow}"
             # The size of a matmul of equal sides with as many operations for each element.
             size = round(1.5 * flops / max(1, elements))
-        if name == "head_loss":
+        if operator_name == "head_loss":
             # Logits, their softmax, and the gradients of hidden states and weight.
             rows, width = input_tensors[0].shape
             size = 4 * int(rows * len(input_tensors[1]) * self.labelled_share)
@@ -144,21 +146,25 @@ class _OperatorCounter(TorchDispatchMode):
         self.units[operator_kind, size] += flops or size
 
 
-def _operator_flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object) -> int:
+def _matmul_or_attention_flops(
+    func: OpOverload, operator_name: str, args: Args, kwargs: Kwargs, out: object
+) -> int:
     """Return the floating point operations of matmuls and attention; 0 for other operators."""
     flop_counter = flop_registry.get(func._overloadpacket)
     if flop_counter is not None:
         return int(flop_counter(*args, **kwargs, out_val=out))
     # torch's list leaves out the kernels for CPUs.
-    if "attention_for_cpu" not in name:
+    if "attention_for_cpu" not in operator_name:
         return 0
     shapes = [argument.shape for argument in args if isinstance(argument, torch.Tensor)]
-    if name.endswith("backward"):
+    if operator_name.endswith("backward"):
         return int(sdpa_backward_flop_count(*shapes[:4]))
     return int(sdpa_flop_count(*shapes[:3]))
 
 
-def write_prediction(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any]) -> None:
+def count_measure_and_cache_prediction(
+    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any]
+) -> None:
     """Count the work of a rank, measure the rates of this machine, and write both into the cache.
 
     Args:
@@ -175,15 +181,19 @@ def write_prediction(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[
     except (DataDependentOutputException, DynamicOutputShapeException):
         step_work = count_step_work(*count_arguments, with_values=True)
     model_type = getattr(getattr(model.model, "config", None), "model_type", None)
-    make_cache_folder("predictions")
-    others = machine.busy_processes()
-    rates = measure_operator_rates(device, narrow_dtype_of(recipe.precision) or torch.float32)
+    create_private_cache_folder("predictions")
+    others = machine.watch_and_describe_busy_processes()
+    rates = measure_seconds_per_unit_by_operator(
+        device, narrow_dtype_or_none(recipe.precision) or torch.float32
+    )
     content = {
-        "engines": prediction.predict_by_engine(recipe, device.type, step_work, rates, model_type),
+        "engines": prediction.predict_seconds_and_memory_by_engine(
+            recipe, device.type, step_work, rates, model_type
+        ),
         "others": others,
-        "contradictions": prediction.contradictory_operators(rates),
+        "contradictions": prediction.operators_with_contradictory_rates(rates),
     }
-    write_json_atomically(prediction.prediction_path(recipe, plan), content)
+    write_json_atomically(prediction.cached_prediction_path(recipe, plan), content)
 
 
 def count_step_work(
@@ -210,7 +220,9 @@ def count_step_work(
     with contextlib.nullcontext() if with_values else FakeCopyMode(fake):
         model = copy.deepcopy(model)
     # The tracker warns of each backward pass of a module without inputs that have gradients.
-    masks_context = contextlib.nullcontext() if with_values else _skip_full_masks(batch)
+    masks_context = (
+        contextlib.nullcontext() if with_values else _skip_masks_that_hide_nothing(batch)
+    )
     with (
         masks_context,
         contextlib.nullcontext() if with_values else fake,
@@ -221,7 +233,7 @@ def count_step_work(
             batch = {name: fake.from_tensor(value) for name, value in batch.items()}
         batch = {name: value.to(device) for name, value in batch.items()}
         optimizer = build_optimizer(recipe.optimizer, model, "eager", device).optimizer
-        dtype = narrow_dtype_of(recipe.precision)
+        dtype = narrow_dtype_or_none(recipe.precision)
         memory = MemTracker()
         memory.track_external(model)
         # The tracker would register hooks on frozen parameters too, which torch refuses.
@@ -256,7 +268,7 @@ def count_step_work(
 
 
 @contextlib.contextmanager
-def _skip_full_masks(batch: Mapping[str, object]) -> Iterator[None]:
+def _skip_masks_that_hide_nothing(batch: Mapping[str, object]) -> Iterator[None]:
     """Make transformers leave out the attention mask if no mask of the batch hides a token.
 
     In a run transformers reads the values of a mask to decide this. Here they have none, and it
@@ -269,33 +281,33 @@ def _skip_full_masks(batch: Mapping[str, object]) -> Iterator[None]:
         if module and all(isinstance(mask, torch.Tensor) and mask.all() for mask in masks):
             for name in set(_DECISIONS) & vars(module).keys():
                 original = getattr(module, name)
-                stack.enter_context(mock.patch.object(module, name, _decide_without_mask(original)))
+                stack.enter_context(mock.patch.object(module, name, _ignore_padding_mask(original)))
         yield
 
 
-def _decide_without_mask(decision: Callable[..., bool]) -> Callable[..., bool]:
+def _ignore_padding_mask(original_decision: Callable[..., bool]) -> Callable[..., bool]:
     def decide(padding_mask: object, *arguments: object, **keywords: object) -> bool:
-        return decision(None, *arguments, **keywords)
+        return original_decision(None, *arguments, **keywords)
 
     return decide
 
 
-def measure_operator_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+def measure_seconds_per_unit_by_operator(device: torch.device, dtype: torch.dtype) -> Rates:
     """Return the seconds of a unit by kind and size, measured now for some seconds."""
     units: dict[str, dict[float, float]] = {}
     rates: Rates = {}
     for round_index in range(_MOST_ROUNDS):
-        if round_index >= _ROUNDS and not prediction.contradictory_operators(rates):
+        if round_index >= _ROUNDS and not prediction.operators_with_contradictory_rates(rates):
             break
-        for operator_kind, call in _calls_by_kind(device, dtype):
+        for operator_kind, call in _operator_kinds_with_sample_calls(device, dtype):
             with _OperatorCounter() as work:
                 call()
             sizes = {
                 size: units for (name, size), units in work.units.items() if name == operator_kind
             }
             size = max(sizes, key=lambda candidate_size: sizes[candidate_size])
-            unit_seconds = _least_seconds(
-                call, device, is_cold=work.largest_bytes > _CACHED_BYTES
+            unit_seconds = _least_call_seconds(
+                call, device, empties_caches=work.largest_bytes > _CACHED_BYTES
             ) / sum(sizes.values())
             curve = units.setdefault(operator_kind, {})
             curve[size] = min(unit_seconds, curve.get(size, unit_seconds))
@@ -303,26 +315,28 @@ def measure_operator_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     return rates
 
 
-def _least_seconds(call: Callable[[], object], device: torch.device, is_cold: bool) -> float:
+def _least_call_seconds(
+    timed_call: Callable[[], object], device: torch.device, empties_caches: bool
+) -> float:
     """Return the least duration of a call, which other work disturbs least."""
     call_seconds = list[float]()
-    others = torch.ones(2**24 if is_cold else 0, device=device)
+    others = torch.ones(2**24 if empties_caches else 0, device=device)
     start_of_all = time.perf_counter()
     while not call_seconds or (
         time.perf_counter() - start_of_all < _SECONDS and len(call_seconds) < 100
     ):
-        if is_cold:
+        if empties_caches:
             # A step uses more memory between two uses of a tensor than the caches have.
             others.add_(1)
         wait_for_device(device)
         start = time.perf_counter()
-        call()
+        timed_call()
         wait_for_device(device)
         call_seconds.append(time.perf_counter() - start)
     return min(call_seconds)
 
 
-def _calls_by_kind(
+def _operator_kinds_with_sample_calls(
     device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield each kind with a call that consists of it, for several sizes."""

@@ -11,23 +11,26 @@ import math
 from ortlaunch.recipe.fields.schedule import Schedule
 
 
-def warmup_steps(schedule: Schedule, max_steps: int) -> int:
+def warmup_step_count(schedule: Schedule, max_steps: int) -> int:
     """Return the number of warm-up steps."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     return round((schedule.warmup_ratio or 0.0) * max_steps)
 
 
-def decay_steps(schedule: Schedule, max_steps: int) -> int:
+def decay_step_count(schedule: Schedule, max_steps: int) -> int:
     """Return the number of steps of wsd's decay: at least one, and none of the warm-up steps."""
     # Warm-up and decay may both be rounded up: their sum must not exceed max_steps.
     return max(
         1,
-        min(round(schedule.decay_ratio * max_steps), max_steps - warmup_steps(schedule, max_steps)),
+        min(
+            round(schedule.decay_ratio * max_steps),
+            max_steps - warmup_step_count(schedule, max_steps),
+        ),
     )
 
 
-def learning_rate_factor(schedule: Schedule, step_index: int, max_steps: int) -> float:
+def fraction_of_peak_learning_rate(schedule: Schedule, step_index: int, max_steps: int) -> float:
     """Return the share of the peak learning rate at `step_index` (from 0).
 
     linear, cosine, constant and wsd are get_*_schedule_with_warmup and get_wsd_schedule of
@@ -37,7 +40,7 @@ def learning_rate_factor(schedule: Schedule, step_index: int, max_steps: int) ->
     # No step has a rate of 0, which would have no effect. The warm-up is one step ahead of
     # transformers': its first step is at 1 / warmup instead of 0. NVIDIA's PolyWarmUpScheduler has
     # the same warm-up, and its decay is one step ahead of this one: its last step is at 0.
-    warmup = warmup_steps(schedule, max_steps)
+    warmup = warmup_step_count(schedule, max_steps)
     if step_index < warmup:
         return float(((step_index + 1) / warmup) ** schedule.warmup_power)
     if schedule.name == "constant":
@@ -45,7 +48,7 @@ def learning_rate_factor(schedule: Schedule, step_index: int, max_steps: int) ->
     if schedule.name == "polynomial":
         return float((1.0 - step_index / max_steps) ** schedule.power)
     whole_decay = (schedule.name, max_steps - warmup)
-    end_decay = (schedule.decay_type, decay_steps(schedule, max_steps))
+    end_decay = (schedule.decay_type, decay_step_count(schedule, max_steps))
     decay_type, steps = end_decay if schedule.name == "wsd" else whole_decay
     progress = max(0.0, (step_index - (max_steps - steps)) / max(1, steps))
     return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * _decay_factor(

@@ -76,7 +76,7 @@ class Span:
     """The row of the timeline: its spans are apart or inside each other."""
 
 
-class LineMarks(TorchFunctionMode):
+class TorchCallMarker(TorchFunctionMode):
     """Marks each call of a torch function with the innermost layer and line of the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -84,7 +84,7 @@ class LineMarks(TorchFunctionMode):
         self._layers = {id(layer): name or "(model)" for name, layer in model.named_modules()}
 
     @contextlib.contextmanager
-    def mark_calls(self) -> Iterator[None]:
+    def mark_torch_calls_with_layer_and_line(self) -> Iterator[None]:
         """Mark calls of torch functions, and of the model's own torch.autograd.Functions."""
         apply: Any = torch.autograd.Function.apply
 
@@ -105,33 +105,35 @@ class LineMarks(TorchFunctionMode):
         frame: Any = sys._getframe(1)
         while frame and not (layer and line):
             layer = layer or self._layers.get(id(frame.f_locals.get("self")), "")
-            line = line or _model_source_location(frame.f_code.co_filename, frame.f_lineno)
+            line = line or _model_source_location_or_empty(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         with _RecordFunctionFast(f"{PYTHON}|{layer}|{line}"):
             return func(*args, **(kwargs or {}))
 
 
-def _model_source_location(file: str, line: int) -> str:
+def _model_source_location_or_empty(source_path: str, line_number: int) -> str:
     """Return FILE:LINE, or nothing for a file of torch, ONNX Runtime, DeepSpeed or ortlaunch."""
-    name = _model_file_name(file)
-    return name and f"{name}:{line}"
+    name = _short_model_file_name_or_empty(source_path)
+    return name and f"{name}:{line_number}"
 
 
 # Each mark reads the files of all frames.
 @functools.cache
-def _model_file_name(file: str) -> str:
+def _short_model_file_name_or_empty(source_path: str) -> str:
     """Return the short name of a file of the model's code, and nothing for others.
 
     ortlaunch's parts of a model (worker/model) count as the model's code.
     """
-    if file.startswith(_LIBRARIES) and not file.startswith(str(_HERE / "worker" / "model")):
+    if source_path.startswith(_LIBRARIES) and not source_path.startswith(
+        str(_HERE / "worker" / "model")
+    ):
         return ""
-    return file.rpartition("/site-packages/")[2].removeprefix(f"{Path.cwd()}/")
+    return source_path.rpartition("/site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
-def torch_spans(events: Iterable[Any]) -> Iterator[Span]:
+def spans_of_torch_events(profiler_events: Iterable[Any]) -> Iterator[Span]:
     """Yield the spans of operators and marks in a tree of torch's profiler."""
-    for event in (entry for entry in events if entry.tag == _EventType.TorchOp):
+    for event in (entry for entry in profiler_events if entry.tag == _EventType.TorchOp):
         inputs = event.extra_fields.inputs
         # The bytes of inputs, some of which are in lists, and of memory that it writes.
         sizes = [
@@ -158,10 +160,10 @@ def torch_spans(events: Iterable[Any]) -> Iterator[Span]:
             a, b = inputs[first_factor].sizes, inputs[second_factor].sizes
             span.flops = entry * math.prod(a) * math.prod(b) / max(1, a[-1] * math.prod(b[:-2]))
         yield span
-        yield from torch_spans(event.children)
+        yield from spans_of_torch_events(event.children)
 
 
-def keep_source_lines(is_enabled: bool) -> contextlib.AbstractContextManager[object]:
+def keep_python_stacks_in_exports(is_enabled: bool) -> contextlib.AbstractContextManager[object]:
     """Return a context in which exported graphs keep the Python stack of each node, or do not."""
     graph: Any = torch._C.Graph
     # The sixth argument is strip_doc_string.
@@ -177,7 +179,7 @@ def keep_source_lines(is_enabled: bool) -> contextlib.AbstractContextManager[obj
 
 
 @dataclass
-class ProfiledSessions:
+class ProfiledOrtSessions:
     """Sessions of an ORTModule's training graphs that profile their nodes.
 
     ONNX Runtime profiles a session from its first run to its end. Profiled steps therefore run in
@@ -220,15 +222,17 @@ class ProfiledSessions:
         vars(agent).update(_ortlaunch_graph=vars(plain_agent).get("_ortlaunch_graph"))
         return agent
 
-    def end_and_read_spans(self) -> Iterator[Span]:
+    def end_profiles_and_read_node_spans(self) -> Iterator[Span]:
         """End the profiles, and yield the spans of all nodes that ran."""
         for manager, agent in self.agents.items():
             session = agent._inference_session
             model = manager._graph_transition_manager._post_export_processed_model_info
             nodes = model._post_export_processed_model.graph.node
-            origins = {node.name: _layer_and_line(node) for node in nodes}
+            origins = {node.name: _layer_and_source_line_of_node(node) for node in nodes}
             for key, origin in (
-                (f"{name}_grad", _layer_and_line(n)) for n in nodes for name in n.input
+                (f"{name}_grad", _layer_and_source_line_of_node(n))
+                for n in nodes
+                for name in n.input
             ):
                 # A node that is named after a gradient belongs to the tensor's readers, if they
                 # are of one layer and line.
@@ -236,11 +240,11 @@ class ProfiledSessions:
             for event in json.loads(Path(session.end_profiling()).read_text(encoding="utf-8")):
                 if event["name"].endswith("_kernel_time"):
                     start = session.get_profiling_start_time_ns() + 1000 * event["ts"]
-                    yield _node_span(start, event, origins)
+                    yield _span_of_ort_node(start, event, origins)
         self.agents.clear()
 
 
-def _node_span(
+def _span_of_ort_node(
     start_ns: int, profile_event: Any, origin_by_name: Mapping[str, tuple[str, str]]
 ) -> Span:
     """Return the span of a node's run, with its layer and line as far as its name shows them.
@@ -269,14 +273,14 @@ def _node_span(
     return span
 
 
-def _layer_and_line(graph_node: Any) -> tuple[str, str]:
+def _layer_and_source_line_of_node(graph_node: Any) -> tuple[str, str]:
     """Return the layer in the name of a node's result, and the innermost line of the model."""
     # Of the result, because ORT's own names of calls of Python have no scope. The exporter's name
     # of the model is that of the `model` of a LossModule.
     scope = f"{graph_node.output[0].rpartition('/')[0]}/"
     _, inside, path = scope.partition("/_original_module/model/")
     frames = (re.match(r"(.+)\((\d+)\): ", line) for line in graph_node.doc_string.splitlines())
-    lines = (_model_source_location(frame[1], int(frame[2])) for frame in frames if frame)
+    lines = (_model_source_location_or_empty(frame[1], int(frame[2])) for frame in frames if frame)
     # The exporter names the layers of a Sequential after it: layers/layers.0.
     path = re.sub(r"(?<![^/])([^/]+)/(?=\1\.)", "", path[:-1])
     return inside and (path.replace("/", ".") or "(model)"), next(filter(None, lines), "")

@@ -22,19 +22,23 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.base.patching import hide_package
+from ortlaunch.ortmodule.base.patching import hide_package_unless_loaded
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.precisions import PRECISIONS
-from ortlaunch.worker.engine.averaging import GradientAveraging, UsedParameters, names_text
+from ortlaunch.worker.engine.averaging import (
+    GradientAveraging,
+    UsedParameterRecorder,
+    first_five_names_text,
+)
 from ortlaunch.worker.model.named_state import (
     NamedState,
-    saved_buffers,
-    scaler_loss_scale,
-    trained_shapes,
+    persistent_buffers_by_name,
+    scaler_loss_scale_or_none,
+    trained_parameter_shapes,
     whole_parameter_ranges,
 )
 from ortlaunch.worker.model.own_numbers import ValueMeans
-from ortlaunch.worker.model.precision import narrow_dtype_of
+from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequests
 
@@ -66,7 +70,7 @@ class Stepper(Protocol):
     def unused_parameters(self) -> tuple[str, ...]:
         """Trained parameters that the loss leaves out on some rank, as far as that was checked."""
 
-    def micro_step(
+    def run_micro_batch(
         self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
         """Run forward and backward of one micro batch.
@@ -80,7 +84,7 @@ class Stepper(Protocol):
             The loss times `loss_factor`, detached.
         """
 
-    def clip_and_step(self, *learning_rates: float) -> StepOutcome:
+    def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
         """Clip gradients, step and clear gradients; do not step if a gradient is not finite.
 
         Args:
@@ -129,7 +133,7 @@ class TorchStepper:
         self.returned_values = ValueMeans()
         self.averaging = GradientAveraging(model, group) if group.size > 1 else None
         self.module: nn.Module = self.averaging.module if self.averaging else model
-        self.dtype = narrow_dtype_of(precision)
+        self.dtype = narrow_dtype_or_none(precision)
         self.scaler = torch.amp.GradScaler(
             group.device.type, enabled=PRECISIONS[precision].scales_loss
         )
@@ -140,14 +144,14 @@ class TorchStepper:
         return self.averaging.unused_names if self.averaging else ()
 
     @contextlib.contextmanager
-    def _open_pass(self, is_last_of_step: bool) -> Iterator[None]:
+    def _autocast_and_average_around_pass(self, is_last_of_step: bool) -> Iterator[None]:
         """Open autocast around a pass; average gradients with the last micro batch."""
         averaging = (
-            self.averaging.average_around_pass(is_last_of_step)
+            self.averaging.average_gradients_around_pass(is_last_of_step)
             if self.averaging
             else contextlib.nullcontext()
         )
-        self._keep_weight_casts()
+        self._open_autocast_to_cache_weight_casts()
         with (
             averaging,
             torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None),
@@ -157,29 +161,30 @@ class TorchStepper:
             self.casts.close()
             self.casts = None
 
-    def _keep_weight_casts(self) -> None:
+    def _open_autocast_to_cache_weight_casts(self) -> None:
         """Cast weights once a step instead of once a pass."""
         # Autocast drops its cached casts at the end of the outermost context, so keep one open.
         if self.casts is None and self.dtype is not None:
             self.casts = contextlib.ExitStack()
             self.casts.enter_context(torch.autocast(self.group.device.type, enabled=False))
 
-    def micro_step(
+    def run_micro_batch(
         self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
-        with self._open_pass(is_last_of_step):
-            loss = _weight_loss_or_end_child(
-                self.returned_values.add_pass(self.module(**batch), loss_factor), loss_factor
+        with self._autocast_and_average_around_pass(is_last_of_step):
+            loss = _weighted_loss_or_exit_if_forked(
+                self.returned_values.add_values_and_return_loss(self.module(**batch), loss_factor),
+                loss_factor,
             )
             # Inside the context: DistributedDataParallel decides in the backward pass whether to
             # average.
             self.scaler.scale(loss / self.accumulation).backward()
         return loss.detach()
 
-    def clip_and_step(self, *learning_rates: float) -> StepOutcome:
+    def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
         _set_learning_rates(self.optimizer, learning_rates)
         self.scaler.unscale_(self.optimizer)
-        norm = self._clip_and_get_norm()
+        norm = self._clip_and_return_unclipped_norm()
         # With a scaler an overflow is usual: the scaler skips the step and lowers its scale.
         has_failed = not (math.isfinite(norm) or self.scaler.is_enabled())
         scale_before = self.scaler.get_scale()
@@ -195,7 +200,7 @@ class TorchStepper:
             has_failed or new_scale < min(scale_before, 1.0),
         )
 
-    def _clip_and_get_norm(self) -> float:
+    def _clip_and_return_unclipped_norm(self) -> float:
         """Clip gradients; return their norm before clipping.
 
         The result is the same on every rank, because gradients are averaged.
@@ -219,11 +224,11 @@ class TorchStepper:
 
     def named_state(self) -> NamedState:
         return NamedState(
-            trained_shapes(self.model),
+            trained_parameter_shapes(self.model),
             whole_parameter_ranges(self.model.named_parameters(), self.optimizer),
             self.optimizer,
-            saved_buffers(self.model),
-            loss_scale=scaler_loss_scale(self.scaler),
+            persistent_buffers_by_name(self.model),
+            loss_scale=scaler_loss_scale_or_none(self.scaler),
         )
 
     def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
@@ -260,10 +265,10 @@ class DeepSpeedStepper:
         config: Json,
     ) -> None:
         # Its autotuner would load MLflow for 1.7 s of a core.
-        with hide_package("mlflow"):
+        with hide_package_unless_loaded("mlflow"):
             import deepspeed
 
-        _disable_unneeded_parts(deepspeed)
+        _disable_deepspeed_shm_and_muon(deepspeed)
         self.model = model
         self.group = group
         self.returned_values = ValueMeans()
@@ -275,37 +280,38 @@ class DeepSpeedStepper:
             deepspeed.init_distributed(dist_init_required=False)
             with _allow_scalar_byte_views():
                 deepspeed.zero.Init(module=model, config_dict_or_path=config)
-        with _disable_steps(optimizer), _allow_scalar_byte_views():
+        with _disable_optimizer_steps(optimizer), _allow_scalar_byte_views():
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
         self.module: nn.Module = self.engine
         self.scales_loss = bool(config.get("fp16", {}).get("enabled"))
         self.unused_parameters: tuple[str, ...] = ()
-        self._used_parameters: UsedParameters | None = UsedParameters(model, group)
+        self._used_parameters: UsedParameterRecorder | None = UsedParameterRecorder(model, group)
         # Called for its checks: a run whose state cannot be saved must not start.
         self.named_state()
 
-    def micro_step(
+    def run_micro_batch(
         self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(is_last_of_step)
-        loss = _weight_loss_or_end_child(
-            self.returned_values.add_pass(self.engine(**batch), loss_factor), loss_factor
+        loss = _weighted_loss_or_exit_if_forked(
+            self.returned_values.add_values_and_return_loss(self.engine(**batch), loss_factor),
+            loss_factor,
         )
         self.engine.backward(loss)
         if is_last_of_step and self._used_parameters is not None:
-            self._record_unused(self._used_parameters)
+            self._record_and_print_unused_parameters(self._used_parameters)
         if not is_last_of_step:
             # Counts the micro step; the weights change at the boundary only.
             self.engine.step()
         return loss.detach()
 
-    def clip_and_step(self, *learning_rates: float) -> StepOutcome:
+    def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
         _set_learning_rates(self.engine.optimizer, learning_rates)
         # Stage 0 in fp32: DeepSpeed does not compute a norm.
         if not hasattr(self.engine.optimizer, "_global_grad_norm"):
-            return self._step_if_finite(float64_gradient_norm(self.model))
+            return self._step_unless_norm_is_non_finite(float64_gradient_norm(self.model))
         skipped_before = self.engine.skipped_steps
         self.engine.step()
         reported_norm = self.engine.get_global_grad_norm()
@@ -319,17 +325,18 @@ class DeepSpeedStepper:
             failed=(is_norm_bad or skipped) and not self.scales_loss,
         )
 
-    def _record_unused(self, used_parameters: UsedParameters) -> None:
+    def _record_and_print_unused_parameters(self, used_parameters: UsedParameterRecorder) -> None:
         self._used_parameters = None
-        self.unused_parameters = used_parameters.end_and_list_unused()
+        self.unused_parameters = used_parameters.remove_hooks_and_gather_unused_names()
         if self.unused_parameters:
-            self.group.print_once(
-                f"the loss does not use {names_text(self.unused_parameters)}: DeepSpeed takes zeros for their "
+            self.group.print_on_rank_0(
+                f"the loss does not use {first_five_names_text(self.unused_parameters)}: "
+                "DeepSpeed takes zeros for their "
                 "gradients, and optimizer.weight_decay lowers them; freeze unused parameters "
                 "(requires_grad_(False)) to keep them"
             )
 
-    def _step_if_finite(self, unclipped_norm: float) -> StepOutcome:
+    def _step_unless_norm_is_non_finite(self, unclipped_norm: float) -> StepOutcome:
         if not math.isfinite(unclipped_norm):
             self.engine.zero_grad()
             return StepOutcome(None, skipped=False, failed=True)
@@ -338,7 +345,7 @@ class DeepSpeedStepper:
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (
-            (name, _gradient_piece(p) if p.requires_grad else None)
+            (name, _gradient_part_of_this_rank(p) if p.requires_grad else None)
             for name, p in self.model.named_parameters()
         )
 
@@ -349,7 +356,7 @@ class DeepSpeedStepper:
         if self.engine.zero_optimization_stage() in (1, 2) and hasattr(
             optimizer, "averaged_gradients"
         ):
-            _drop_averaged_gradients(optimizer)
+            _drop_zero_averaged_gradients(optimizer)
 
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return (
@@ -359,9 +366,9 @@ class DeepSpeedStepper:
         )
 
     def named_state(self) -> NamedState:
-        from ortlaunch.worker.deepspeed.named_state import deepspeed_named_state
+        from ortlaunch.worker.deepspeed.named_state import named_state_of_deepspeed_engine
 
-        return deepspeed_named_state(self.engine, self.model, self.group.rank)
+        return named_state_of_deepspeed_engine(self.engine, self.model, self.group.rank)
 
     def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
         import deepspeed
@@ -395,7 +402,7 @@ def require_gradient(loss: torch.Tensor) -> None:
         )
 
 
-def _weight_loss_or_end_child(loss: torch.Tensor, loss_factor: float) -> torch.Tensor:
+def _weighted_loss_or_exit_if_forked(loss: torch.Tensor, loss_factor: float) -> torch.Tensor:
     """Return loss x factor in float32 or wider; return the loss itself if the factor is 1."""
     # A forked child that went on would write metrics and checkpoints and communicate with the other
     # ranks, beside its parent.
@@ -424,7 +431,7 @@ def float64_gradient_norm(model: nn.Module) -> float:
     return math.sqrt(float(float64_sum_of_squares(dense))) if dense else 0.0
 
 
-def _gradient_piece(parameter: Any) -> torch.Tensor | None:
+def _gradient_part_of_this_rank(parameter: Any) -> torch.Tensor | None:
     """Return this rank's piece of a gradient under DeepSpeed, between backward pass and step."""
     # Only parameters of ZeRO 3 have this attribute.
     if hasattr(parameter, "ds_id"):
@@ -440,7 +447,7 @@ def _gradient_piece(parameter: Any) -> torch.Tensor | None:
     return gradient
 
 
-def _drop_averaged_gradients(optimizer: Any) -> None:
+def _drop_zero_averaged_gradients(optimizer: Any) -> None:
     """Drop averaged gradients as DeepSpeed's ZeRO 1 and 2 do after an overflow."""
     # Otherwise later passes would add to these gradients.
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
@@ -454,7 +461,7 @@ def _drop_averaged_gradients(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _disable_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _disable_optimizer_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Disable the steps of this optimizer while the context is open."""
     # DeepSpeed 0.19.8 makes the state of stage 0 in bf16 and fp16 by a step with zero gradients.
     # Adam counts that step: its true first step would be 0.74 of the correct size, and the weights
@@ -466,7 +473,7 @@ def _disable_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         del vars(optimizer)["step"]
 
 
-def _disable_unneeded_parts(deepspeed: Any) -> None:
+def _disable_deepspeed_shm_and_muon(deepspeed: Any) -> None:
     # On CPU DeepSpeed would compile, for half a minute, an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # ZeRO imports Muon, which no recipe has. Muon's import compiles functions, for which torch would

@@ -33,11 +33,11 @@ class TorchScheduler:
         }
         return copy.deepcopy(self._initial_state, shared)
 
-    def rates_at_step(self, step_index: int, whole_epochs: int) -> list[float]:
+    def advance_and_read_rates(self, step_index: int, completed_epochs: int) -> list[float]:
         """Return the rate of each group at `step_index`, from 0, after so many whole epochs."""
         optimizer, config = self._current_state
         due_steps = (
-            (step_index if config.interval == "step" else whole_epochs) // config.frequency
+            (step_index if config.interval == "step" else completed_epochs) // config.frequency
             if config
             else 0
         )

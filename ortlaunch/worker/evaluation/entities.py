@@ -15,12 +15,12 @@ EntitySpan = tuple[int, int, str]
 _TAG = re.compile(r"O|[BI]-.+")
 
 
-def are_tags(names: Sequence[str]) -> bool:
+def are_classes_iob_tags(class_names: Sequence[str]) -> bool:
     """Return whether all classes are O, B-TYPE or I-TYPE (IOB1, IOB2)."""
-    return {*names} - {"O"} != set() and all(_TAG.fullmatch(name) for name in names)
+    return {*class_names} - {"O"} != set() and all(_TAG.fullmatch(name) for name in class_names)
 
 
-def entity_spans(tags: Iterable[str]) -> set[EntitySpan]:
+def entity_spans_of_tags(tags: Iterable[str]) -> set[EntitySpan]:
     """Return the entities of a row: index of the first word, index after the last, and type.
 
     I-TYPE continues an entity of the same type, else it starts one.
@@ -49,17 +49,19 @@ class EntityCounts:
         self.predicted = 0
         self.labelled = 0
 
-    def add(self, predicted_tags: Iterable[str], labelled_tags: Iterable[str]) -> None:
+    def count_entities_of_row(
+        self, predicted_tags: Iterable[str], labelled_tags: Iterable[str]
+    ) -> None:
         """Count one row: `predicted_tags` are the predicted tags, `labelled_tags` the labels."""
-        predicted_spans = entity_spans(predicted_tags)
-        labelled_spans = entity_spans(labelled_tags)
+        predicted_spans = entity_spans_of_tags(predicted_tags)
+        labelled_spans = entity_spans_of_tags(labelled_tags)
         self.correct, self.predicted, self.labelled = (
             self.correct + len(predicted_spans & labelled_spans),
             self.predicted + len(predicted_spans),
             self.labelled + len(labelled_spans),
         )
 
-    def read(self, group: DistributedContext) -> dict[str, float]:
+    def entity_metrics_over_ranks(self, group: DistributedContext) -> dict[str, float]:
         """Return the metrics over all ranks (collective)."""
         correct, predicted, labelled = map(
             sum, zip(*group.gather_numbers([self.correct, self.predicted, self.labelled]))

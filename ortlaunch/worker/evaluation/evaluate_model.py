@@ -13,7 +13,7 @@ from typing import Any
 
 from ortlaunch.cache import take_cache_notes
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.recipe import Recipe, parse_resolved_recipe
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.folder import json_text
 from ortlaunch.run_folder.records import Evaluation
@@ -22,8 +22,8 @@ from ortlaunch.tasks import ModelEvaluationRequest
 
 def run(request: ModelEvaluationRequest) -> None:
     """Evaluate the model and print the result."""
-    evaluation = evaluate_model_file(
-        parse_resolved(request.recipe), Path(request.model), Path(request.modules)
+    evaluation = load_and_evaluate_model_file(
+        parse_resolved_recipe(request.recipe), Path(request.model), Path(request.modules)
     )
     if request.json:
         print(json_text(evaluation.to_json(), indent=2))
@@ -33,7 +33,9 @@ def run(request: ModelEvaluationRequest) -> None:
         print(*evaluation_lines(evaluation), sep="\n")
 
 
-def evaluate_model_file(recipe: Recipe, model_path: Path, modules_folder: Path) -> Evaluation:
+def load_and_evaluate_model_file(
+    recipe: Recipe, model_path: Path, modules_folder: Path
+) -> Evaluation:
     """Evaluate a model.
 
     Args:
@@ -45,37 +47,43 @@ def evaluate_model_file(recipe: Recipe, model_path: Path, modules_folder: Path) 
     from transformers import AutoConfig
 
     from ortlaunch.rank import Rank
-    from ortlaunch.user_modules import add_factory_folders_to_path
-    from ortlaunch.worker.data import load_data
-    from ortlaunch.worker.data.vocabulary import vocabulary_of_config
-    from ortlaunch.worker.model.model import LossModule, build_model, refuse_data_beyond_model
+    from ortlaunch.user_modules import append_factory_folders_to_sys_path
+    from ortlaunch.worker.data import load_data_and_print_notes
+    from ortlaunch.worker.data.vocabulary import vocabulary_of_transformers_config
+    from ortlaunch.worker.model.model import (
+        LossModule,
+        build_loss_module,
+        refuse_data_exceeding_model_sizes,
+    )
     from ortlaunch.worker.onnx.onnx_model import OnnxModel
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    add_factory_folders_to_path(recipe, modules_folder)
+    append_factory_folders_to_sys_path(recipe, modules_folder)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     folder = model_path if model_path.is_dir() else model_path.parent
     config = AutoConfig.from_pretrained(folder) if (folder / "config.json").exists() else None
-    data = load_data(recipe, group, vocabulary=vocabulary_of_config(config, recipe.model.task))
+    data = load_data_and_print_notes(
+        recipe, group, vocabulary=vocabulary_of_transformers_config(config, recipe.model.task)
+    )
     assert data.evaluation is not None, "the control side has looked for data.evaluation"
     # The samples are read only now. The result in JSON is alone on stdout.
     for note in take_cache_notes():
         print(note, file=sys.stderr)
     if config is not None:
-        refuse_data_beyond_model(recipe, data, config)
+        refuse_data_exceeding_model_sizes(recipe, data, config)
     if model_path.suffix == ".onnx":
         loss_module = LossModule(OnnxModel(model_path, recipe.model.task, config))
     else:
-        loss_module = build_model(recipe, data)
-    return evaluate_module(recipe, loss_module, data.evaluation, group)
+        loss_module = build_loss_module(recipe, data)
+    return evaluate_loss_module(recipe, loss_module, data.evaluation, group)
 
 
-def evaluate_module(
-    recipe: Recipe, loss_module: Any, samples: Any, group: Any, step: int | None = None
+def evaluate_loss_module(
+    recipe: Recipe, loss_module: Any, samples: Any, group: Any, evaluated_step: int | None = None
 ) -> Evaluation:
     """Evaluate a LossModule on these samples."""
-    from ortlaunch.worker.data import Batches, batch_function
-    from ortlaunch.worker.evaluation.evaluation import evaluate
+    from ortlaunch.worker.data import Batches, batch_function_of_recipe
+    from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
     from ortlaunch.worker.evaluation.record import build_evaluation_record
     from ortlaunch.worker.model.loss_weight import LossWeight
     from ortlaunch.worker.supervision.progress import Progress
@@ -90,7 +98,7 @@ def evaluate_module(
         plain=loss_module,
         device=group.device,
         loss_weight=loss_weight,
-        to_device=loss_weight.prepare_batch,
+        to_device=loss_weight.batch_without_weight_key_with_label,
         # As eager PyTorch, the module returns more than a loss.
         record=SimpleNamespace(engine=SimpleNamespace(used="eager")),
     )
@@ -100,8 +108,8 @@ def evaluate_module(
         samples,
         BatchPlan(micro_size, micro_size, 1, 1, None),
         recipe.seed,
-        recipe.data.lengths,
-        batch_function(recipe),
+        recipe.data.padding_lengths_below_sequence_length,
+        batch_function_of_recipe(recipe),
     )
     plan = SimpleNamespace(batch=batches.batch)
     session: Any = SimpleNamespace(
@@ -113,6 +121,6 @@ def evaluate_module(
         batches=batches,
         progress=Progress(rank=1),
     )
-    metrics = evaluate(session, samples)
+    metrics = evaluate_loss_and_metrics(session, samples)
     assert metrics is not None, "nobody was asked to stop"
-    return build_evaluation_record(step, len(samples), metrics)
+    return build_evaluation_record(evaluated_step, len(samples), metrics)

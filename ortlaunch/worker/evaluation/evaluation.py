@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.worker.data import IGNORED, Samples
-from ortlaunch.worker.data.own import seed_generators
+from ortlaunch.worker.data.own import seed_all_random_generators
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.evaluation.measure import create_measures
+from ortlaunch.worker.evaluation.measure import create_measures_of_task
 from ortlaunch.worker.evaluation.own_metric import UserMetric
-from ortlaunch.worker.evaluation.word_scores import word_outputs
+from ortlaunch.worker.evaluation.word_scores import language_model_metric_inputs
 from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.own_numbers import ValueMeans, loss_of_engine_output
 from ortlaunch.worker.process_group.agreement import RankAgreement
@@ -29,12 +29,14 @@ from ortlaunch.worker.session import Session
 Batch = dict[str, torch.Tensor]
 
 
-def prefixed_metrics(metrics: dict[str, float]) -> dict[str, float]:
+def metrics_with_evaluation_prefix(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics under their names in metrics.jsonl, which has those of training, too."""
     return {f"evaluation_{name}": value for name, value in metrics.items()}
 
 
-def evaluation_batches(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
+def rank_batches_and_counted_indices(
+    session: Session, samples: Samples
+) -> Iterator[tuple[Batch, range]]:
     """Yield this rank's micro batches with the indices of the samples that count in each.
 
     Ranks take turns, and all have equally many micro batches. A rank without samples left gets a
@@ -47,7 +49,7 @@ def evaluation_batches(session: Session, samples: Samples) -> Iterator[tuple[Bat
         first_index = turn_start + session.group.rank * micro_samples
         counted_indices = range(first_index, min(first_index + micro_samples, len(samples)))
         yield (
-            session.batches.read_samples(
+            session.batches.read_and_stack_samples(
                 samples, [(index, 0) for index in counted_indices or range(1)]
             ),
             counted_indices,
@@ -55,7 +57,7 @@ def evaluation_batches(session: Session, samples: Samples) -> Iterator[tuple[Bat
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate_loss_and_metrics(
     session: Session, samples: Samples, rank_agreement: RankAgreement | None = None
 ) -> dict[str, float] | None:
     """Return the mean loss over the evaluation corpus and the task's metrics, by name (collective).
@@ -76,27 +78,32 @@ def evaluate(
     engine = session.engine
     group = session.group
     # The model's own random numbers are then those of any other evaluation of these weights.
-    seed_generators(session.recipe.seed)
+    seed_all_random_generators(session.recipe.seed)
     own_metric = UserMetric(session.recipe.train.metric)
     weighted_loss = 0.0
     total_weight = 0.0
     returned_values = ValueMeans()
     model = session.recipe.model
-    counters = create_measures(model.task, engine)
-    with _evaluation_mode(engine.eval_module, engine.plain), _metric_outputs(session) as output_of:
-        engine.plain.hook("on_validation_epoch_start", returned_values)
-        for batch, counted_indices in evaluation_batches(session, samples):
+    counters = create_measures_of_task(model.task, engine)
+    with (
+        _evaluate_then_train_mode(engine.eval_module, engine.plain),
+        _yield_function_for_metric_outputs(session) as output_of,
+    ):
+        engine.plain.call_lightning_hook("on_validation_epoch_start", returned_values)
+        for batch, counted_indices in rank_batches_and_counted_indices(session, samples):
             # At each micro batch, because an evaluation may be long.
-            if rank_agreement is not None and rank_agreement.agree_now().stops:
+            if rank_agreement is not None and rank_agreement.agree_on_request_now().stops:
                 return None
             weight = (
-                engine.loss_weight.batch_weight(batch, counted_indices) if counted_indices else 0.0
+                engine.loss_weight.weight_of_micro_batch(batch, counted_indices)
+                if counted_indices
+                else 0.0
             )
-            session.progress.pulse.count_mark()
+            session.progress.shared_progress.count_progress_mark()
             device_batch = engine.to_device(batch)
-            module_output = _forward_for_evaluation(session, device_batch)
+            module_output = _run_forward_padding_short_batch(session, device_batch)
             loss = (
-                returned_values.add_pass(module_output, weight)
+                returned_values.add_values_and_return_loss(module_output, weight)
                 if engine.plain.has_numbers
                 else loss_of_engine_output(module_output)
             )
@@ -106,11 +113,13 @@ def evaluate(
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}
             output = output_of(module_output, device_batch)
             if model.traits.predicts:
-                output = word_outputs(output, labels, engine.plain, engine.loss_weight.shifted)
+                output = language_model_metric_inputs(
+                    output, labels, engine.plain, engine.loss_weight.shifted
+                )
             for counter in counters:
-                counter.add(output, {**device_batch, **labels}, bool(counted_indices))
-            own_metric.add(counted_indices, output, batch)
-        engine.plain.hook("on_validation_epoch_end", returned_values)
+                counter.count_micro_batch(output, {**device_batch, **labels}, bool(counted_indices))
+            own_metric.keep_outputs_and_batch(counted_indices, output, batch)
+        engine.plain.call_lightning_hook("on_validation_epoch_end", returned_values)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
     losses, weights = zip(*group.gather_numbers([weighted_loss, total_weight]))
     if not sum(weights):
@@ -122,18 +131,18 @@ def evaluate(
     returned_values.keep_step()
     metrics = {"loss": loss}
     for counter in counters:
-        metrics |= counter.read(group, loss)
+        metrics |= counter.metrics_over_ranks(group, loss)
         confusion = getattr(counter, "confusion", None)
         # A model without a run has no folder for it.
         if confusion is not None and group.rank == 0 and session.run is not None:
-            write_json_atomically(session.run.confusion, as_json(confusion))
-    metrics |= returned_values.read_over_ranks(group) if engine.plain.has_numbers else {}
-    seed_generators(session.recipe.seed)
+            write_json_atomically(session.run.confusion, json_values_of_record(confusion))
+    metrics |= returned_values.means_over_ranks_and_reset(group) if engine.plain.has_numbers else {}
+    seed_all_random_generators(session.recipe.seed)
     # Last, because the user's names must differ from all others.
-    return metrics | own_metric.read(group, metrics)
+    return metrics | own_metric.call_on_rank_0_and_share_values(group, metrics)
 
 
-def _forward_for_evaluation(session: Session, device_batch: Batch) -> Any:
+def _run_forward_padding_short_batch(session: Session, device_batch: Batch) -> Any:
     """Return the output of the engine's module for a batch; of a LightningModule in plain PyTorch.
 
     For engine ort a short last batch is filled with copies of its last sample, without labels.
@@ -153,20 +162,25 @@ def _forward_for_evaluation(session: Session, device_batch: Batch) -> Any:
         return module(**device_batch)
     (count,) = samples
     module_output = module(
-        **{name: _pad_to_rows(name, value, micro_samples) for name, value in device_batch.items()}
+        **{
+            name: _repeat_last_row_without_labels(name, value, micro_samples)
+            for name, value in device_batch.items()
+        }
     )
     if not isinstance(module_output, Mapping):
         return module_output
     return {name: value[:count] if value.dim() else value for name, value in module_output.items()}
 
 
-def _pad_to_rows(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-    added = value[-1:].expand(rows - len(value), *value.shape[1:])
-    return torch.cat([value, torch.full_like(added, IGNORED) if name in LABELS else added])
+def _repeat_last_row_without_labels(
+    value_name: str, tensor: torch.Tensor, row_count: int
+) -> torch.Tensor:
+    added = tensor[-1:].expand(row_count - len(tensor), *tensor.shape[1:])
+    return torch.cat([tensor, torch.full_like(added, IGNORED) if value_name in LABELS else added])
 
 
 @contextlib.contextmanager
-def _evaluation_mode(*modules: nn.Module) -> Iterator[None]:
+def _evaluate_then_train_mode(*modules: nn.Module) -> Iterator[None]:
     """Switch dropout off while the context is open; all modules are in training mode after it."""
     for module in modules:
         module.eval()
@@ -178,12 +192,12 @@ def _evaluation_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _metric_outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
+def _yield_function_for_metric_outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
     """Yield a function that returns the model's outputs beside the loss, for the metrics.
 
     Its arguments are the output of the engine's module and the batch. The built-in metrics need
     scores only. The user's own metric gets all outputs, or for a language model the result of
-    `word_outputs`.
+    `language_model_metric_inputs`.
     """
     model = session.engine.plain.model
     traits = session.recipe.model.traits

@@ -23,16 +23,18 @@ class MetricMeasure(Protocol):
     Its argument is the engine whose model is evaluated. One of classes has `confusion`, too.
     """
 
-    def add(self, output: Any, labels: Mapping[str, Tensor], is_counted: bool) -> None:
+    def count_micro_batch(
+        self, output: Any, labels: Mapping[str, Tensor], is_counted: bool
+    ) -> None:
         """Count a micro batch.
 
         Args:
-            output: the model's output, by name; for a language model the result of `word_outputs`.
+            output: the model's output, by name; for a language model the result of `language_model_metric_inputs`.
             labels: the labels of the batch, by name, and its other values.
             is_counted: if false, the batch only fills a rank's turn and none of its samples counts.
         """
 
-    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
+    def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
         """Return the metrics by name, over all ranks (collective).
 
         Args:
@@ -41,7 +43,7 @@ class MetricMeasure(Protocol):
         """
 
 
-def create_measures(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
+def create_measures_of_task(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
     """Return the measures that an evaluation of a model task needs."""
     created = []
     for row in measures_of_task(task):
@@ -56,17 +58,19 @@ class SumOfCounts:
     def __init__(self, size: int) -> None:
         self._total: Any = torch.zeros(size, dtype=torch.float64)
 
-    def add(self, batch_counts: Tensor, is_counted: bool) -> None:
+    def add_batch_counts(self, batch_counts: Tensor, is_counted: bool) -> None:
         """Add the counts of a batch."""
         if is_counted:
             self._total = self._total.to(batch_counts.device) + batch_counts.double()
 
-    def read(self, group: DistributedContext) -> list[float]:
+    def sums_over_ranks(self, group: DistributedContext) -> list[float]:
         """Return the sums over all ranks (collective)."""
         return [sum(values) for values in zip(*group.gather_numbers(self._total.tolist()))]
 
 
-def logits_of(output: Any) -> Tensor | None:
+def logits_or_none(model_output: Any) -> Tensor | None:
     """Return the logits of words or classes in an output of transformers; None if it has none."""
-    logits: Tensor | None = output and output.get("prediction_logits", output.get("logits"))
+    logits: Tensor | None = model_output and model_output.get(
+        "prediction_logits", model_output.get("logits")
+    )
     return logits

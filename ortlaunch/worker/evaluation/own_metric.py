@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ortlaunch.errors import HookError
 from ortlaunch.json_types import Json
-from ortlaunch.worker.data.own import load_user_function
-from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name
+from ortlaunch.worker.data.own import import_user_function
+from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name_or_index
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Arrays = dict[str, NDArray[np.int64]]
@@ -32,15 +32,17 @@ class UserMetric:
         # The arrays of each micro batch: FIRST SAMPLE/SIDE/NAME.
         self.arrays: Arrays = {}
 
-    def add(self, sample_range: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
+    def keep_outputs_and_batch(
+        self, sample_range: range, output: Any, batch: Mapping[str, torch.Tensor]
+    ) -> None:
         """Add the model's output for these samples."""
         # An empty range only fills a rank's turn.
         if self.name is not None and sample_range:
-            for side, values in (("outputs", outputs_by_name(output)), ("batch", batch)):
-                for name, array in _sample_arrays(values, len(sample_range)).items():
+            for side, values in (("outputs", outputs_by_name_or_index(output)), ("batch", batch)):
+                for name, array in _arrays_with_row_per_sample(values, len(sample_range)).items():
                     self.arrays[f"{sample_range[0]}/{side}/{name}"] = array
 
-    def read(
+    def call_on_rank_0_and_share_values(
         self, group: DistributedContext, evaluation_metrics: Mapping[str, float]
     ) -> dict[str, float]:
         """Return the values of the user's function for all samples, on all ranks (collective).
@@ -59,7 +61,7 @@ class UserMetric:
         if group.rank == 0:
             try:
                 result = {
-                    "found": self._call_user_function(
+                    "found": self._call_metric_function_and_check(
                         dict(ChainMap(*collected)), evaluation_metrics
                     )
                 }
@@ -72,11 +74,11 @@ class UserMetric:
         user_values: dict[str, float] = result["found"]
         return user_values
 
-    def _call_user_function(
+    def _call_metric_function_and_check(
         self, arrays: Arrays, evaluation_metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        user_function = load_user_function("train.metric", str(self.name))
-        outputs, batch = (_join_side(arrays, side) for side in ("outputs", "batch"))
+        user_function = import_user_function("train.metric", str(self.name))
+        outputs, batch = (_rows_by_value_name(arrays, side) for side in ("outputs", "batch"))
         try:
             returned_values = user_function(outputs, batch)
         except Exception as error:
@@ -100,11 +102,11 @@ class UserMetric:
         return user_values
 
 
-def _sample_arrays(values: Mapping[str, Any], sample_count: int) -> Arrays:
+def _arrays_with_row_per_sample(value_by_name: Mapping[str, Any], sample_count: int) -> Arrays:
     """Return those tensors that have one row per sample, as arrays."""
     rows = {
         name: value.detach().cpu()
-        for name, value in values.items()
+        for name, value in value_by_name.items()
         if isinstance(value, torch.Tensor)
         and value.dim()
         and len(value) == sample_count
@@ -117,7 +119,7 @@ def _sample_arrays(values: Mapping[str, Any], sample_count: int) -> Arrays:
     }
 
 
-def _join_side(arrays: Arrays, side: str) -> Json:
+def _rows_by_value_name(arrays: Arrays, outputs_or_batch: str) -> Json:
     """Return the rows of all samples on one side, in order, by name.
 
     They are an array, or a list of rows if batches differ in shape.
@@ -125,12 +127,12 @@ def _join_side(arrays: Arrays, side: str) -> Json:
     parts: dict[str, list[NDArray[np.int64]]] = {}
     for key in sorted(arrays, key=lambda key: int(key.partition("/")[0])):
         _, key_side, name = key.split("/", 2)
-        if key_side == side:
+        if key_side == outputs_or_batch:
             parts.setdefault(name, []).append(arrays[key])
-    return {name: _join_rows(rows) for name, rows in parts.items()}
+    return {name: _concatenated_array_or_row_list(rows) for name, rows in parts.items()}
 
 
-def _join_rows(parts: list[NDArray[np.int64]]) -> Any:
-    if len({part.shape[1:] for part in parts}) == 1:
-        return np.concatenate(parts)
-    return [row for part in parts for row in part]
+def _concatenated_array_or_row_list(arrays: list[NDArray[np.int64]]) -> Any:
+    if len({part.shape[1:] for part in arrays}) == 1:
+        return np.concatenate(arrays)
+    return [row for part in arrays for row in part]

@@ -7,12 +7,12 @@ from ortlaunch.run_folder.records import Evaluation
 
 
 def build_evaluation_record(
-    step: int | None, sample_count: int, all_metrics: dict[str, float]
+    evaluated_step: int | None, sample_count: int, all_metrics: dict[str, float]
 ) -> Evaluation:
     """Return the record: the table's metrics in its order, and the user's own values."""
     metrics = {name: all_metrics[name] for name in METRICS if name in all_metrics}
     user_values = {name: value for name, value in all_metrics.items() if name not in METRICS}
-    return Evaluation(step, sample_count, metrics, user_values or None)
+    return Evaluation(evaluated_step, sample_count, metrics, user_values or None)
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:

@@ -18,8 +18,8 @@ from torch.nn import functional
 from ortlaunch.run_folder.records import Confusion
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.engine import TrainingEngine
-from ortlaunch.worker.evaluation.entities import EntityCounts, are_tags
-from ortlaunch.worker.evaluation.measure import logits_of
+from ortlaunch.worker.evaluation.entities import EntityCounts, are_classes_iob_tags
+from ortlaunch.worker.evaluation.measure import logits_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Classes up to which the counts by predicted class are kept.
@@ -37,11 +37,11 @@ class Scores:
         self._names = [names[class_index] for class_index in sorted(names)]
         self._measure: ClassScores | ValueScores | None = None
 
-    def add(
+    def count_micro_batch(
         self, output: Any, labels_by_name: Mapping[str, torch.Tensor], is_counted: bool
     ) -> None:
         """Count a batch; with `is_counted` false it only fills a rank's turn."""
-        logits = logits_of(output)
+        logits = logits_or_none(output)
         labels = labels_by_name.get("labels")
         if logits is None or labels is None:
             return
@@ -61,14 +61,14 @@ class Scores:
         if is_counted:
             self._measure.add(logits, labels)
 
-    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
+    def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
         """Return the scores by their names in the table (collective); none without labels."""
         with warnings.catch_warnings():
             # torchmetrics warns of nan and of a rank without samples.
             warnings.simplefilter("ignore")
             scores = self._measure.read(group) if self._measure is not None else {}
         if isinstance(self._measure, ClassScores):
-            self.confusion = self._measure.confusion_over_ranks(group)
+            self.confusion = self._measure.gather_confusion_counts_or_none(group)
         return scores
 
 
@@ -79,7 +79,7 @@ class ClassScores:
     """
 
     def __init__(self, class_count: int, class_names: Sequence[str], device: torch.device) -> None:
-        metric_classes = _torchmetrics().classification
+        metric_classes = _import_torchmetrics_quietly().classification
         options = {"validate_args": False, "sync_on_compute": False}
         self._accuracy = metric_classes.MulticlassAccuracy(class_count, average="micro", **options)
         # Each class is a binary label: MulticlassF1Score would build a matrix of classes x classes,
@@ -96,7 +96,9 @@ class ClassScores:
             class_count**2 if class_count <= _MOST_CLASSES else 0, dtype=torch.int64
         )
         self._entities = (
-            EntityCounts() if len(class_names) == class_count and are_tags(class_names) else None
+            EntityCounts()
+            if len(class_names) == class_count and are_classes_iob_tags(class_names)
+            else None
         )
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -105,7 +107,7 @@ class ClassScores:
         is_labelled = labels != IGNORED
         if self._entities is not None and labels.dim() == 2:
             for row, labelled, row_mask in zip(predicted.cpu(), labels.cpu(), is_labelled.cpu()):
-                self._entities.add(
+                self._entities.count_entities_of_row(
                     self._tag_names(row[row_mask]), self._tag_names(labelled[row_mask])
                 )
         predicted = predicted[is_labelled]
@@ -122,12 +124,16 @@ class ClassScores:
 
     def read(self, group: DistributedContext) -> dict[str, float]:
         scores = {
-            "classification_accuracy": float(_compute_over_ranks(self._accuracy, group)),
-            "f1_macro": float(_compute_over_ranks(self._f1, group).nanmean()),
+            "classification_accuracy": float(
+                _sum_state_over_ranks_and_compute(self._accuracy, group)
+            ),
+            "f1_macro": float(_sum_state_over_ranks_and_compute(self._f1, group).nanmean()),
         }
-        return scores | (self._entities.read(group) if self._entities is not None else {})
+        return scores | (
+            self._entities.entity_metrics_over_ranks(group) if self._entities is not None else {}
+        )
 
-    def confusion_over_ranks(self, group: DistributedContext) -> Confusion | None:
+    def gather_confusion_counts_or_none(self, group: DistributedContext) -> Confusion | None:
         """Return the counts of all ranks by class (collective); None for too many classes."""
         if not len(self._counts):
             return None
@@ -146,13 +152,15 @@ class Transcripts:
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._plain = engine.plain
-        self._errors = _torchmetrics().text.WordErrorRate(sync_on_compute=False)
+        self._errors = _import_torchmetrics_quietly().text.WordErrorRate(sync_on_compute=False)
         # Nothing yet: else it warns on a rank that has no sample.
         self._errors.update([], [])
         # It warns of marks that are two things at once, as Whisper's end of text is.
         logging.getLogger("transformers.generation").setLevel(logging.ERROR)
 
-    def add(self, output: Any, batch: Mapping[str, torch.Tensor], is_counted: bool) -> None:
+    def count_micro_batch(
+        self, output: Any, batch: Mapping[str, torch.Tensor], is_counted: bool
+    ) -> None:
         """Let the model write, in plain PyTorch; collective where ZeRO 3 has split it."""
         tokenizer, model = self._plain.tokenizer, self._plain.model
         if tokenizer is None or not hasattr(model, "generate"):
@@ -172,8 +180,8 @@ class Transcripts:
                      for rows in (written, references))  # fmt: skip
             self._errors.update(*texts)
 
-    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        rate = float(_compute_over_ranks(self._errors, group))
+    def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
+        rate = float(_sum_state_over_ranks_and_compute(self._errors, group))
         return {"word_error_rate": rate} if math.isfinite(rate) else {}
 
 
@@ -194,19 +202,20 @@ class ValueScores:
     def read(self, group: DistributedContext) -> dict[str, float]:
         counts = [int(count) for (count,) in group.gather_numbers([len(self._predicted)])]
         gathered_values = (
-            _gather_values(group, values, counts) for values in (self._predicted, self._labelled)
+            _gather_uneven_values(group, values, counts)
+            for values in (self._predicted, self._labelled)
         )
         predicted, labelled = (
             torch.tensor(values, dtype=torch.float64) for values in gathered_values
         )
-        metric_functions = _torchmetrics().functional
+        metric_functions = _import_torchmetrics_quietly().functional
         return {
             "mse": float(metric_functions.mean_squared_error(predicted, labelled)),
             "pearson": float(metric_functions.pearson_corrcoef(predicted, labelled)),
         }
 
 
-def _gather_values(
+def _gather_uneven_values(
     group: DistributedContext, rank_values: list[float], count_by_rank: list[int]
 ) -> list[float]:
     """Return the values of all ranks; `count_by_rank` are their numbers of values."""
@@ -219,7 +228,7 @@ def _gather_values(
     ]
 
 
-def _compute_over_ranks(metric: Any, group: DistributedContext) -> Any:
+def _sum_state_over_ranks_and_compute(metric: Any, group: DistributedContext) -> Any:
     """Compute a metric from the counts of all ranks."""
     for name, rank_state in metric.metric_state.items():
         states_by_rank = group.gather_numbers(rank_state.flatten().tolist())
@@ -231,7 +240,7 @@ def _compute_over_ranks(metric: Any, group: DistributedContext) -> Any:
     return metric.compute()
 
 
-def _torchmetrics() -> Any:
+def _import_torchmetrics_quietly() -> Any:
     # torchmetrics imports matplotlib, which warns of a home folder that is not writable.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import torchmetrics

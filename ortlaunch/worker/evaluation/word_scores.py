@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.engine import TrainingEngine
-from ortlaunch.worker.evaluation.measure import SumOfCounts, logits_of
+from ortlaunch.worker.evaluation.measure import SumOfCounts, logits_or_none
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -35,13 +35,13 @@ class WordScores(NamedTuple):
     """Negative log likelihood of the label in nats, float32; nan at positions without a label."""
 
 
-def word_scores(
-    states: Tensor, labels: Tensor, loss_module: Any = None, is_shifted: bool = False
+def predictions_and_losses_at_labels(
+    logits_or_head_inputs: Tensor, labels: Tensor, loss_module: Any = None, is_shifted: bool = False
 ) -> WordScores:
     """Compute the scores of labels that are not IGNORED, a few rows of logits at a time.
 
     Args:
-        states: logits, (samples, length, vocabulary); if `loss_module` computes head and loss in chunks,
+        logits_or_head_inputs: logits, (samples, length, vocabulary); if `loss_module` computes head and loss in chunks,
             the inputs of the head instead.
         labels: (samples, length).
         loss_module: the model's LossModule.
@@ -56,10 +56,12 @@ def word_scores(
     for sample, position in (
         part.unbind(1) for part in positions.split(chunked_head.rows if chunked_head else _ROWS)
     ):
-        rows = states[sample, position]
+        rows = logits_or_head_inputs[sample, position]
         targets = labels[sample, position + label_offset]
         logits = (
-            rows if chunked_head is None else chunked_head.head_logits(loss_module.model, rows)
+            rows
+            if chunked_head is None
+            else chunked_head.logits_of_head_inputs(loss_module.model, rows)
         ).float()
         predictions[sample, position + label_offset] = logits.argmax(-1)
         losses[sample, position + label_offset] = functional.cross_entropy(
@@ -68,8 +70,11 @@ def word_scores(
     return WordScores(predictions, losses)
 
 
-def word_outputs(
-    output: Any, labels: Mapping[str, Tensor], loss_module: Any = None, is_shifted: bool = False
+def language_model_metric_inputs(
+    model_output: Any,
+    labels: Mapping[str, Tensor],
+    loss_module: Any = None,
+    is_shifted: bool = False,
 ) -> dict[str, Tensor]:
     """Return the inputs of a language model's metrics for one batch, by name.
 
@@ -77,18 +82,21 @@ def word_outputs(
     `seq_relationship_logits`. A model without logits of words gives none.
 
     Args:
-        output: the model's output; if `loss_module` computes head and loss in chunks, it has the inputs
+        model_output: the model's output; if `loss_module` computes head and loss in chunks, it has the inputs
             of the head instead of logits.
         labels: the labels of the batch, by name.
         loss_module: the model's LossModule.
         is_shifted: see `word_scores`.
     """
     word_labels = labels.get("labels")
-    states = logits_of(output)
+    states = logits_or_none(model_output)
     if word_labels is None or states is None or word_labels.dim() != 2 or states.dim() != 3:
         return {}
-    pairs = {_PAIRS: output[_PAIRS]} if _PAIRS in output else {}
-    return {**word_scores(states, word_labels, loss_module, is_shifted)._asdict(), **pairs}
+    pairs = {_PAIRS: model_output[_PAIRS]} if _PAIRS in model_output else {}
+    return {
+        **predictions_and_losses_at_labels(states, word_labels, loss_module, is_shifted)._asdict(),
+        **pairs,
+    }
 
 
 class MaskedWords:
@@ -100,7 +108,7 @@ class MaskedWords:
         # Correct words, labelled words, and the sum of losses.
         self._sum = SumOfCounts(3)
 
-    def add(
+    def count_micro_batch(
         self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool
     ) -> None:
         if "predictions" in output:
@@ -113,10 +121,10 @@ class MaskedWords:
                     for counted_values in (right, counted, losses)
                 ]
             )
-            self._sum.add(batch_counts, is_counted)
+            self._sum.add_batch_counts(batch_counts, is_counted)
 
-    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        right, word_count, loss_sum = self._sum.read(group)
+    def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
+        right, word_count, loss_sum = self._sum.sums_over_ranks(group)
         return (
             {
                 "perplexity": _exp_or_infinity(loss_sum / word_count),
@@ -135,7 +143,7 @@ class SentencePairScore:
         # Correct pairs, and all pairs.
         self._sum = SumOfCounts(2)
 
-    def add(
+    def count_micro_batch(
         self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool
     ) -> None:
         if _PAIRS in output and "next_sentence_label" in labels:
@@ -143,10 +151,10 @@ class SentencePairScore:
             batch_counts = torch.stack(
                 [right.sum(), torch.tensor(right.numel(), device=right.device)]
             )
-            self._sum.add(batch_counts, is_counted)
+            self._sum.add_batch_counts(batch_counts, is_counted)
 
-    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        right, pairs = self._sum.read(group)
+    def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
+        right, pairs = self._sum.sums_over_ranks(group)
         return {"next_sentence_accuracy": right / pairs} if pairs else {}
 
 
@@ -156,12 +164,12 @@ class LossPerplexity:
     def __init__(self, engine: TrainingEngine) -> None:
         self._is_mean_of_words = engine.loss_weight.by == "labels"
 
-    def add(
+    def count_micro_batch(
         self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool
     ) -> None:
         """Do nothing: `read` needs only the loss of the evaluation."""
 
-    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
+    def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
         return {"perplexity": _exp_or_infinity(loss)} if self._is_mean_of_words else {}
 
 

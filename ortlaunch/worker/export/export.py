@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.base.patching import hide_package
+from ortlaunch.ortmodule.base.patching import hide_package_unless_loaded
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run_folder.file_sums import list_files_below
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.data.media.samples import load_processor
+from ortlaunch.worker.data.media.samples import load_processor_or_none
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-def write_run_export(
+def write_run_export_on_rank_0(
     recipe: Recipe,
     run: RunDir,
     group: DistributedContext,
@@ -39,7 +39,7 @@ def write_run_export(
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
             try:
-                write_huggingface(recipe, run.export, trained_module, data)
+                write_transformers_or_peft_folder(recipe, run.export, trained_module, data)
             # safetensors has an error of its own for a full disk, which names no file.
             except Exception as error:
                 if "os error 28" not in str(error):
@@ -49,8 +49,8 @@ def write_run_export(
     group.barrier()
 
 
-def write_huggingface(
-    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+def write_transformers_or_peft_folder(
+    recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> None:
     """Write the model for transformers or peft into an existing folder.
 
@@ -62,54 +62,54 @@ def write_huggingface(
         model = model.merge_and_unload(safe_merge=True)
     elif recipe.model.lora:
         # peft would write a template over the user's own model card; push.py writes the run's card.
-        model.create_or_update_model_card = lambda folder: None
+        model.create_or_update_model_card = lambda export_folder: None
     if hasattr(model, "save_pretrained"):
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         restore_cache_setting(model, trained_module.generates_with_cache)
         # accelerate would import DeepSpeed, for seconds, to see whether the model is wrapped by it.
-        with hide_package("deepspeed"):
-            model.save_pretrained(folder)
+        with hide_package_unless_loaded("deepspeed"):
+            model.save_pretrained(export_folder)
     else:
-        _save_tensors(model, str(folder / "model.safetensors"))
-    for part in (data.tokenizer, load_processor(recipe)):
+        _save_safetensors_with_shared_once(model, str(export_folder / "model.safetensors"))
+    for part in (data.tokenizer, load_processor_or_none(recipe)):
         if part is not None:
-            part.save_pretrained(folder)
-    apply_umask_and_flush(folder)
+            part.save_pretrained(export_folder)
+    apply_umask_and_flush_files(export_folder)
 
 
 def _write_onnx(
-    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+    recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> OnnxCheck:
-    from ortlaunch.worker.onnx.onnx_export import export_onnx
+    from ortlaunch.worker.onnx.onnx_export import write_and_check_onnx_folder
 
-    check = export_onnx(recipe, folder, trained_module, data)
-    apply_umask_and_flush(folder)
+    check = write_and_check_onnx_folder(recipe, export_folder, trained_module, data)
+    apply_umask_and_flush_files(export_folder)
     return check
 
 
 def _write_ondevice(
-    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+    recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> DeviceArtifacts:
-    from ortlaunch.worker.device.artifacts import write_device_artifacts
+    from ortlaunch.worker.device.artifacts import write_and_check_device_artifacts
 
-    artifacts = write_device_artifacts(recipe, folder, trained_module, data)
-    apply_umask_and_flush(folder)
+    artifacts = write_and_check_device_artifacts(recipe, export_folder, trained_module, data)
+    apply_umask_and_flush_files(export_folder)
     return artifacts
 
 
 FORMATS: dict[
     str, Callable[[Recipe, Path, LossModule, LoadedData], OnnxCheck | DeviceArtifacts | None]
 ] = {
-    "huggingface": write_huggingface,
+    "huggingface": write_transformers_or_peft_folder,
     "onnx": _write_onnx,
     "ondevice": _write_ondevice,
 }
 """Writers by the value of `ortlaunch export --format`; commands/export.py has the same names."""
 
 
-def apply_umask_and_flush(folder: Path) -> None:
+def apply_umask_and_flush_files(folder: Path) -> None:
     """Give all files of a folder the permissions of the umask, and flush them to the disk."""
     # safetensors writes files that only their owner can read. The umask can be read only by setting
     # it.
@@ -122,7 +122,7 @@ def apply_umask_and_flush(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _save_tensors(model: torch.nn.Module, path: str) -> None:
+def _save_safetensors_with_shared_once(model: torch.nn.Module, file_path: str) -> None:
     """Write a file for safetensors' `load_model`, with each shared tensor once."""
     # safetensors' own `save_model` refuses weights that ZeRO keeps as pieces of one large tensor.
     from safetensors.torch import save_file
@@ -141,4 +141,4 @@ def _save_tensors(model: torch.nn.Module, path: str) -> None:
         else:
             # `load_model` finds the stored name of a shared tensor here.
             metadata[name] = stored_name
-    save_file(tensors, path, metadata)
+    save_file(tensors, file_path, metadata)

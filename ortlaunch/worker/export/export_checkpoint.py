@@ -17,7 +17,7 @@ from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.export_records import DeviceArtifacts, ExportLine, OnnxCheck
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.lines import append_json_line
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.tasks import ExportRequest
 
 if TYPE_CHECKING:
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 def run(request: ExportRequest) -> None:
     """Write the requested export."""
     run, step, folder, export_format, lora_form, is_automatic = request
-    write_checkpoint_export(RunDir(run), step, Path(folder), export_format, lora_form, is_automatic)
+    write_and_record_checkpoint_export(
+        RunDir(run), step, Path(folder), export_format, lora_form, is_automatic
+    )
     print(f"export of step {request.step}: {request.folder}")
 
 
-def write_checkpoint_export(
+def write_and_record_checkpoint_export(
     run: RunDir,
-    step: int,
-    folder: Path,
+    checkpoint_step: int,
+    export_folder: Path,
     export_format: str,
     lora_form: str = "",
     is_automatic: bool = False,
@@ -45,20 +47,20 @@ def write_checkpoint_export(
 
     Args:
         run: the folder of the run.
-        step: the step of the checkpoint.
-        folder: the folder to write; it exists afterwards only if the export is complete.
+        checkpoint_step: the step of the checkpoint.
+        export_folder: the folder to write; it exists afterwards only if the export is complete.
         export_format: the format, a key of `FORMATS`.
         lora_form: merged, alone, or "" for the recipe's setting.
         is_automatic: whether `checkpoint.export` requested it.
     """
-    from ortlaunch.worker.device.artifacts import device_recipe
+    from ortlaunch.worker.device.artifacts import recipe_for_device_artifacts
     from ortlaunch.worker.export.export import FORMATS
 
-    recipe = _set_adapter_export(_read_run_recipe(run), export_format, lora_form)
+    recipe = _recipe_with_requested_lora_form(_read_run_recipe(run), export_format, lora_form)
     if export_format == "ondevice":
-        recipe = device_recipe(recipe, Plan.read(run.plan).batch.micro_samples)
-    recipe, model, data = load_trained_model(run, step, recipe)
-    partial = folder.with_name(f"{folder.name}.partial")
+        recipe = recipe_for_device_artifacts(recipe, Plan.read(run.plan).batch.micro_samples)
+    recipe, model, data = load_trained_model_of_checkpoint(run, checkpoint_step, recipe)
+    partial = export_folder.with_name(f"{export_folder.name}.partial")
     # An earlier export may have been killed.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -72,21 +74,24 @@ def write_checkpoint_export(
     # Recorded first: after a kill in between the next start repeats a missing export, but it would
     # take a folder without a line for the user's own.
     _record_and_print_export(
-        run, ExportLine(step, export_format, str(folder.absolute()), check, is_automatic)
+        run,
+        ExportLine(
+            checkpoint_step, export_format, str(export_folder.absolute()), check, is_automatic
+        ),
     )
-    partial.replace(folder)
+    partial.replace(export_folder)
     if isinstance(result, DeviceArtifacts):
-        print_device_artifacts(result)
+        print_device_artifacts_summary(result)
 
 
-def load_trained_model(
-    run: RunDir, step: int, recipe: Recipe | None = None
+def load_trained_model_of_checkpoint(
+    run: RunDir, checkpoint_step: int, recipe: Recipe | None = None
 ) -> tuple[Recipe, LossModule, LoadedData]:
     """Return recipe, model with the weights of a checkpoint, and data of a run, on the CPU.
 
     Args:
         run: the folder of the run.
-        step: the step of the checkpoint.
+        checkpoint_step: the step of the checkpoint.
         recipe: a recipe in place of the run's.
 
     Raises:
@@ -94,40 +99,46 @@ def load_trained_model(
     """
     import torch
 
-    from ortlaunch.user_modules import add_factory_folders_to_path
-    from ortlaunch.worker.checkpoint.restore import load_trainable_weights
-    from ortlaunch.worker.checkpoint.verify import checkpoint_damage
-    from ortlaunch.worker.data import load_data
-    from ortlaunch.worker.data.vocabulary import vocabulary_of_run
-    from ortlaunch.worker.model.identity import frozen_fingerprint
-    from ortlaunch.worker.model.model import build_model
+    from ortlaunch.user_modules import append_factory_folders_to_sys_path
+    from ortlaunch.worker.checkpoint.restore import load_trainable_weights_and_buffers
+    from ortlaunch.worker.checkpoint.verify import gather_checkpoint_damage_or_empty
+    from ortlaunch.worker.data import load_data_and_print_notes
+    from ortlaunch.worker.data.vocabulary import read_run_vocabulary_or_none
+    from ortlaunch.worker.model.identity import frozen_weights_fingerprint_or_none
+    from ortlaunch.worker.model.model import build_loss_module
     from ortlaunch.worker.model.precision import dtype_of
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
     recipe = recipe or _read_run_recipe(run)
     plan = Plan.read(run.plan)
-    add_factory_folders_to_path(recipe, Path(plan.modules))
+    append_factory_folders_to_sys_path(recipe, Path(plan.modules))
     # One process in place of the run's ranks.
     single_rank = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     # A lock normally keeps the checkpoint; a disk may have no locks (run_folder/held.py).
-    if not (run.checkpoint_folder(step) / COMPLETE).exists():
+    if not (run.checkpoint_folder(checkpoint_step) / COMPLETE).exists():
         raise CheckpointError(
-            f"{run.checkpoint_folder(step)} was removed by its run in the meantime (checkpoint.keep); "
+            f"{run.checkpoint_folder(checkpoint_step)} was removed by its run in the meantime (checkpoint.keep); "
             "try again"
         )
-    if damage_text := checkpoint_damage(run.checkpoint_folder(step), single_rank):
-        raise CheckpointError(f"{run.checkpoint_folder(step)} is damaged: {damage_text}")
-    data = load_data(recipe, single_rank, vocabulary=vocabulary_of_run(run))
-    model = build_model(recipe, data)
-    require_same_frozen(run.checkpoint_folder(step), frozen_fingerprint(model))
-    load_trainable_weights(run.checkpoint_folder(step), model)
+    if damage_text := gather_checkpoint_damage_or_empty(
+        run.checkpoint_folder(checkpoint_step), single_rank
+    ):
+        raise CheckpointError(f"{run.checkpoint_folder(checkpoint_step)} is damaged: {damage_text}")
+    data = load_data_and_print_notes(
+        recipe, single_rank, vocabulary=read_run_vocabulary_or_none(run)
+    )
+    model = build_loss_module(recipe, data)
+    require_unchanged_frozen_weights(
+        run.checkpoint_folder(checkpoint_step), frozen_weights_fingerprint_or_none(model)
+    )
+    load_trainable_weights_and_buffers(run.checkpoint_folder(checkpoint_step), model)
     # DeepSpeed keeps the model in this precision, and so does the run's own export.
     if plan.deepspeed:
         model.to(dtype_of(recipe.precision))
     return recipe, model, data
 
 
-def _set_adapter_export(recipe: Recipe, export_format: str, lora_form: str) -> Recipe:
+def _recipe_with_requested_lora_form(recipe: Recipe, export_format: str, lora_form: str) -> Recipe:
     """Return the recipe with the requested export of adapters (merged or alone).
 
     Raises:
@@ -153,12 +164,14 @@ def _set_adapter_export(recipe: Recipe, export_format: str, lora_form: str) -> R
 
 
 def _read_run_recipe(run: RunDir) -> Recipe:
-    from ortlaunch.recipe import read_resolved
+    from ortlaunch.recipe import read_resolved_recipe_of_run
 
-    return read_resolved(run.recipe)
+    return read_resolved_recipe_of_run(run.recipe)
 
 
-def require_same_frozen(folder: Path, current_fingerprint: str | None) -> None:
+def require_unchanged_frozen_weights(
+    checkpoint_folder: Path, current_fingerprint: str | None
+) -> None:
     """Check that the frozen weights, which a checkpoint lacks, are still those of its training.
 
     Raises:
@@ -166,13 +179,13 @@ def require_same_frozen(folder: Path, current_fingerprint: str | None) -> None:
     """
     # A checkpoint without such a record passes.
     saved_fingerprint = (
-        (origin.read_checkpoint_origin(folder) or {})
+        (origin.read_checkpoint_origin_or_none(checkpoint_folder) or {})
         .get("weights", {})
         .get("frozen", current_fingerprint)
     )
     if saved_fingerprint != current_fingerprint:
         raise CheckpointError(
-            f"{folder} contains only the trained weights, and the others (under LoRA all but "
+            f"{checkpoint_folder} contains only the trained weights, and the others (under LoRA all but "
             "the adapters) differ from those of its training: model.pretrained, the seed or a "
             "package has changed since"
         )
@@ -180,7 +193,7 @@ def require_same_frozen(folder: Path, current_fingerprint: str | None) -> None:
 
 def _record_and_print_export(run: RunDir, export_line: ExportLine) -> None:
     """Append the export to exports.jsonl, and print the comparison with PyTorch."""
-    append_json_line(run.exports, as_json(export_line))
+    append_json_line(run.exports, json_values_of_record(export_line))
     if export_line.onnx is not None:
         shapes = ", ".join(" x ".join(map(str, shape)) for shape in export_line.onnx.batches)
         print(
@@ -193,7 +206,7 @@ def _record_and_print_export(run: RunDir, export_line: ExportLine) -> None:
         )
 
 
-def print_device_artifacts(artifacts: DeviceArtifacts) -> None:
+def print_device_artifacts_summary(artifacts: DeviceArtifacts) -> None:
     """Print the comparison with PyTorch, the trained weights, and differences from the recipe."""
     trained = sum(parameter.trained for parameter in artifacts.parameters)
     difference = artifacts.largest_difference

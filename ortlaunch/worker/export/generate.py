@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import InputError, first_message_line
-from ortlaunch.recipe.inputs import pretrained_files, refuse_lfs_pointers
+from ortlaunch.recipe.inputs import pretrained_files_in_folder, refuse_lfs_pointers
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import GenerationRequest
 
@@ -22,31 +22,37 @@ def run(request: GenerationRequest) -> None:
     """Print the generated text."""
     # The command has replaced it by the step.
     assert request.step != "best"
-    print(generated_text(*_load_model(request.model, request.step), request))
+    print(
+        prompt_and_generated_text(*_load_model_and_tokenizer(request.model, request.step), request)
+    )
 
 
-def _load_model(model_location: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
+def _load_model_and_tokenizer(
+    model_location: str, checkpoint_step_or_none: int | None
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return model and tokenizer of a folder, or of a run's checkpoint.
 
-    step: the step of the checkpoint; None: `model_location` is the folder of a model.
+    checkpoint_step_or_none: the step of the checkpoint; None: `model_location` is the folder of a model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if step is None:
+    if checkpoint_step_or_none is None:
         for key in ("model.pretrained", "data.tokenizer"):
-            refuse_lfs_pointers(pretrained_files(key, model_location))
+            refuse_lfs_pointers(pretrained_files_in_folder(key, model_location))
         try:
             return AutoModelForCausalLM.from_pretrained(
                 model_location
             ), AutoTokenizer.from_pretrained(model_location)
         except (OSError, ValueError) as error:
             raise InputError(f"{model_location}: {first_message_line(error)}") from None
-    from ortlaunch.worker.export.export_checkpoint import load_trained_model
+    from ortlaunch.worker.export.export_checkpoint import load_trained_model_of_checkpoint
     from ortlaunch.worker.model.model import restore_cache_setting
 
-    _, loss_module, data = load_trained_model(RunDir(Path(model_location)), step)
+    _, loss_module, data = load_trained_model_of_checkpoint(
+        RunDir(Path(model_location)), checkpoint_step_or_none
+    )
     if data.tokenizer is None:
         raise InputError(
             f"{model_location}: its custom data has no tokenizer, so tokens cannot become text"
@@ -55,7 +61,7 @@ def _load_model(model_location: str, step: int | None) -> tuple[Any, PreTrainedT
     return loss_module.model, data.tokenizer
 
 
-def generated_text(
+def prompt_and_generated_text(
     model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest
 ) -> str:
     """Return the prompt and its continuation.
@@ -76,11 +82,11 @@ def generated_text(
             flush=True,
         )
     ids, ends = (
-        _chat_prompt_ids(tokenizer, prompt)
+        _chat_prompt_ids_and_end_tokens(tokenizer, prompt)
         if uses_template
-        else (_prompt_ids(tokenizer, prompt), [])
+        else (_prompt_ids_after_begin_mark(tokenizer, prompt), [])
     )
-    _require_positions(model, len(ids), request.tokens)
+    _require_enough_positions(model, len(ids), request.tokens)
     samples = request.temperature > 0
     generation_config = GenerationConfig(
         max_new_tokens=request.tokens,
@@ -112,7 +118,7 @@ def generated_text(
     return str(tokenizer.decode(output_ids, skip_special_tokens=True))
 
 
-def _chat_prompt_ids(
+def _chat_prompt_ids_and_end_tokens(
     tokenizer: PreTrainedTokenizerBase, prompt: str
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of the prompt as a user's message, and the tokens that end an answer.
@@ -148,19 +154,19 @@ def _chat_prompt_ids(
     return ids, [token for token in ids_after[:1] if token in special]
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _prompt_ids_after_begin_mark(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the token ids of the prompt, after the tokenizer's begin mark, without an end mark."""
-    from ortlaunch.worker.data.token_cache import begin_tokens
+    from ortlaunch.worker.data.token_cache import token_ids_before_text
 
     # A tokenizer may put other tokens before a text, too; the begin mark alone is used.
-    begin = [token for token in begin_tokens(tokenizer) if token == tokenizer.bos_token_id]
+    begin = [token for token in token_ids_before_text(tokenizer) if token == tokenizer.bos_token_id]
     ids: list[int] = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     if not ids:
         raise InputError("the prompt has no token; give some text")
     return ids
 
 
-def _require_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
+def _require_enough_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
     """Raise InputError if prompt and new tokens exceed the model's positions."""
     max_positions = getattr(model.config, "max_position_embeddings", None)
     if max_positions is not None and prompt_tokens + new_tokens > max_positions:

@@ -10,24 +10,27 @@ import torch
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import read_resolved
+from ortlaunch.recipe import read_resolved_recipe_of_run
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.tasks import ImportRequest
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.checkpoint.restore import Shards
-from ortlaunch.worker.checkpoint.snapshot import rank_snapshot
-from ortlaunch.worker.checkpoint.transaction import write_snapshot
-from ortlaunch.worker.device.average import state_problems
-from ortlaunch.worker.device.device import load_state_or_weights, require_training_api
-from ortlaunch.worker.export.export import write_huggingface
-from ortlaunch.worker.export.export_checkpoint import load_trained_model
+from ortlaunch.worker.checkpoint.restore import CheckpointTensors
+from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
+from ortlaunch.worker.checkpoint.transaction import write_snapshot_as_checkpoint
+from ortlaunch.worker.device.average import checkpoint_problem_lines
+from ortlaunch.worker.device.device import (
+    import_ort_training_artifacts_module,
+    load_checkpoint_or_browser_weights,
+)
+from ortlaunch.worker.export.export import write_transformers_or_peft_folder
+from ortlaunch.worker.export.export_checkpoint import load_trained_model_of_checkpoint
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.named_state import (
     NamedState,
-    saved_buffers,
-    trained_shapes,
+    persistent_buffers_by_name,
+    trained_parameter_shapes,
     whole_parameter_ranges,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -36,36 +39,42 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 def run(request: ImportRequest) -> None:
     """Run the requested import."""
     artifacts, checkpoint, folder, step, target_folder = request
-    import_checkpoint(
+    write_run_from_device_checkpoint(
         DeviceFolder(artifacts), Path(checkpoint), RunDir(folder), step, RunDir(target_folder)
     )
 
 
-def import_checkpoint(
-    device_folder: DeviceFolder, checkpoint: Path, run: RunDir, step: int, target_run: RunDir
+def write_run_from_device_checkpoint(
+    device_folder: DeviceFolder,
+    checkpoint: Path,
+    run: RunDir,
+    checkpoint_step: int,
+    target_run: RunDir,
 ) -> None:
-    """Write a checkpoint of `step` without optimizer state, and an export, into a new folder.
+    """Write a checkpoint of `checkpoint_step` without optimizer state, and an export, into a new folder.
 
     Args:
         device_folder: the artifacts.
         checkpoint: a device's checkpoint, or an average.
         run: the run that the artifacts were exported from, or another of the same model.
-        step: its checkpoint with the frozen weights and the position in the data.
+        checkpoint_step: its checkpoint with the frozen weights and the position in the data.
         target_run: `ortlaunch train --resume` continues from it.
 
     Raises:
         CheckpointError: the checkpoint is not of these artifacts or of another model than the run,
             or has inf or nan.
     """
-    require_training_api()
-    state = load_state_or_weights(device_folder, checkpoint)
+    import_ort_training_artifacts_module()
+    state = load_checkpoint_or_browser_weights(device_folder, checkpoint)
     weight_records = read_own_json(device_folder.description)["parameters"]
-    if problems := [*state_problems(checkpoint, state, weight_records)]:
+    if problems := [*checkpoint_problem_lines(checkpoint, state, weight_records)]:
         raise CheckpointError("\n".join(problems))
     # In float32, as a checkpoint and the artifacts are: in bf16 frozen weights would be rounded.
-    float32_recipe = read_resolved(run.recipe).model_copy(update={"precision": "fp32"})
-    recipe, model, data = load_trained_model(run, step, float32_recipe)
-    changed_count = _copy_weights(
+    float32_recipe = read_resolved_recipe_of_run(run.recipe).model_copy(
+        update={"precision": "fp32"}
+    )
+    recipe, model, data = load_trained_model_of_checkpoint(run, checkpoint_step, float32_recipe)
+    changed_count = _copy_weights_and_count_trained(
         model,
         {
             weight_record["name"]: state.parameters[weight_record["name"]].data
@@ -75,23 +84,23 @@ def import_checkpoint(
     single_rank = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     named_state = NamedState(
-        trained_shapes(model),
+        trained_parameter_shapes(model),
         whole_parameter_ranges(model.named_parameters(), optimizer),
         optimizer,
-        saved_buffers(model),
+        persistent_buffers_by_name(model),
     )
-    source = run.checkpoint_folder(step)
-    loop_state = Shards(source).index["state"]
+    source = run.checkpoint_folder(checkpoint_step)
+    loop_state = CheckpointTensors(source).index["state"]
     made_by = read_own_json(source / ORIGIN) if (source / ORIGIN).exists() else {}
     partial = RunDir(target_run.path.with_name(f"{target_run.path.name}.partial"))
     shutil.rmtree(partial.path, ignore_errors=True)
     partial.checkpoints.mkdir(parents=True)
-    write_snapshot(
+    write_snapshot_as_checkpoint(
         partial,
         made_by,
         single_rank,
-        rank_snapshot(named_state, loop_state, single_rank),
-        step,
+        snapshot_of_this_rank(named_state, loop_state, single_rank),
+        checkpoint_step,
         loop_state["samples"],
     )
     # A training that continues keeps the words and the classes of the run.
@@ -100,18 +109,19 @@ def import_checkpoint(
     if run.tokenizer.exists():
         shutil.copytree(run.tokenizer, partial.tokenizer)
     partial.export.mkdir()
-    write_huggingface(recipe, partial.export, model, data)
+    write_transformers_or_peft_folder(recipe, partial.export, model, data)
     partial.path.replace(target_run.path)
     print(
         f"{count_with_noun(changed_count, 'weight')} of {checkpoint}, the rest of {source}\n"
-        f"checkpoint of step {step}, without optimizer state: {target_run.checkpoint_folder(step)}\n"
+        f"checkpoint of step {checkpoint_step}, without optimizer state: "
+        f"{target_run.checkpoint_folder(checkpoint_step)}\n"
         f"export: {target_run.export}\n"
         f"to continue: ortlaunch train RECIPE --resume {target_run} train.max_steps=MORE"
     )
 
 
 @torch.no_grad()
-def _copy_weights(model: LossModule, weights: dict[str, np.ndarray]) -> int:
+def _copy_weights_and_count_trained(model: LossModule, array_by_name: dict[str, np.ndarray]) -> int:
     """Copy the weights into the model, and return how many are trained.
 
     Raises:
@@ -119,7 +129,7 @@ def _copy_weights(model: LossModule, weights: dict[str, np.ndarray]) -> int:
     """
     parameter_by_name = dict(model.named_parameters())
     problems = []
-    for name, values in weights.items():
+    for name, values in array_by_name.items():
         parameter = parameter_by_name.get(name)
         if parameter is None or tuple(parameter.shape) != values.shape:
             shape = "no such weight" if parameter is None else f"shape {list(parameter.shape)}"
@@ -132,4 +142,4 @@ def _copy_weights(model: LossModule, weights: dict[str, np.ndarray]) -> int:
             problems.append(f"{name}: is not trained, and differs from that of the run")
     if problems:
         raise CheckpointError("\n".join(["the checkpoint is of another model:", *problems]))
-    return sum(parameter_by_name[name].requires_grad for name in weights)
+    return sum(parameter_by_name[name].requires_grad for name in array_by_name)

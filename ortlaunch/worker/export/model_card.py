@@ -13,43 +13,51 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
-from ortlaunch.recipe import Recipe, read_resolved
+from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.fields.data import Corpus, HeldOut
-from ortlaunch.recipe.text.place import hide_secrets
+from ortlaunch.recipe.text.place import values_with_hidden_secrets
 from ortlaunch.recipe.text.yaml_text import dump_yaml
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.units import count_with_noun
 
 
-def build_model_card(run: RunDir, step: int, repository: str, folder: Path) -> ModelCard:
+def build_model_card(
+    run: RunDir, checkpoint_step: int, repository: str, export_folder: Path
+) -> ModelCard:
     """Return the model card of a checkpoint's export.
 
     Args:
         run: the folder of the run.
-        step: the step of the checkpoint.
+        checkpoint_step: the step of the checkpoint.
         repository: the repository's id on the hub.
-        folder: the folder of the export.
+        export_folder: the folder of the export.
     """
-    recipe = read_resolved(run.recipe)
+    recipe = read_resolved_recipe_of_run(run.recipe)
     engine = read_own_json(run.engine) if run.engine.exists() else {}
     # Later metrics belong to other weights than this checkpoint's.
-    lines = [line for line in read_json_lines(run.metrics, "step").values if line["step"] <= step]
-    metadata = _metadata(recipe, engine, lines, repository, _library(folder))
-    text = "\n\n".join(_card_sections(recipe, engine, lines, repository, step))
+    lines = [
+        line
+        for line in read_json_lines_with_keys(run.metrics, "step").values
+        if line["step"] <= checkpoint_step
+    ]
+    metadata = _card_metadata(
+        recipe, engine, lines, repository, _loading_library_or_none(export_folder)
+    )
+    text = "\n\n".join(_card_sections(recipe, engine, lines, repository, checkpoint_step))
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
 
 
-def _metadata(
+def _card_metadata(
     recipe: Recipe, engine: Json, metrics_lines: list[Json], repository: str, library: str | None
 ) -> ModelCardData:
     used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
-        base_model=_hub_id(recipe.model.pretrained),
+        base_model=_hub_id_or_none(recipe.model.pretrained),
         datasets=sorted(
             {
                 source.name
-                for _, source in recipe.data.sources()
+                for _, source in recipe.data.key_and_source_pairs()
                 if isinstance(source, Corpus) and source.format == "hub" and source.name
             }
         )
@@ -58,21 +66,21 @@ def _metadata(
         pipeline_tag=recipe.model.traits.pipeline or None,
         tags=["ortlaunch", *(["lora"] if library == "peft" else []), *used],
         model_name=repository.rpartition("/")[2],
-        eval_results=_results(recipe, metrics_lines),
+        eval_results=_last_evaluation_results_or_none(recipe, metrics_lines),
     )
 
 
-def _library(folder: Path) -> str | None:
+def _loading_library_or_none(export_folder: Path) -> str | None:
     """Return the library that loads the export, judged by its files; None for a custom model."""
     # Check ONNX first, because an ONNX export has a config.json too.
-    if any(folder.glob("*.onnx")):
+    if any(export_folder.glob("*.onnx")):
         return "onnx"
-    if (folder / "adapter_config.json").exists():
+    if (export_folder / "adapter_config.json").exists():
         return "peft"
-    return "transformers" if (folder / "config.json").exists() else None
+    return "transformers" if (export_folder / "config.json").exists() else None
 
 
-def _hub_id(name: str | None) -> str | None:
+def _hub_id_or_none(name: str | None) -> str | None:
     """Return the name if it is a hub id, else None.
 
     Readers of the card have no local folder of yours.
@@ -88,7 +96,9 @@ def _hub_id(name: str | None) -> str | None:
     )
 
 
-def _results(recipe: Recipe, metrics_lines: list[dict[str, object]]) -> list[EvalResult] | None:
+def _last_evaluation_results_or_none(
+    recipe: Recipe, metrics_lines: list[dict[str, object]]
+) -> list[EvalResult] | None:
     """Return the results of the last evaluation in `metrics_lines`.
 
     None if there is none, or if the hub's format cannot hold its results.
@@ -101,7 +111,7 @@ def _results(recipe: Recipe, metrics_lines: list[dict[str, object]]) -> list[Eva
     source_name = (
         "a part of data.train"
         if isinstance(evaluation_source, HeldOut)
-        else _source_name(evaluation_source)
+        else _public_source_name(evaluation_source)
     )
     names = {
         name.removeprefix("evaluation_"): value
@@ -122,7 +132,7 @@ def _results(recipe: Recipe, metrics_lines: list[dict[str, object]]) -> list[Eva
     ]
 
 
-def _source_name(source: str | Corpus) -> str:
+def _public_source_name(source: str | Corpus) -> str:
     """Return a corpus's name: a built-in or hub name, a factory, or file names without folders."""
     if isinstance(source, str):
         return source
@@ -134,27 +144,31 @@ def _source_name(source: str | Corpus) -> str:
 
 
 def _card_sections(
-    recipe: Recipe, engine: Json, metrics_lines: list[Json], repository: str, step: int
+    recipe: Recipe, engine: Json, metrics_lines: list[Json], repository: str, checkpoint_step: int
 ) -> Iterator[str]:
     base = f", from {recipe.model.pretrained}" if recipe.model.pretrained else ""
     yield f"# {repository.rpartition('/')[2]}"
-    yield f"Task {recipe.model.task}{base}, trained for {step:,} steps with ortlaunch."
+    yield f"Task {recipe.model.task}{base}, trained for {checkpoint_step:,} steps with ortlaunch."
     yield "## Data\n\n" + "\n".join(
-        f"- `{key}`: {_source_name(source)}" for key, source in recipe.data.sources()
+        f"- `{key}`: {_public_source_name(source)}"
+        for key, source in recipe.data.key_and_source_pairs()
     )
     last: Json = {}
     # Keep the newest value of each metric, because not every line has all of them.
     for line in metrics_lines:
         last.update({name: value for name, value in line.items() if value is not None})
-    yield "## Results\n\n" + _metrics_table(last)
+    yield "## Results\n\n" + _markdown_metrics_table(last)
     if engine:
-        yield "## Engine\n\n" + "\n".join(_engine_lines(engine))
-    yield "## Recipe\n\n" + _fence_markdown(
-        dump_yaml(hide_secrets(recipe.model_dump(mode="json", exclude_defaults=True))), "yaml"
+        yield "## Engine\n\n" + "\n".join(_engine_markdown_lines(engine))
+    yield "## Recipe\n\n" + _text_in_markdown_fence(
+        dump_yaml(
+            values_with_hidden_secrets(recipe.model_dump(mode="json", exclude_defaults=True))
+        ),
+        "yaml",
     )
 
 
-def _engine_lines(engine_record: Json) -> Iterator[str]:
+def _engine_markdown_lines(engine_record: Json) -> Iterator[str]:
     engine_choice = engine_record["engine"]
     optimizer = engine_record["optimizer"]
     yield f"- engine: {engine_choice['used']}" + (
@@ -177,21 +191,21 @@ def _engine_lines(engine_record: Json) -> Iterator[str]:
     )
 
 
-def _metrics_table(values: dict[str, object]) -> str:
+def _markdown_metrics_table(value_by_metric: dict[str, object]) -> str:
     shown_values = {
         name: f"{value:.6g}" if isinstance(value, float) else value
-        for name, value in values.items()
+        for name, value in value_by_metric.items()
     }
     rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in shown_values.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _fence_markdown(text: str, language: str) -> str:
+def _text_in_markdown_fence(markdown_text: str, language: str) -> str:
     """Put the text in a Markdown fence.
 
     The fence is longer than any run of backticks in the text.
     """
     fence = "```"
-    while fence in text:
+    while fence in markdown_text:
         fence += "`"
-    return f"{fence}{language}\n{text}{fence}"
+    return f"{fence}{language}\n{markdown_text}{fence}"

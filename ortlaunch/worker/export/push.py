@@ -13,7 +13,7 @@ from pathlib import Path
 from ortlaunch.errors import InputError, LaunchError, MissingDependency
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import PushRequest
-from ortlaunch.worker.data.streams.hub import hub_reason
+from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 
 
 def run(request: PushRequest) -> None:
@@ -21,15 +21,15 @@ def run(request: PushRequest) -> None:
     # Set before the import of huggingface_hub, which reads it then.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if not request.run:
-        check_upload(request.repo)
+        require_token_and_create_repository(request.repo)
     else:
-        commit_url = push_export(
+        commit_url = add_model_card_and_upload(
             request.repo, RunDir(request.run), request.step, Path(request.folder)
         )
         print(f"pushed: {commit_url}")
 
 
-def check_upload(repository: str) -> None:
+def require_token_and_create_repository(repository: str) -> None:
     """Check that the upload is possible; a missing repository is created, private.
 
     Raises:
@@ -55,7 +55,7 @@ def check_upload(repository: str) -> None:
         raise InputError(f"--push: {error}") from None
     except errors.HfHubHTTPError as error:
         raise InputError(
-            f"--push {repository}: {hub_reason(error, repository, is_writing=True)}"
+            f"--push {repository}: {hub_error_reason_and_remedy(error, repository, is_writing=True)}"
         ) from None
     # The errors of the HTTP library, which differs between versions of huggingface_hub.
     except Exception as error:
@@ -64,7 +64,9 @@ def check_upload(repository: str) -> None:
         ) from None
 
 
-def push_export(repository: str, run: RunDir, step: int, folder: Path) -> str:
+def add_model_card_and_upload(
+    repository: str, run: RunDir, checkpoint_step: int, export_folder: Path
+) -> str:
     """Write the model card, unless the export has one, and upload the export in one commit.
 
     Returns:
@@ -78,23 +80,26 @@ def push_export(repository: str, run: RunDir, step: int, folder: Path) -> str:
 
     from ortlaunch.worker.export.model_card import build_model_card
 
-    card = folder / "README.md"
+    card = export_folder / "README.md"
     if not card.exists():
-        build_model_card(run, step, repository, folder).save(card)
+        build_model_card(run, checkpoint_step, repository, export_folder).save(card)
     try:
         with warnings.catch_warnings():
             # The upload's warnings are printed once each, independent of the process's filters.
             warnings.simplefilter("default")
             commit = hub.HfApi().upload_folder(
                 repo_id=repository,
-                folder_path=folder,
-                commit_message=f"Step {step} of {run.path.name}, by ortlaunch",
+                folder_path=export_folder,
+                commit_message=f"Step {checkpoint_step} of {run.path.name}, by ortlaunch",
             )
     except errors.HfHubHTTPError as error:
         raise LaunchError(
-            f"--push {repository}: {hub_reason(error, repository, is_writing=True)}; the export is in {folder}"
+            f"--push {repository}: "
+            f"{hub_error_reason_and_remedy(error, repository, is_writing=True)}; the export is in {export_folder}"
         ) from None
     # Includes errors about metadata of the card that the hub refuses.
     except Exception as error:
-        raise LaunchError(f"--push {repository}: {error}; the export is in {folder}") from None
+        raise LaunchError(
+            f"--push {repository}: {error}; the export is in {export_folder}"
+        ) from None
     return str(commit.commit_url)

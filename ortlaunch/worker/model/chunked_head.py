@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ortlaunch.planning.loss_chunks import rows_per_loss_chunk
+from ortlaunch.planning.loss_chunks import loss_chunk_rows_or_zero
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.engine_report import ChunkedLoss
-from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_loss
+from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_cross_entropy
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 
 Batch = Mapping[str, Tensor]
@@ -40,7 +40,7 @@ class ChunkedHead:
     shifted: bool
     """Whether the label of each row is the label of the next token."""
 
-    def loss_and_output(
+    def chunked_loss_and_output(
         self, model: nn.Module, batch: Batch, is_training: bool
     ) -> tuple[Tensor, Any]:
         """Return the loss of a batch and the model's output without labels.
@@ -56,7 +56,7 @@ class ChunkedHead:
         # An export of a training graph runs without gradients, but its graph must compute them.
         needs_gradients = torch.is_grad_enabled() or (is_training and torch.jit.is_tracing())
         rows = hidden.reshape(-1, head.weight.shape[1])
-        loss = chunked_loss(
+        loss = chunked_cross_entropy(
             rows, head.weight, head.bias, labels.reshape(-1), self.rows, needs_gradients
         )
         pairs = batch.get("next_sentence_label")
@@ -67,12 +67,12 @@ class ChunkedHead:
             scores.view(-1, scores.shape[-1]), pairs.view(-1)
         ), output
 
-    def head_logits(self, model: nn.Module, head_inputs: Tensor) -> Tensor:
+    def logits_of_head_inputs(self, model: nn.Module, head_inputs: Tensor) -> Tensor:
         """Return the logits of rows of the head's input; the head must be open (see `open`)."""
         head = cast(nn.Linear, model.get_submodule(self.name))
         return functional.linear(head_inputs, head.weight, head.bias)
 
-    def skip_head(self, model: nn.Module) -> None:
+    def replace_head_by_identity(self, model: nn.Module) -> None:
         """Make the head return its input unchanged."""
         model.get_submodule(self.name).forward = _return_unchanged
 
@@ -92,7 +92,7 @@ def _head_input(output: Any) -> Tensor:
     return head_input
 
 
-def chunk_head(
+def chunk_head_if_possible(
     recipe: Recipe, loss_module: Any, sample_batch: Batch, device_type: str
 ) -> ChunkedLoss:
     """Chunk the loss of a LossModule if the recipe and the model permit it.
@@ -107,23 +107,25 @@ def chunk_head(
         The record for engine.json: the rows of a chunk, or null and the reason.
     """
     requested = recipe.engine.chunked_loss
-    reason = _unchunkable_reason(recipe, loss_module.model, sample_batch)
+    reason = _reason_loss_is_not_chunked_or_none(recipe, loss_module.model, sample_batch)
     if reason:
         return ChunkedLoss(requested, None, reason)
     head = loss_module.model.get_output_embeddings()
     labels = sample_batch["labels"].numel()
     vocabulary = len(head.weight)
-    rows = rows_per_loss_chunk(requested, labels, vocabulary, device_type)
+    rows = loss_chunk_rows_or_zero(requested, labels, vocabulary, device_type)
     if not rows:
         return ChunkedLoss(requested, None, f"logits of {labels:,} x {vocabulary:,} are small")
     name = next(name for name, layer in loss_module.model.named_modules() if layer is head)
     chunked = ChunkedHead(name, rows, predicts_next_token(loss_module.model))
-    reason = _trial_failure_reason(loss_module, chunked, sample_batch)
-    loss_module.chunk(None if reason else chunked)
+    reason = _reason_chunked_trial_failed_or_none(loss_module, chunked, sample_batch)
+    loss_module.chunk_head_or_restore_it(None if reason else chunked)
     return ChunkedLoss(requested, None if reason else rows, reason)
 
 
-def _unchunkable_reason(recipe: Recipe, model: nn.Module, sample_batch: Batch) -> str | None:
+def _reason_loss_is_not_chunked_or_none(
+    recipe: Recipe, model: nn.Module, sample_batch: Batch
+) -> str | None:
     """Return why the loss cannot be chunked, as far as that is known without a forward pass."""
     if recipe.engine.chunked_loss == "off":
         return "off"
@@ -155,19 +157,21 @@ def predicts_next_token(model: nn.Module) -> bool:
     )
 
 
-def _trial_failure_reason(
+def _reason_chunked_trial_failed_or_none(
     loss_module: Any, chunked_head: ChunkedHead, sample_batch: Batch
 ) -> str | None:
     """Return why the chunked loss is not the model's own; None if they agree on a few tokens."""
     try:
-        tokens = _test_tokens(sample_batch, next(loss_module.parameters()).device)
-        with _evaluation_mode(loss_module), use_matmul_precision("highest"):
+        tokens = _first_tokens_as_labelled_batch(
+            sample_batch, next(loss_module.parameters()).device
+        )
+        with _evaluate_without_gradients(loss_module), use_matmul_precision("highest"):
             model_loss = float(loss_module(**tokens))
-            loss_module.chunk(chunked_head)
+            loss_module.chunk_head_or_restore_it(chunked_head)
             chunked_value = float(loss_module(**tokens))
     # A model that is called in an unusual way may raise any exception: it is then not chunked.
     except Exception as error:
-        loss_module.chunk(None)
+        loss_module.chunk_head_or_restore_it(None)
         return (
             f"a trial without the model's output layer failed: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}"
@@ -182,7 +186,7 @@ def _trial_failure_reason(
     )
 
 
-def _test_tokens(sample_batch: Batch, device: torch.device) -> dict[str, Tensor]:
+def _first_tokens_as_labelled_batch(sample_batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """Return the first tokens of a batch, with the same tokens as labels; one label is ignored."""
     shape = sample_batch["input_ids"].shape
     tokens = {
@@ -195,7 +199,7 @@ def _test_tokens(sample_batch: Batch, device: torch.device) -> dict[str, Tensor]
 
 
 @contextlib.contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+def _evaluate_without_gradients(module: nn.Module) -> Iterator[None]:
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:

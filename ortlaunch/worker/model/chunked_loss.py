@@ -21,7 +21,7 @@ from ortlaunch.ortmodule.torch_in_graph.head_loss import OPERATOR
 IGNORED = -100
 
 
-def chunked_loss(
+def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -38,7 +38,7 @@ def chunked_loss(
         weight: (vocabulary, width).
         bias: (vocabulary,), or None.
         labels: (rows,).
-        rows_per_loss_chunk: the number of rows in a chunk.
+        loss_chunk_rows_or_zero: the number of rows in a chunk.
         needs_gradients: compute gradients.
     """
     device_type = hidden.device.type
@@ -56,7 +56,7 @@ def chunked_loss(
     return loss
 
 
-def _head_loss(
+def _head_loss_and_gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -73,7 +73,7 @@ def _head_loss(
         labelled_rows = (labels != IGNORED).nonzero().squeeze(1)
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
-        loss, *gradients, factor = _allocate_outputs(
+        loss, *gradients, factor = _allocate_loss_and_gradients(
             hidden, weight, bias, labels, chunk_rows, *wanted_gradients
         )
         mean = 1 / max(len(labelled_rows), 1)
@@ -85,18 +85,20 @@ def _head_loss(
         for chunk_index, index in enumerate(labelled_rows.split(chunk_rows)):
             x = hidden[index]
             y = labels[index].unsqueeze(1)
-            chunk = _linear_into(x, weight, bias, logits[: len(index)]).to(loss.dtype)
-            loss += _softmax_and_sum_losses(chunk, y)
+            chunk = _linear_into_buffer(x, weight, bias, logits[: len(index)]).to(loss.dtype)
+            loss += _softmax_in_place_and_sum_losses(chunk, y)
             if wanted_gradients[0]:
                 # Probabilities less 1 at the label: the gradient of the sum of losses.
                 chunk.scatter_(1, y, chunk.gather(1, y) - 1)
                 narrow = chunk.to(x.dtype)
                 gradients[0].index_copy_(0, index, torch.mm(narrow, weight).mul_(share))
-                _add_head_gradients(gradients[1:], chunk, narrow, x, share, chunk_index == 0)
+                _add_chunk_to_head_gradients(
+                    gradients[1:], chunk, narrow, x, share, chunk_index == 0
+                )
         return loss / len(labelled_rows), *gradients, factor.fill_(mean / share)
 
 
-def _allocate_outputs(
+def _allocate_loss_and_gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: object,
@@ -119,7 +121,7 @@ def _allocate_outputs(
     )
 
 
-def _linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def _linear_into_buffer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     return (
         torch.mm(x, weight.t(), out=out)
         if bias is None
@@ -127,7 +129,7 @@ def _linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     )
 
 
-def _softmax_and_sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def _softmax_in_place_and_sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Apply softmax in place; return the sum of the losses."""
     # The loss is computed from the largest probability, whose logarithm is finite: the probability
     # of a label may be 0. `amax`, because `max` also returns the index and takes longer than all
@@ -138,7 +140,7 @@ def _softmax_and_sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return (largest - of_label - logits.amax(1, keepdim=True).log()).sum()
 
 
-def _add_head_gradients(
+def _add_chunk_to_head_gradients(
     gradients: list[Tensor],
     logit_gradients: Tensor,
     narrow_gradients: Tensor,
@@ -165,7 +167,9 @@ def _add_head_gradients(
     torch.mul(part, scale, out=of_weight) if is_first_chunk else of_weight.add_(part, alpha=scale)
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_gradients_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
     # The outputs are not differentiable themselves: so ctx may hold them without a reference cycle,
     # and autograd makes no zero gradients for them.
     ctx.mark_non_differentiable(*output[1:])
@@ -175,7 +179,7 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.dtype = inputs[1].dtype
 
 
-def _scale_gradients(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
+def _scale_kept_gradients_once(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
     # The gradients are scaled in place below, so that they serve for one backward pass only.
     if ctx.gradients is None:
         raise RuntimeError(
@@ -183,7 +187,7 @@ def _scale_gradients(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...
         )
     (of_hidden, *of_head), ctx.gradients = ctx.gradients, None
     factor = gradient * ctx.factor
-    if not _is_one(factor):
+    if not _is_known_to_be_one(factor):
         for head_gradient in (of_hidden, *of_head):
             head_gradient.mul_(factor)
     input_gradients = [of_hidden, *(head_gradient.to(ctx.dtype) for head_gradient in of_head)]
@@ -192,7 +196,7 @@ def _scale_gradients(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...
     ), *(None,) * 5
 
 
-def _is_one(factor: Tensor) -> bool:
+def _is_known_to_be_one(factor: Tensor) -> bool:
     """Return whether the factor is 1, as without loss scale and accumulation; False if unknown."""
     # Only read on a CPU, where that is free of cost. torch.compile cannot read a value.
     return type(factor) is Tensor and factor.device.type == "cpu" and float(factor) == 1.0
@@ -206,9 +210,11 @@ def _register_operator() -> None:
         "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, "
         f"{bools}) -> ({tensors})",
     )
-    torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss)
-    torch.library.register_fake(OPERATOR, _allocate_outputs)
-    torch.library.register_autograd(OPERATOR, _scale_gradients, setup_context=_save_gradients)
+    torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss_and_gradients)
+    torch.library.register_fake(OPERATOR, _allocate_loss_and_gradients)
+    torch.library.register_autograd(
+        OPERATOR, _scale_kept_gradients_once, setup_context=_keep_gradients_for_backward
+    )
 
 
 _register_operator()

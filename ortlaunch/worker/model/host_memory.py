@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def keep_on_host(weights: Iterable[torch.Tensor]) -> saved_tensors_hooks:
+def keep_saved_tensors_on_host_except(weights: Iterable[torch.Tensor]) -> saved_tensors_hooks:
     """Return a context whose forward pass keeps its tensors in host memory, but for `weights`.
 
     As torch's save_on_cpu, which would copy the weights, too.

@@ -11,14 +11,16 @@ import hashlib
 import torch
 from torch import nn
 
-from ortlaunch.worker.data.identity import data_identity as of_data
+from ortlaunch.worker.data.identity import data_identity_record as of_data
 from ortlaunch.worker.data.samples import Samples
 
 # Elements of each tensor in the fingerprint: another seed or another base changes nearly all.
 _ELEMENTS = 64
 
 
-def training_identity(samples: Samples | None, model: nn.Module) -> dict[str, dict[str, object]]:
+def data_and_frozen_weights_identity(
+    samples: Samples | None, model: nn.Module
+) -> dict[str, dict[str, object]]:
     """Return the identity as in a checkpoint, by the names of recipe/resume_rules.OTHER_RULES.
 
     Args:
@@ -26,11 +28,11 @@ def training_identity(samples: Samples | None, model: nn.Module) -> dict[str, di
         model: the model, with whole parameters on the CPU.
     """
     data = {} if samples is None else {"data": of_data(samples)}
-    return {**data, "weights": {"frozen": frozen_fingerprint(model)}}
+    return {**data, "weights": {"frozen": frozen_weights_fingerprint_or_none(model)}}
 
 
 @torch.no_grad()
-def frozen_fingerprint(model: nn.Module) -> str | None:
+def frozen_weights_fingerprint_or_none(model: nn.Module) -> str | None:
     """Return a fingerprint of the frozen parameters; None if all are trained."""
     frozen = [(name, value) for name, value in model.named_parameters() if not value.requires_grad]
     fingerprint = hashlib.blake2b(digest_size=8)

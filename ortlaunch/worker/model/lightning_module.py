@@ -20,9 +20,9 @@ from ortlaunch.errors import EngineError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data.own import original_form
-from ortlaunch.worker.model.model import LossModule, required_loss
-from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, values_by_name
+from ortlaunch.worker.data.own import batch_in_original_form
+from ortlaunch.worker.model.model import LossModule, require_scalar_loss
+from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, output_values_by_name_or_empty
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 _HOOKS = {
@@ -48,7 +48,7 @@ class RunTrainer:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("global_step", "current_epoch") and torch.jit.is_tracing():
-            raise _fixed_value_error(f"self.{name}")
+            raise _graph_would_fix_value_error(f"self.{name}")
         if name.startswith("__") or name not in self.values:
             raise AttributeError(
                 f"self.trainer.{name} is not available in a run of ortlaunch; available are "
@@ -67,7 +67,9 @@ class RunTrainer:
             InputError: the value is not one number, or is to be reduced in another way.
         """
         if torch.jit.is_tracing() and isinstance(value, (int, float)):
-            raise _fixed_value_error(f"the Python number {value!r} that it logs as {name!r}")
+            raise _graph_would_fix_value_error(
+                f"the Python number {value!r} that it logs as {name!r}"
+            )
         logged_value = (
             torch.empty(0) if hasattr(value, "compute") else torch.as_tensor(value).detach()
         )
@@ -84,20 +86,20 @@ class RunTrainer:
             self.log(name, value, **options)
 
 
-class _Index:
+class _RefusedBatchIndex:
     """The `batch_idx` of a traced pass: a graph cannot have it, so that any use is refused."""
 
     def _refuse(self, *_: object) -> Any:
-        raise _fixed_value_error("batch_idx")
+        raise _graph_would_fix_value_error("batch_idx")
 
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __hash__ = __add__ = __radd__ = \
         __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = __mod__ = __int__ = \
         __index__ = __float__ = __str__ = __format__ = _refuse  # fmt: skip
 
 
-def _fixed_value_error(name: str) -> EngineError:
+def _graph_would_fix_value_error(value_name: str) -> EngineError:
     return EngineError(
-        f"training_step reads {name}, which changes between passes, and a graph keeps its first "
+        f"training_step reads {value_name}, which changes between passes, and a graph keeps its first "
         "value; read it in a hook, or train with engine.name=eager"
     )
 
@@ -112,11 +114,11 @@ class LightningLoss(LossModule):
             name: len(inspect.signature(getattr(model, name)).parameters)
             for name in ("training_step", "validation_step")
         }
-        self._attach_trainer()
+        self._set_trainer_on_lightning_modules()
         model.setup("fit")
         model.configure_model()
 
-    def _attach_trainer(self) -> None:
+    def _set_trainer_on_lightning_modules(self) -> None:
         """Give the module, and the LightningModules inside it, this trainer."""
         for module in self.model.modules():
             if hasattr(module, "_trainer"):
@@ -124,9 +126,9 @@ class LightningLoss(LossModule):
                     _trainer=self.trainer, log=self.trainer.log, log_dict=self.trainer.log_dict
                 )
 
-    def attach(
-        self, recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, samples: int,
-        step: int,
+    def set_trainer_values_and_device(
+        self, recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, sample_count: int,
+        first_step: int,
     ) -> None:  # fmt: skip
         # The text of a bound method has the name of the class that defines it.
         if recipe.data.evaluation and "method LightningModule." in str(
@@ -136,11 +138,11 @@ class LightningLoss(LossModule):
                 f"data.evaluation: {type(self.model).__name__} has no validation_step to run on it"
             )
         self.trainer.values.update(
-            max_steps=recipe.train.max_steps, samples=samples,
+            max_steps=recipe.train.max_steps, samples=sample_count,
             estimated_stepping_batches=recipe.train.max_steps,
-            global_samples=plan.batch.global_samples, global_step=step,
-            max_epochs=math.ceil((recipe.train.max_steps or 0) * plan.batch.global_samples / samples),
-            num_training_batches=math.ceil(samples / (plan.batch.micro_samples * group.size)),
+            global_samples=plan.batch.global_samples, global_step=first_step,
+            max_epochs=math.ceil((recipe.train.max_steps or 0) * plan.batch.global_samples / sample_count),
+            num_training_batches=math.ceil(sample_count / (plan.batch.micro_samples * group.size)),
             accumulate_grad_batches=plan.batch.accumulation_steps, world_size=group.size,
             global_rank=group.rank, local_rank=group.local.local_rank,
             is_global_zero=group.rank == 0, default_root_dir=str(run), log_dir=str(run),
@@ -149,62 +151,66 @@ class LightningLoss(LossModule):
         for module in self.model.modules():
             vars(module).update({"_device": group.device} if hasattr(module, "_device") else {})
 
-    def _output(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _output_with_loss(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # A copy that an exporter makes has lost its trainer.
         if vars(self.model)["_trainer"] is None:
-            self._attach_trainer()
+            self._set_trainer_on_lightning_modules()
         self.trainer.logged = {}
         # torch.compile would compile again for each index; a module that reads it runs in eager.
         traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
-        index = _Index() if traced else next(self.trainer.values["indices"])
+        index = _RefusedBatchIndex() if traced else next(self.trainer.values["indices"])
         name = "training_step" if self.training else "validation_step"
         # Lightning, too, leaves out the index of a step that has no parameter for it.
         output = getattr(self.model, name)(
-            *(original_form(batch), index)[: self.parameters_of[name]]
+            *(batch_in_original_form(batch), index)[: self.parameters_of[name]]
         )
         validates = not self.training and not isinstance(output, torch.Tensor)
-        loss = self._validation_loss(output) if validates else required_loss(output)
+        loss = self._require_validation_loss(output) if validates else require_scalar_loss(output)
         return {**self.trainer.logged, LOSS: loss}
 
-    def _validation_loss(self, output: Any) -> torch.Tensor:
+    def _require_validation_loss(self, output: Any) -> torch.Tensor:
         """Return the `loss` of what validation_step returned or logged, or its only loss.
 
         Raises:
             InputError: there is no such value, or there are several.
         """
-        values = {**self.trainer.logged, **values_by_name(output)}
+        values = {**self.trainer.logged, **output_values_by_name_or_empty(output)}
         named = [name for name in values if LOSS in name.lower()] or [*values]
         if LOSS not in values and len(named) != 1:
             raise InputError(
                 f"{type(self.model).__name__}.validation_step returns no loss, and logs "
                 f"{' and '.join(named) or 'none'}: return the loss, or log it as 'val_loss'"
             )
-        return required_loss(values.get(LOSS, values[named[0]]))
+        return require_scalar_loss(values.get(LOSS, values[named[0]]))
 
-    def hook(self, name: str, value_means: ValueMeans) -> None:
+    def call_lightning_hook(self, name: str, value_means: ValueMeans) -> None:
         self.trainer.values["indices"] = itertools.count()
         self.trainer.logged = {}
         getattr(self.model, name)()
-        value_means.add_pass({LOSS: torch.zeros(()), **self.trainer.logged}, 1.0)
+        value_means.add_values_and_return_loss({LOSS: torch.zeros(()), **self.trainer.logged}, 1.0)
         value_means.keep_step()
 
-    def begin_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
+    def begin_lightning_step(
+        self, step_index: int, samples_before_step: int, value_means: ValueMeans
+    ) -> None:
         values = self.trainer.values
-        epoch, samples_of_epoch = divmod(samples_seen, values["samples"])
+        epoch, samples_of_epoch = divmod(samples_before_step, values["samples"])
         values.update(
-            global_step=step,
+            global_step=step_index,
             current_epoch=epoch,
             indices=itertools.count(
                 samples_of_epoch * values["accumulate_grad_batches"] // values["global_samples"]
             ),
         )
         if samples_of_epoch < values["global_samples"]:
-            self.hook("on_train_epoch_start", value_means)
+            self.call_lightning_hook("on_train_epoch_start", value_means)
 
-    def end_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
-        self.trainer.values["global_step"] = step
+    def end_lightning_step(
+        self, completed_steps: int, samples_seen: int, value_means: ValueMeans
+    ) -> None:
+        self.trainer.values["global_step"] = completed_steps
         if samples_seen // self.trainer.values["samples"] > self.trainer.values["current_epoch"]:
-            self.hook("on_train_epoch_end", value_means)
+            self.call_lightning_hook("on_train_epoch_end", value_means)
 
 
 def wrap_lightning(model: nn.Module) -> LightningLoss:

@@ -78,7 +78,9 @@ class LossWeight:
             batches.micro_batch(step_index, pass_index, group.rank) for pass_index in pass_indices
         ]
         rank_weights = [
-            self.batch_weight(batch, batches.sample_indices(step_index, i, group.rank))
+            self.weight_of_micro_batch(
+                batch, batches.sample_indices_of_micro_batch(step_index, i, group.rank)
+            )
             for i, batch in enumerate(micro_batches)
         ]
         weights = [weight for of_rank in group.gather_numbers(rank_weights) for weight in of_rank]
@@ -94,19 +96,25 @@ class LossWeight:
         )
 
     def _no_weight_error(self, batches: Batches, step_index: int) -> DataError:
-        samples = ", ".join(map(str, batches.indices_of_step(step_index)))
+        samples = ", ".join(map(str, batches.sample_indices_of_step(step_index)))
         return DataError(
             f"step {step_index + 1}: no sample counts: the sum of {self._weight_name} is 0 in samples {samples}"
         )
 
-    def batch_weight(self, batch: Batch, sample_indices: Sequence[int]) -> float:
-        """Return the weight of a micro batch; `sample_indices` are its indices, for the error message."""
+    def weight_of_micro_batch(self, batch: Batch, sample_indices: Sequence[int]) -> float:
+        """Return the weight of a micro batch.
+
+        `sample_indices_of_micro_batch` are its indices, for the error message.
+        """
         if self.by == "labels" and ("labels" in batch or self.is_declared):
-            return float(self._label_count(self._required_value(batch, "labels")))
+            return float(self._counted_label_count(self._require_batch_value(batch, "labels")))
         if self.key is None:
             return float(len(sample_indices))
         sample_weights = (
-            self._required_value(batch, self.key).double().reshape(len(sample_indices), -1).sum(1)
+            self._require_batch_value(batch, self.key)
+            .double()
+            .reshape(len(sample_indices), -1)
+            .sum(1)
         )
         bad_index = next(
             (i for i, weight in enumerate(sample_weights.tolist()) if not 0 <= weight < math.inf),
@@ -119,12 +127,12 @@ class LossWeight:
             )
         return math.fsum(sample_weights.tolist())
 
-    def prepare_batch(self, batch: Batch) -> Batch:
+    def batch_without_weight_key_with_label(self, batch: Batch) -> Batch:
         """Return a batch for the model: without our own key, and with at least one label."""
         if self.is_key_removed:
             batch = {name: value for name, value in batch.items() if name != self.key}
         labels = batch.get("labels")
-        if self.by != "labels" or labels is None or self._label_count(labels):
+        if self.by != "labels" or labels is None or self._counted_label_count(labels):
             return batch
         # The mean over no label is nan, and 0 times nan is nan, too. The weight of this micro batch
         # is 0, so that the added label does not count.
@@ -132,7 +140,7 @@ class LossWeight:
         labels.view(len(labels), -1)[0, -1] = 0
         return {**batch, "labels": labels}
 
-    def _label_count(self, labels: torch.Tensor) -> int:
+    def _counted_label_count(self, labels: torch.Tensor) -> int:
         """Return the number of labels that the loss counts."""
         # Labels of a regression: all of them count.
         if labels.is_floating_point():
@@ -140,7 +148,7 @@ class LossWeight:
         counted = labels[..., 1 if self.shifted and labels.dim() > 1 else 0 :] != IGNORED
         return int(torch.count_nonzero(counted))
 
-    def _required_value(self, batch: Batch, key: str) -> torch.Tensor:
+    def _require_batch_value(self, batch: Batch, key: str) -> torch.Tensor:
         if key not in batch:
             raise DataError(
                 f"train.loss_weight: got {self.by}, and a batch has no {key!r}; "

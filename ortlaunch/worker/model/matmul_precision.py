@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.rules.engine_rules import setting_against_torch_matmul
+from ortlaunch.recipe.rules.engine_rules import setting_that_disables_torch_matmul
 from ortlaunch.run_folder.engine_report import MatmulPrecision
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(former_precision)
 
 
-def measure_mantissa_bits(device: torch.device) -> int:
+def measure_matmul_mantissa_bits(device: torch.device) -> int:
     """Measure the mantissa bits of a float32 matmul on this device: 23, 10 (TF32) or 7 (bf16)."""
     # Column k of the matrix is 1 + 2^-k. Multiplied by the identity it stays equal as long as bit k
     # is kept.
@@ -63,7 +63,9 @@ def measure_mantissa_bits(device: torch.device) -> int:
     return int(is_kept.all(0)[: len(columns)].sum())
 
 
-def use_onednn_if_faster(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+def use_onednn_if_required_or_faster(
+    recipe: Recipe, model: nn.Module, device: torch.device
+) -> bool:
     """Use oneDNN instead of MKL for float32 matmuls if `engine.onednn` requires it or it is faster.
 
     Returns:
@@ -78,7 +80,7 @@ def use_onednn_if_faster(recipe: Recipe, model: nn.Module, device: torch.device)
     # Torch calls oneDNN at its setting `medium`. This does not lower the precision on processors
     # without a bfloat16 unit inside float32 matmuls: so measure it.
     torch.set_float32_matmul_precision("medium")
-    if (bits := measure_mantissa_bits(device)) == 23:
+    if (bits := measure_matmul_mantissa_bits(device)) == 23:
         return True
     torch.set_float32_matmul_precision("highest")
     if recipe.engine.onednn:
@@ -94,12 +96,12 @@ def _is_onednn_faster(recipe: Recipe, model: nn.Module, device: torch.device) ->
     exact = not recipe.format.is_narrow and recipe.engine.matmul_precision == "highest"
     if not exact or device.type != "cpu" or not machine.is_onednn_faster():
         return False
-    if recipe.engine.name == "ort" and setting_against_torch_matmul(recipe):
+    if recipe.engine.name == "ort" and setting_that_disables_torch_matmul(recipe):
         return False
     return any(p.ndim == 2 and min(p.shape) >= _LEAST_WIDTH for p in model.parameters())
 
 
-def matmul_precision_record(
+def measure_matmul_precision_record(
     requested: str, device: torch.device, uses_onednn: bool = False
 ) -> MatmulPrecision:
     """Return the record for engine.json.
@@ -107,10 +109,10 @@ def matmul_precision_record(
     It has the requested precision, torch's setting, the measured bits of a matmul on this rank, and
     the reason if the requested precision saves no bits.
     """
-    bits = measure_mantissa_bits(device)
+    bits = measure_matmul_mantissa_bits(device)
     gains_nothing = requested != "highest" and bits == 23
     no_gain_reason = (
-        machine.reason_lower_precision_is_no_faster(requested)
+        machine.reason_cpu_matmul_precision_gains_nothing(requested)
         if device.type == "cpu"
         else "this GPU has no TensorFloat32"
     )
@@ -126,7 +128,7 @@ def matmul_precision_record(
     )
 
 
-def multiply_positions_elementwise(model: nn.Module) -> None:
+def patch_rotary_to_multiply_elementwise(model: nn.Module) -> None:
     """Make rotary embeddings multiply positions by frequencies elementwise, not by a matmul."""
     # In bfloat16 position 257 becomes 256, in TF32 2049 becomes 2048 (transformers issue 48428).
     # transformers 5.23 multiplies elementwise itself.

@@ -21,20 +21,32 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.recipe.inputs import pretrained_files, refuse_lfs_pointers, rounded_vocabulary_size
-from ortlaunch.recipe.text.words import closest_name
+from ortlaunch.recipe.inputs import (
+    pretrained_files_in_folder,
+    refuse_lfs_pointers,
+    rounded_vocabulary_size,
+)
+from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data import LoadedData, call_user_function
-from ortlaunch.worker.data.own import load_user_function, seed_generators
-from ortlaunch.worker.data.streams.hub import hub_reason
-from ortlaunch.worker.data.tokenizer import pinned_folder, tokens_without_weights
-from ortlaunch.worker.data.vocabulary import labels_of_recipe
+from ortlaunch.worker.data import LoadedData, seed_and_call_user_function
+from ortlaunch.worker.data.own import import_user_function, seed_all_random_generators
+from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
+from ortlaunch.worker.data.tokenizer import (
+    download_revision_or_keep_name,
+    tokens_without_pretrained_weights,
+)
+from ortlaunch.worker.data.vocabulary import class_number_by_label_in_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
-from ortlaunch.worker.model.host_memory import keep_on_host
-from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, scalar_values, values_by_name
-from ortlaunch.worker.model.parameter_groups import freeze_matching
-from ortlaunch.worker.model.pretrained import LoadedNames, load_pretrained
+from ortlaunch.worker.model.host_memory import keep_saved_tensors_on_host_except
+from ortlaunch.worker.model.own_numbers import (
+    LOSS,
+    ValueMeans,
+    output_values_by_name_or_empty,
+    scalars_beside_loss_by_name,
+)
+from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_patterns
+from ortlaunch.worker.model.pretrained import LoadedNames, load_pretrained_and_report_names
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 if TYPE_CHECKING:
@@ -84,7 +96,7 @@ class LossModule(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         if self.offloads and self.training:
-            with keep_on_host(self.model.parameters()):
+            with keep_saved_tensors_on_host_except(self.model.parameters()):
                 return self._loss_and_values(batch)
         return self._loss_and_values(batch)
 
@@ -92,13 +104,13 @@ class LossModule(nn.Module):
         self, batch: dict[str, torch.Tensor]
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
-            batch = packing.separate_documents(batch, self.model)
+            batch = packing.batch_with_separated_documents(batch, self.model)
         if self.chunked is not None:
-            loss, output = self.chunked.loss_and_output(self.model, batch, self.training)
+            loss, output = self.chunked.chunked_loss_and_output(self.model, batch, self.training)
         else:
-            output = self._output(batch)
-            loss = required_loss(output)
-        other_values = scalar_values(output) if self.has_numbers else {}
+            output = self._output_with_loss(batch)
+            loss = require_scalar_loss(output)
+        other_values = scalars_beside_loss_by_name(output) if self.has_numbers else {}
         # ONNX Runtime does not permit an output that depends on no input.
         if torch.jit.is_tracing():
             other_values = {name: value + 0 * loss.detach() for name, value in other_values.items()}
@@ -106,16 +118,16 @@ class LossModule(nn.Module):
             other_values |= {name: output[name] for name in _SCORES if name in output}
         return {LOSS: loss, **other_values} if other_values else loss
 
-    def _output(self, batch: dict[str, torch.Tensor]) -> Any:
+    def _output_with_loss(self, batch: dict[str, torch.Tensor]) -> Any:
         return self.model(**batch)
 
-    def attach(
+    def set_trainer_values_and_device(
         self, recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, sample_count: int,
         first_step: int,
     ) -> None:  # fmt: skip
         """Give a LightningModule the sizes of its run and the step of its weights."""
 
-    def hook(self, hook_name: str, value_means: ValueMeans) -> None:
+    def call_lightning_hook(self, hook_name: str, value_means: ValueMeans) -> None:
         """Call a hook of a LightningModule; other models have none.
 
         Args:
@@ -123,22 +135,26 @@ class LossModule(nn.Module):
             value_means: counts the values that the hook logs.
         """
 
-    def begin_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
-        """Move a LightningModule to `step`, from 0, before which the run used `samples_seen` samples."""
+    def begin_lightning_step(
+        self, step_index: int, samples_before_step: int, value_means: ValueMeans
+    ) -> None:
+        """Move a LightningModule to `step_index`, from 0, before which the run used `samples_before_step` samples."""
 
-    def end_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
-        """Move a LightningModule to the end of a step, the run's `step`-th, from 1."""
+    def end_lightning_step(
+        self, completed_steps: int, samples_seen: int, value_means: ValueMeans
+    ) -> None:
+        """Move a LightningModule to the end of a step, the run's `completed_steps`-th, from 1."""
 
-    def chunk(self, chunked_head: ChunkedHead | None) -> None:
+    def chunk_head_or_restore_it(self, chunked_head: ChunkedHead | None) -> None:
         """Compute head and loss in chunks from now on; with None, as the model itself does."""
         if self.chunked is not None:
             self.chunked.restore_head(self.model)
         self.chunked = chunked_head
         if chunked_head is not None:
-            chunked_head.skip_head(self.model)
+            chunked_head.replace_head_by_identity(self.model)
 
 
-def require_forward_arguments(
+def require_forward_takes_batch(
     model: nn.Module, batch: Mapping[str, object], weight_key: str | None = None
 ) -> None:
     """Check that the forward function of a user's model takes the values of a batch.
@@ -173,20 +189,24 @@ def disable_chunked_head(module: nn.Module) -> Iterator[None]:
     if not isinstance(module, LossModule) or chunked is None:
         yield
         return
-    module.chunk(None)
+    module.chunk_head_or_restore_it(None)
     try:
         yield
     finally:
-        module.chunk(chunked)
+        module.chunk_head_or_restore_it(chunked)
 
 
-def required_loss(output: Any) -> torch.Tensor:
+def require_scalar_loss(model_output: Any) -> torch.Tensor:
     """Return the loss in a model's output: the output itself, its `loss`, or a tuple's first item.
 
     Raises:
         InputError: there is no loss, or it is not a scalar.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    loss = (
+        model_output.get("loss")
+        if isinstance(model_output, Mapping)
+        else getattr(model_output, "loss", model_output)
+    )
     if isinstance(loss, (tuple, list)) and loss:
         loss = loss[0]
     if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -195,25 +215,25 @@ def required_loss(output: Any) -> torch.Tensor:
             if isinstance(loss, torch.Tensor)
             else type(loss).__name__
         )
-        names = [str(name) for name in values_by_name(output)]
+        names = [str(name) for name in output_values_by_name_or_empty(model_output)]
         keys = f" with {', '.join(names)}; name it loss" if names and LOSS not in names else ""
         raise InputError(
             f"the model's forward must return its loss, a scalar; got {description} in "
-            f"{type(output).__name__}{keys}"
+            f"{type(model_output).__name__}{keys}"
         )
     return loss
 
 
-def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
+def build_loss_module(recipe: Recipe, data: LoadedData) -> LossModule:
     """Build the model in float32 on the CPU.
 
     The same seed gives the same weights on every rank and engine.
     """
-    seed_generators(recipe.seed)
+    seed_all_random_generators(recipe.seed)
     generates_with_cache = None
     loaded = None
     if recipe.model.traits.is_own:
-        model = call_user_function(
+        model = seed_and_call_user_function(
             "model.factory", str(recipe.model.factory), recipe.model.arguments, recipe.seed
         )
         if not isinstance(model, nn.Module):
@@ -221,27 +241,27 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
             if isinstance(model, type):
                 what = f"the class {model.__name__}, not an object of it"
             raise InputError(f"model.factory returned {what}; it must return a torch.nn.Module")
-        model = _compile_in_place(model)
+        model = _compile_layers_without_wrappers(model)
         _refuse_sparse_gradients(recipe, model)
     else:
-        model, loaded = _create_transformers_model(recipe, data)
+        model, loaded = _create_or_load_transformers_model(recipe, data)
         # transformers derives it from the class's name. For GPT2LMHeadModel it finds None, and
         # prints that None is unrecognized.
         vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
-        generates_with_cache = _switch_cache_off(model)
+        generates_with_cache = _switch_cache_off_and_return_setting(model)
     if recipe.model.lora:
         if loaded is not None and data.tokenizer is not None:
-            _refuse_frozen_tokens(recipe, recipe.model.lora, data, model)
-        model = _add_adapters(model, recipe.model.lora, recipe.model.task)
+            _refuse_frozen_embeddings_of_new_tokens(recipe, recipe.model.lora, data, model)
+        model = _add_lora_adapters(model, recipe.model.lora, recipe.model.task)
     if recipe.model.freeze:
-        freeze_matching(model, recipe.model.freeze)
+        freeze_parameters_matching_patterns(model, recipe.model.freeze)
     # After the adapters: with checkpointing on, peft would change the embeddings' output.
     if recipe.model.gradient_checkpointing:
-        _enable_checkpointing(model)
+        _enable_gradient_checkpointing(model)
     if recipe.data.separates_documents:
-        packing.require_separate_documents(model)
+        packing.require_model_separates_documents(model)
     traits = recipe.model.traits
-    wrap = load_user_function("model.task", traits.wrapper) if traits.wrapper else LossModule
+    wrap = import_user_function("model.task", traits.wrapper) if traits.wrapper else LossModule
     loss_module: LossModule = wrap(model.train())
     loss_module.generates_with_cache = generates_with_cache
     loss_module.tokenizer = data.tokenizer
@@ -251,7 +271,7 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     return loss_module
 
 
-def _compile_in_place(model: nn.Module) -> nn.Module:
+def _compile_layers_without_wrappers(model: nn.Module) -> nn.Module:
     """Return a model whose layers of `torch.compile` are compiled in place.
 
     A wrapper of `torch.compile` would add `_orig_mod.` to the names of weights, so that neither a
@@ -259,12 +279,14 @@ def _compile_in_place(model: nn.Module) -> nn.Module:
     """
     for part in list(model.modules()):
         layers = vars(part)["_modules"]
-        layers.update({name: _unwrap_compiled(layer) for name, layer in layers.items()})
-    unwrapped: nn.Module = _unwrap_compiled(model)
+        layers.update(
+            {name: _inner_layer_compiled_in_place(layer) for name, layer in layers.items()}
+        )
+    unwrapped: nn.Module = _inner_layer_compiled_in_place(model)
     return unwrapped
 
 
-def _unwrap_compiled(layer: Any) -> Any:
+def _inner_layer_compiled_in_place(layer: Any) -> Any:
     if type(layer).__name__ != "OptimizedModule":
         return layer
     inner = vars(layer)["_modules"]["_orig_mod"]
@@ -298,7 +320,7 @@ def _refuse_sparse_gradients(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def _switch_cache_off(model: nn.Module) -> bool | None:
+def _switch_cache_off_and_return_setting(model: nn.Module) -> bool | None:
     """Switch off the cache of keys and values; return the model's own `use_cache`.
 
     The cache is useful for generation only. The export restores the model's own value.
@@ -326,7 +348,7 @@ def _set_use_cache(configs: Iterable[Any], value: bool) -> None:
             config.use_cache = value
 
 
-def _enable_checkpointing(model: nn.Module) -> None:
+def _enable_gradient_checkpointing(model: nn.Module) -> None:
     """Make the model recompute its layers in the backward pass."""
     try:
         is_transformers = hasattr(model, "supports_gradient_checkpointing")
@@ -343,30 +365,35 @@ def _enable_checkpointing(model: nn.Module) -> None:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
 
 
-def _create_transformers_model(
+def _create_or_load_transformers_model(
     recipe: Recipe, data: LoadedData
 ) -> tuple[nn.Module, LoadedNames | None]:
     import transformers
 
-    config = build_model_config(recipe, data)
-    attention = attention_implementation(recipe)
+    config = build_transformers_config(recipe, data)
+    attention = attention_implementation_or_none(recipe)
     auto = getattr(transformers, recipe.model.traits.auto_class)
     try:
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
-        return load_pretrained(
-            auto, pinned_folder(recipe.model.pretrained), config, has_new_head=recipe.model.traits.has_new_head,
-            allows_partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
-        )  # fmt: skip
+        return load_pretrained_and_report_names(
+            auto,
+            download_revision_or_keep_name(recipe.model.pretrained),
+            config,
+            has_new_head=recipe.model.traits.has_new_head,
+            allows_partial=recipe.model.allow_partial,
+            attn_implementation=attention,
+            torch_dtype=torch.float32,
+        )
     except (OSError, ValueError) as error:
-        reason = hub_reason(error, str(recipe.model.pretrained))
+        reason = hub_error_reason_and_remedy(error, str(recipe.model.pretrained))
         raise InputError(f"model: {reason}") from error
     # The config's class accepts some wrong values, which then fail in the model's constructor.
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
 
 
-def build_model_config(recipe: Recipe, data: LoadedData) -> Any:
+def build_transformers_config(recipe: Recipe, data: LoadedData) -> Any:
     """Return the config of a model of transformers, without its weights.
 
     Raises:
@@ -377,31 +404,33 @@ def build_model_config(recipe: Recipe, data: LoadedData) -> Any:
     fields = dict(recipe.model.config or {})
     source = recipe.model.pretrained
     model_type = fields.pop("model_type", None)
-    refuse_lfs_pointers(pretrained_files("model.pretrained", str(source)))
+    refuse_lfs_pointers(pretrained_files_in_folder("model.pretrained", str(source)))
     try:
         config = (
             AutoConfig.for_model(model_type)
             if source is None
-            else AutoConfig.from_pretrained(pinned_folder(source))
+            else AutoConfig.from_pretrained(download_revision_or_keep_name(source))
         )
     except (OSError, ValueError) as error:
         if source is None:
             raise InputError(
                 f"model.config.model_type: transformers knows no {model_type!r}"
             ) from None
-        raise InputError(f"model.pretrained: got {source}: {hub_reason(error, source)}") from None
+        raise InputError(
+            f"model.pretrained: got {source}: {hub_error_reason_and_remedy(error, source)}"
+        ) from None
     if model_type not in (None, config.model_type):
         raise InputError(
             f"model.config.model_type: got {model_type}, and model.pretrained is of type "
             f"{config.model_type}"
         )
-    _refuse_unknown_fields(fields, config)
+    _refuse_unknown_config_fields(fields, config)
     if data.class_names and fields.setdefault("num_labels", len(data.class_names)) != len(
         data.class_names
     ):
         problem = f"got {fields['num_labels']}, and the labels have {len(data.class_names)} names"
         raise InputError(f"model.config.num_labels: {problem}")
-    recipe_labels = labels_of_recipe(recipe)
+    recipe_labels = class_number_by_label_in_recipe(recipe)
     if data.label_names and recipe_labels and set(data.label_names) != recipe_labels.keys():
         problem = (
             f"got {', '.join(recipe_labels)}, and the labels are {', '.join(data.label_names)}"
@@ -420,11 +449,11 @@ def build_model_config(recipe: Recipe, data: LoadedData) -> Any:
     # A wrong value may raise any exception in transformers.
     except Exception as error:
         raise InputError(f"model.config: {' '.join(str(error).split())}") from None
-    refuse_data_beyond_model(recipe, data, config)
+    refuse_data_exceeding_model_sizes(recipe, data, config)
     return config
 
 
-def _refuse_unknown_fields(fields: Json, config: PreTrainedConfig) -> None:
+def _refuse_unknown_config_fields(fields: Json, config: PreTrainedConfig) -> None:
     """Refuse unknown fields of a config."""
     # transformers accepts any name without a warning.
     known_names = {
@@ -436,7 +465,7 @@ def _refuse_unknown_fields(fields: Json, config: PreTrainedConfig) -> None:
     }
     for name in fields:
         if name not in known_names and not hasattr(config, name):
-            guess = closest_name(name, known_names)
+            guess = closest_or_translated_name_or_none(name, known_names)
             raise InputError(
                 f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else "")
             )
@@ -470,7 +499,9 @@ def _config_fields_from_data(recipe: Recipe, data: LoadedData, config: PreTraine
     return config_fields
 
 
-def refuse_data_beyond_model(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> None:
+def refuse_data_exceeding_model_sizes(
+    recipe: Recipe, data: LoadedData, config: PreTrainedConfig
+) -> None:
     """Refuse data whose token ids, positions or labels exceed the model's sizes."""
     # They would fail in the middle of a pass.
     vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
@@ -511,7 +542,7 @@ def refuse_data_beyond_model(recipe: Recipe, data: LoadedData, config: PreTraine
         raise InputError(f"model.config.num_labels: got {config.num_labels}, and {problem}")
 
 
-def attention_implementation(recipe: Recipe) -> str | None:
+def attention_implementation_or_none(recipe: Recipe) -> str | None:
     """Return the attention implementation; None leaves the choice to transformers.
 
     transformers chooses sdpa for the models that have it.
@@ -522,7 +553,9 @@ def attention_implementation(recipe: Recipe) -> str | None:
     return "eager" if recipe.engine.efficient_attention or recipe.engine.flash_attention else None
 
 
-def _refuse_frozen_tokens(recipe: Recipe, lora: Lora, data: LoadedData, model: Any) -> None:
+def _refuse_frozen_embeddings_of_new_tokens(
+    recipe: Recipe, lora: Lora, data: LoadedData, model: Any
+) -> None:
     """Refuse adapters that leave the embeddings of new tokens as they began.
 
     Raises:
@@ -531,9 +564,11 @@ def _refuse_frozen_tokens(recipe: Recipe, lora: Lora, data: LoadedData, model: A
     from transformers import AutoConfig
 
     source_config = AutoConfig.from_pretrained(
-        pinned_folder(str(recipe.model.pretrained))
+        download_revision_or_keep_name(str(recipe.model.pretrained))
     ).get_text_config()
-    new_tokens = tokens_without_weights(recipe.data, data.tokenizer, source_config.vocab_size)
+    new_tokens = tokens_without_pretrained_weights(
+        recipe.data, data.tokenizer, source_config.vocab_size
+    )
     # The same weight has one name.
     layers = {
         id(layer.weight): name.rpartition(".")[2]
@@ -550,7 +585,7 @@ def _refuse_frozen_tokens(recipe: Recipe, lora: Lora, data: LoadedData, model: A
         )
 
 
-def _require_lora_targets(model: nn.Module, lora: Lora) -> None:
+def _require_lora_target_modules_exist(model: nn.Module, lora: Lora) -> None:
     """Refuse names of target modules that no layer has; peft would leave some of them out in silence.
 
     Raises:
@@ -575,12 +610,12 @@ def _require_lora_targets(model: nn.Module, lora: Lora) -> None:
         )
 
 
-def _add_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
+def _add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
     try:
         import peft
     except ImportError:
         raise MissingDependency('model.lora needs peft: pip install "ortlaunch[lora]"') from None
-    _require_lora_targets(model, lora)
+    _require_lora_target_modules_exist(model, lora)
     traits = MODEL_TASKS[task]
     saved_modules = [*filter(None, [traits.new_head]), *lora.modules_to_save]
     # peft's names of new heads. It saves all layers whose names end so, and fails for an adapter there.

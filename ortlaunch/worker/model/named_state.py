@@ -71,7 +71,7 @@ class NamedState:
     """Copies the master weights into the model's weights (collective)."""
 
 
-def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def trained_parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return names and whole shapes of the trained parameters."""
     # ZeRO 3 leaves only pieces in the model, and the whole shape in `ds_shape`.
     return {
@@ -81,7 +81,7 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def require_same_parameters(
+def require_same_trained_parameters(
     model: nn.Module, optimizer_parameters: Mapping[str, nn.Parameter]
 ) -> None:
     """Refuse a model whose trained parameters are no longer those of the optimizer.
@@ -110,7 +110,7 @@ def require_same_parameters(
             )
 
 
-def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a model saves besides its parameters."""
     model_state = model.state_dict(keep_vars=True)
     return {
@@ -140,12 +140,12 @@ def whole_parameter_ranges(
     ]
 
 
-def scaler_loss_scale(scaler: torch.amp.GradScaler) -> LossScale | None:
+def scaler_loss_scale_or_none(scaler: torch.amp.GradScaler) -> LossScale | None:
     """Return the loss scale of torch's scaler; None if the scaler is disabled."""
     return LossScale(scaler.state_dict, scaler.load_state_dict) if scaler.is_enabled() else None
 
 
-def state_tensor_names(parameter_group: Mapping[str, Any]) -> tuple[str, ...]:
+def optimizer_state_tensor_names(parameter_group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors for each weight of this group."""
     if STATE_TENSORS in parameter_group:
         return tuple(parameter_group[STATE_TENSORS])

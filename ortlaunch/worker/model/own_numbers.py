@@ -23,30 +23,30 @@ RESERVED_NAMES = {each.name for each in fields(MetricsLine)}
 _Sums = dict[str, tuple[torch.Tensor, float]]
 
 
-def values_by_name(output: Any) -> Mapping[str, Any]:
+def output_values_by_name_or_empty(model_output: Any) -> Mapping[str, Any]:
     """Return a model's outputs by name: of a mapping, a named tuple or an object with attributes.
 
     A plain tuple has no names and gives an empty mapping.
     """
-    if isinstance(output, Mapping):
-        return output
-    if isinstance(output, (torch.Tensor, list, tuple)):
-        return output._asdict() if hasattr(output, "_asdict") else {}
-    return {**getattr(output, "__dict__", {})}
+    if isinstance(model_output, Mapping):
+        return model_output
+    if isinstance(model_output, (torch.Tensor, list, tuple)):
+        return model_output._asdict() if hasattr(model_output, "_asdict") else {}
+    return {**getattr(model_output, "__dict__", {})}
 
 
-def outputs_by_name(output: Any) -> Mapping[str, Any]:
+def outputs_by_name_or_index(output: Any) -> Mapping[str, Any]:
     """Return a model's outputs by name; those of a plain tuple by index, as `output_0`."""
     if isinstance(output, (list, tuple)) and not hasattr(output, "_asdict"):
         return {f"output_{output_index}": value for output_index, value in enumerate(output)}
-    return values_by_name(output)
+    return output_values_by_name_or_empty(output)
 
 
-def scalar_values(output: Any) -> dict[str, torch.Tensor]:
+def scalars_beside_loss_by_name(model_output: Any) -> dict[str, torch.Tensor]:
     """Return the scalars beside the loss: tensors without a dimension, and Python's numbers."""
     scalars = {
         name: value
-        for name, value in values_by_name(output).items()
+        for name, value in output_values_by_name_or_empty(model_output).items()
         if name != LOSS and _is_real_scalar(value)
     }
     return {str(name): torch.as_tensor(value).detach() for name, value in scalars.items()}
@@ -75,13 +75,13 @@ class ValueMeans:
         """Start a step; drop the values of a step that was skipped."""
         self._step_sums = {}
 
-    def add_pass(self, output: Any, weight: float) -> torch.Tensor:
+    def add_values_and_return_loss(self, engine_output: Any, weight: float) -> torch.Tensor:
         """Add the values of a pass; return its loss.
 
         Raises:
             InputError: a value has a name that metrics.jsonl already uses.
         """
-        for name in output if isinstance(output, Mapping) else ():
+        for name in engine_output if isinstance(engine_output, Mapping) else ():
             if name in RESERVED_NAMES - {LOSS}:
                 raise InputError(
                     f"the model returns {name!r} beside its loss, a name that metrics.jsonl "
@@ -90,10 +90,10 @@ class ValueMeans:
             if name != LOSS:
                 total, weights = self._step_sums.get(name, (0.0, 0.0))
                 self._step_sums[name] = (
-                    total + output[name].detach().double() * weight,
+                    total + engine_output[name].detach().double() * weight,
                     weights + weight,
                 )
-        return loss_of_engine_output(output)
+        return loss_of_engine_output(engine_output)
 
     def keep_step(self) -> None:
         """Count the passes of the step, which has changed the weights."""
@@ -102,7 +102,7 @@ class ValueMeans:
             self._kept_sums[name] = total + value, weights + weight
         self._step_sums = {}
 
-    def read_over_ranks(self, group: DistributedContext) -> dict[str, float]:
+    def means_over_ranks_and_reset(self, group: DistributedContext) -> dict[str, float]:
         """Return the means since the last call, over all ranks (collective).
 
         Passes that did not return a name do not count for it.

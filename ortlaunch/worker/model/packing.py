@@ -26,13 +26,13 @@ _LOCAL = ("sliding_attention", "chunked_attention")
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
 
-def separate_documents(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
+def batch_with_separated_documents(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
     """Return a packed batch in the form that the model accepts."""
     # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
     if parameter is None:
         return split_documents_into_rows(batch)
-    return replace_documents_by_mask(batch, parameter.dtype, getattr(model, "config", None))
+    return replace_document_ids_by_mask(batch, parameter.dtype, getattr(model, "config", None))
 
 
 def split_documents_into_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def split_documents_into_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def replace_documents_by_mask(
+def replace_document_ids_by_mask(
     batch: Mapping[str, Tensor], dtype: torch.dtype, config: Any = None
 ) -> dict[str, Any]:
     """Return a batch for transformers' models: `attention_mask` instead of `document_ids`.
@@ -75,7 +75,7 @@ def replace_documents_by_mask(
     is_visible = (documents[:, None, :, None] == documents[:, None, None, :]) & (distances >= 0)
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
     masks = {}
-    for attention_type, size in _attention_sizes(config).items():
+    for attention_type, size in _visible_tokens_by_attention_type(config).items():
         is_near = is_visible
         if size and attention_type == "chunked_attention":
             chunks = batch["position_ids"] // size
@@ -96,7 +96,7 @@ def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _attention_sizes(config: Any) -> dict[str, int]:
+def _visible_tokens_by_attention_type(config: Any) -> dict[str, int]:
     """Return a model's types of attention, each with the number of tokens seen; 0: all.
 
     transformers leaves such limits out of a mask that it is given.
@@ -122,7 +122,7 @@ def _attention_sizes(config: Any) -> dict[str, int]:
 
 
 @torch.no_grad()
-def require_separate_documents(model: nn.Module) -> None:
+def require_model_separates_documents(model: nn.Module) -> None:
     """Check on a few tokens that a document has the scores in a pack that it has alone.
 
     Raises:
@@ -139,11 +139,12 @@ def require_separate_documents(model: nn.Module) -> None:
     name = type(model).__name__
     dtype = next(model.parameters()).dtype
     try:
-        with _evaluation_mode(model), _shrink_attention_limits(_text_config(config)):
+        with _evaluation_mode_until_end(model), _shrink_attention_limits(_text_config(config)):
             expected = model(**lone_documents, attention_mask=None).logits
             separate_difference, joined_difference = (
-                _largest_relative_difference(
-                    model(**replace_documents_by_mask(tested_batch, dtype, config)).logits, expected
+                _largest_logit_difference_of_second(
+                    model(**replace_document_ids_by_mask(tested_batch, dtype, config)).logits,
+                    expected,
                 )
                 for tested_batch in (batch, {**batch, DOCUMENTS: torch.zeros_like(ids)})
             )
@@ -161,7 +162,7 @@ def require_separate_documents(model: nn.Module) -> None:
         )
 
 
-def _largest_relative_difference(logits: Tensor, expected: Tensor) -> float:
+def _largest_logit_difference_of_second(logits: Tensor, expected: Tensor) -> float:
     """Return the largest difference of the second documents' logits, relative to their maximum."""
     second = logits[:, _TEST_TOKENS // 2 :].float()
     return float((second - expected.float()).abs().max() / expected.float().abs().max())
@@ -182,7 +183,7 @@ def _shrink_attention_limits(config: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode_until_end(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:

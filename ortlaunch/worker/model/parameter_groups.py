@@ -16,7 +16,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.optimizer import Optimizer, ParameterGroup
 from ortlaunch.run_folder.engine_report import OptimizerGroup
-from ortlaunch.worker.data.own import load_user_function
+from ortlaunch.worker.data.own import import_user_function
 
 # Names of settings in torch's groups, where they differ from the recipe's.
 _TORCH_NAMES = {"betas": "betas", "epsilon": "eps", "momentum": "momentum"}
@@ -43,19 +43,19 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return loss
 
 
-def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named_parameters_without_prefix(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters by their names in the user's model, which LossModule contains."""
     return [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
 
 
-def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze_parameters_matching_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters for which the last pattern that matches does not begin with `!`.
 
     Raises:
         InputError: a pattern matches no parameter.
     """
     named = dict(model.named_parameters())
-    _require_matches(
+    _require_each_pattern_matches(
         "model.freeze", [pattern.removeprefix("!") for pattern in patterns], named, "parameter"
     )
     for name, parameter in named.items():
@@ -64,7 +64,7 @@ def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def build_parameter_groups(
+def build_parameter_groups_and_notes(
     optimizer_settings: Optimizer, module: nn.Module
 ) -> tuple[list[Json], tuple[str, ...]]:
     """Return the groups of trained parameters as torch's optimizers take them, and notes.
@@ -76,20 +76,22 @@ def build_parameter_groups(
         InputError: a pattern of `groups` matches no trained parameter, or the values of
             `attributes` are not valid.
     """
-    named = [(name, p) for name, p in named_parameters(module) if p.requires_grad]
+    named = [(name, p) for name, p in named_parameters_without_prefix(module) if p.requires_grad]
     names = [name for name, _ in named]
     patterns = [pattern for group in optimizer_settings.groups for pattern in group.match]
-    _require_matches("optimizer.groups", patterns, names, "trained parameter")
-    depths = layer_depths([name for name, _ in named_parameters(module)])
+    _require_each_pattern_matches("optimizer.groups", patterns, names, "trained parameter")
+    depths = layers_above_by_parameter_name(
+        [name for name, _ in named_parameters_without_prefix(module)]
+    )
     undecayed_names = {
         name for name in names for word in optimizer_settings.no_decay if word in name
     }
-    group_of_parameter = _group_finder(optimizer_settings)
+    group_of_parameter = _parameter_group_finder(optimizer_settings)
     group_by_settings: dict[str, Json] = {}
     for name, parameter in named:
         group = group_of_parameter(name, parameter)
         settings: Json = {
-            "optimizer": group.name or _default_optimizer(optimizer_settings, name, parameter)
+            "optimizer": group.name or _default_optimizer_name(optimizer_settings, name, parameter)
         }
         factor = optimizer_settings.layer_decay ** depths[name]
         if group.learning_rate is not None:
@@ -110,10 +112,10 @@ def build_parameter_groups(
     # Parameters with weight decay come first, in the order of the model.
     return sorted(
         group_by_settings.values(), key=lambda group: not group["weight_decay"]
-    ), _unmatched_word_notes(optimizer_settings, names)
+    ), _unmatched_no_decay_notes(optimizer_settings, names)
 
 
-def group_records(
+def parameter_group_records(
     parameter_groups: Sequence[Json], module: nn.Module, learning_rate: float
 ) -> list[OptimizerGroup]:
     """Return the record of the groups, the frozen parameters as the last one.
@@ -123,7 +125,7 @@ def group_records(
         module: the model with the parameters.
         learning_rate: the recipe's learning rate.
     """
-    named = named_parameters(module)
+    named = named_parameters_without_prefix(module)
     names = {id(parameter): name for name, parameter in named}
     records = [
         OptimizerGroup(
@@ -141,7 +143,7 @@ def group_records(
     return records
 
 
-def layer_depths(parameter_names: Sequence[str]) -> dict[str, int]:
+def layers_above_by_parameter_name(parameter_names: Sequence[str]) -> dict[str, int]:
     """Return the number of layers above each parameter, in the stack that it belongs to.
 
     The number in a name's path is its layer. Parameters without one belong to the stack beside or
@@ -167,7 +169,9 @@ def layer_depths(parameter_names: Sequence[str]) -> dict[str, int]:
             depths[name] = counts[stack] - layer
             continue
         # The stack of the nearest module that contains both.
-        nearest_stack = max(counts, key=lambda stack: _shared_part_count(stack, name), default="")
+        nearest_stack = max(
+            counts, key=lambda stack: _leading_name_parts_in_common(stack, name), default=""
+        )
         depths[name] = (
             counts[nearest_stack] + 1
             if nearest_stack in first_positions and position < first_positions[nearest_stack]
@@ -176,9 +180,9 @@ def layer_depths(parameter_names: Sequence[str]) -> dict[str, int]:
     return depths
 
 
-def _shared_part_count(stack: str, name: str) -> int:
+def _leading_name_parts_in_common(stack: str, parameter_name: str) -> int:
     """Return the number of leading parts that two names share, without the stack's own name."""
-    pairs = zip(stack.split(".")[:-1], name.split("."))
+    pairs = zip(stack.split(".")[:-1], parameter_name.split("."))
     return next(
         (
             part_index
@@ -189,22 +193,26 @@ def _shared_part_count(stack: str, name: str) -> int:
     )
 
 
-def _default_optimizer(recipe: Optimizer, name: str, parameter: nn.Parameter) -> str:
+def _default_optimizer_name(recipe: Optimizer, name: str, parameter: nn.Parameter) -> str:
     """Return the optimizer of a parameter without a group; muon is for matrices of layers."""
     if recipe.name != "muon" or (parameter.ndim == 2 and _LAYER.search(name)):
         return recipe.name
     return "adamw"
 
 
-def _group_finder(recipe: Optimizer) -> Callable[[str, nn.Parameter], ParameterGroup]:
+def _parameter_group_finder(recipe: Optimizer) -> Callable[[str, nn.Parameter], ParameterGroup]:
     """Return the function that finds the group of a parameter."""
-    attributes = recipe.attributes and load_user_function("optimizer.attributes", recipe.attributes)
+    attributes = recipe.attributes and import_user_function(
+        "optimizer.attributes", recipe.attributes
+    )
     default_group = ParameterGroup(match=("*",))
 
     def find_group(name: str, parameter: nn.Parameter) -> ParameterGroup:
         returned_fields = attributes(name, parameter) if callable(attributes) else None
         if returned_fields is not None:
-            return _parse_group(returned_fields, f"{recipe.attributes}({name!r}, ...)")
+            return _parse_user_parameter_group(
+                returned_fields, f"{recipe.attributes}({name!r}, ...)"
+            )
         return next(
             (recipe_group for recipe_group in recipe.groups if _matches(name, recipe_group.match)),
             default_group,
@@ -213,7 +221,7 @@ def _group_finder(recipe: Optimizer) -> Callable[[str, nn.Parameter], ParameterG
     return find_group
 
 
-def _parse_group(returned_fields: Any, call_text: str) -> ParameterGroup:
+def _parse_user_parameter_group(returned_fields: Any, call_text: str) -> ParameterGroup:
     if not isinstance(returned_fields, Mapping):
         raise InputError(
             f"optimizer.attributes: {call_text} returned {returned_fields!r}; it must return a mapping of the "
@@ -234,22 +242,26 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _require_matches(
-    recipe_field: str, patterns: Iterable[str], names: Collection[str], name_type: str
+def _require_each_pattern_matches(
+    recipe_field: str, patterns: Iterable[str], known_names: Collection[str], name_type: str
 ) -> None:
     unmatched = [
-        pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)
+        pattern
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in known_names)
     ]
     if unmatched:
-        near = [*difflib.get_close_matches(unmatched[0], names, 3, 0.4), *names][:3]
+        near = [*difflib.get_close_matches(unmatched[0], known_names, 3, 0.4), *known_names][:3]
         raise InputError(
             f"{recipe_field}: no {name_type} matches {', '.join(unmatched)}; the names are like {', '.join(near)}"
         )
 
 
-def _unmatched_word_notes(recipe: Optimizer, names: Sequence[str]) -> tuple[str, ...]:
+def _unmatched_no_decay_notes(recipe: Optimizer, parameter_names: Sequence[str]) -> tuple[str, ...]:
     """Return a note if words of `no_decay` are in no trained parameter's name."""
-    unmatched = [word for word in recipe.no_decay if not any(word in name for name in names)]
+    unmatched = [
+        word for word in recipe.no_decay if not any(word in name for name in parameter_names)
+    ]
     # The default lists the norms of several model families, of which each model has only some:
     # only the user's own names make a note.
     is_user_setting = (

@@ -13,6 +13,6 @@ def dtype_of(precision: str) -> torch.dtype:
     return dtype
 
 
-def narrow_dtype_of(precision: str) -> torch.dtype | None:
+def narrow_dtype_or_none(precision: str) -> torch.dtype | None:
     """Return the dtype of the passes, or None for float32, where nothing is cast."""
     return dtype_of(precision) if PRECISIONS[precision].is_narrow else None

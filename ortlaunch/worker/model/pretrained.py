@@ -39,21 +39,21 @@ _OLD_BUFFERS = (
 _MAX_NAMED = 6
 
 
-def load_pretrained(
+def load_pretrained_and_report_names(
     auto_class: Any,
-    source: str,
+    folder_or_hub_name: str,
     config: PreTrainedConfig,
     *,
     has_new_head: bool,
     allows_partial: bool,
     **options: Any,
 ) -> tuple[nn.Module, LoadedNames]:
-    """Load the model of an auto class with the weights of `source`.
+    """Load the model of an auto class with the weights of `folder_or_hub_name`.
 
     Args:
         auto_class: the auto class of transformers.
-        source: a folder, or a name on the hub.
-        config: the model's config. If its vocabulary differs from that of `source`, the embeddings
+        folder_or_hub_name: a folder, or a name on the hub.
+        config: the model's config. If its vocabulary differs from that of `folder_or_hub_name`, the embeddings
             are resized to it.
         has_new_head: whether the task's head may be missing, or have another number of labels.
         allows_partial: whether any weights may be missing or left over.
@@ -63,7 +63,7 @@ def load_pretrained(
         InputError: weights have another shape than the model's, are missing or left over, or cannot
             be read.
     """
-    source_config = _load_source_config(source)
+    source_config = _load_source_config(folder_or_hub_name)
     source_vocabulary = _vocabulary_size(source_config)
     requested_vocabulary = _vocabulary_size(config)
     # Load at the size of the source first; `_resize` then keeps the trained embeddings. Until then
@@ -79,11 +79,11 @@ def load_pretrained(
         setattr(config, name, getattr(source_config, name, None))
     if source_vocabulary != requested_vocabulary:
         config.get_text_config().vocab_size = source_vocabulary
-    model, info = _load_with_info(auto_class, source, config=config, **options)
+    model, info = _load_with_loading_info(auto_class, folder_or_hub_name, config=config, **options)
     relabelled = [
         mismatch
         for mismatch in info["mismatched_keys"]
-        if has_new_head and _is_relabelled(mismatch, model)
+        if has_new_head and _is_head_with_other_label_count(mismatch, model)
     ]
     mismatch_texts = sorted(
         _mismatch_text(mismatch)
@@ -92,12 +92,12 @@ def load_pretrained(
     )
     if mismatch_texts:
         raise InputError(
-            f"model.pretrained: weights differ in shape from model.config: {_some_names(mismatch_texts, '; ')}"
+            f"model.pretrained: weights differ in shape from model.config: {_first_names_text(mismatch_texts, '; ')}"
         )
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
     if not allows_partial:
-        _refuse_partial(model, loaded, has_new_head)
-    resized = _resize_embeddings(model, source_vocabulary, requested_vocabulary)
+        _refuse_missing_or_unused_weights(model, loaded, has_new_head)
+    resized = _resize_embeddings_and_describe(model, source_vocabulary, requested_vocabulary)
     model.config.update(new_tokens)
     return model, {
         **loaded,
@@ -106,19 +106,24 @@ def load_pretrained(
     }
 
 
-def _load_with_info(auto_class: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json]:
+def _load_with_loading_info(
+    auto_class: Any, folder_or_hub_name: str, **options: Any
+) -> tuple[PreTrainedModel, Json]:
     """Return the model and transformers' loading info."""
     from safetensors import SafetensorError
 
     try:
-        with _suppress_reports():
+        with _suppress_transformers_loading_reports():
             model, info = auto_class.from_pretrained(
-                source, **options, output_loading_info=True, ignore_mismatched_sizes=True
+                folder_or_hub_name,
+                **options,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
     # transformers raises OSError or ValueError for other faults; the caller reports those.
     except SafetensorError as error:
         raise InputError(
-            f"model.pretrained: {source} has weights that cannot be read: {error}"
+            f"model.pretrained: {folder_or_hub_name} has weights that cannot be read: {error}"
         ) from error
     return model, info
 
@@ -135,29 +140,33 @@ def _vocabulary_size(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
-def _resize_embeddings(
+def _resize_embeddings_and_describe(
     model: PreTrainedModel, source_vocabulary: int | None, requested_vocabulary: int | None
 ) -> list[str]:
     """Resize the embeddings to the requested vocabulary; return a description of the change."""
     if source_vocabulary == requested_vocabulary:
         return []
-    with _suppress_reports():
+    with _suppress_transformers_loading_reports():
         model.resize_token_embeddings(requested_vocabulary)
     return [f"{source_vocabulary} tokens to {requested_vocabulary}"]
 
 
-def _refuse_partial(model: PreTrainedModel, loaded: LoadedNames, has_new_head: bool) -> None:
+def _refuse_missing_or_unused_weights(
+    model: PreTrainedModel, loaded: LoadedNames, has_new_head: bool
+) -> None:
     """Refuse missing or unused weights of the body, and missing weights of a required head."""
-    missing = [name for name in loaded["missing"] if not has_new_head or _is_body(name, model)]
-    unexpected = [name for name in loaded["unexpected"] if _is_body(name, model)]
+    missing = [
+        name for name in loaded["missing"] if not has_new_head or _is_body_weight(name, model)
+    ]
+    unexpected = [name for name in loaded["unexpected"] if _is_body_weight(name, model)]
     problems = []
     if missing:
         problems.append(
-            f"{len(missing)} of the model's weights are not in it: {_some_names(missing)}"
+            f"{len(missing)} of the model's weights are not in it: {_first_names_text(missing)}"
         )
     if unexpected:
         problems.append(
-            f"{len(unexpected)} of its weights do not exist in the model: {_some_names(unexpected)}"
+            f"{len(unexpected)} of its weights do not exist in the model: {_first_names_text(unexpected)}"
         )
     if problems:
         remedy = (
@@ -166,7 +175,7 @@ def _refuse_partial(model: PreTrainedModel, loaded: LoadedNames, has_new_head: b
         raise InputError(f"model.pretrained: {'; '.join(problems)}; {remedy}")
 
 
-def _is_body(weight_name: str, model: PreTrainedModel) -> bool:
+def _is_body_weight(weight_name: str, model: PreTrainedModel) -> bool:
     """Return whether a weight belongs to the body, which all tasks share.
 
     A pooler belongs to the heads that use it.
@@ -179,7 +188,7 @@ def _is_body(weight_name: str, model: PreTrainedModel) -> bool:
     return inner != "pooler" and (weight_name.startswith(prefix) or inner in parts)
 
 
-def _is_relabelled(
+def _is_head_with_other_label_count(
     mismatch: str | tuple[str, Sequence[int], Sequence[int]], model: PreTrainedModel
 ) -> bool:
     """Return whether a weight of another shape belongs to a head with another number of labels.
@@ -187,10 +196,10 @@ def _is_relabelled(
     transformers initializes such a weight at random.
     """
     if isinstance(mismatch, str):
-        return not _is_body(mismatch, model)
+        return not _is_body_weight(mismatch, model)
     name, source_shape, model_shape = mismatch
     return (
-        not _is_body(name, model)
+        not _is_body_weight(name, model)
         and model_shape[0] == model.config.num_labels
         and source_shape[1:] == model_shape[1:]
     )
@@ -204,23 +213,23 @@ def _mismatch_text(mismatch: str | tuple[str, Sequence[int], Sequence[int]]) -> 
     return f"{name} is {list(source_shape)}, the model's {list(model_shape)}"
 
 
-def loading_notes(loaded: LoadedNames | None) -> tuple[str, ...]:
+def notes_on_weights_not_loaded(loaded: LoadedNames | None) -> tuple[str, ...]:
     """Return notes for the user on weights that were not loaded as they are."""
     # A head that starts at random is right for a new task, and wrong if the same task continues.
     notes = []
     if loaded and loaded["missing"]:
         count = len(loaded["missing"])
-        names = _some_names(loaded["missing"])
+        names = _first_names_text(loaded["missing"])
         notes.append(
             f"model.pretrained: {count} of the model's weights are not in it and start at "
             f"random: {names}"
         )
     if loaded and loaded["unexpected"]:
         count = len(loaded["unexpected"])
-        names = _some_names(loaded["unexpected"])
+        names = _first_names_text(loaded["unexpected"])
         notes.append(f"model.pretrained: {count} of its weights are not used: {names}")
     if loaded and loaded.get("relabelled"):
-        relabelled_text = _some_names(loaded["relabelled"], "; ")
+        relabelled_text = _first_names_text(loaded["relabelled"], "; ")
         notes.append(
             "model.pretrained: its output layer has a different number of labels; the model's "
             f"starts at random: {relabelled_text}"
@@ -233,13 +242,13 @@ def loading_notes(loaded: LoadedNames | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _some_names(names: list[str], separator: str = ", ") -> str:
+def _first_names_text(names: list[str], separator: str = ", ") -> str:
     more_names = [f"and {len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
     return separator.join([*names[:_MAX_NAMED], *more_names])
 
 
 @contextlib.contextmanager
-def _suppress_reports() -> Iterator[None]:
+def _suppress_transformers_loading_reports() -> Iterator[None]:
     """Suppress transformers' progress bar and loading report while the context is open."""
     from transformers.utils import logging as theirs
 

@@ -20,16 +20,20 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency, first_message_line
-from ortlaunch.ortmodule.base.torch_calls import pause_tracing
-from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_with_exact_forms
-from ortlaunch.ortmodule.tracing.tracing import wrap_restoring_cast_cache
+from ortlaunch.ortmodule.base.torch_calls import pause_tracing_and_torch_function
+from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_export_with_exact_forms
+from ortlaunch.ortmodule.tracing.tracing import wrap_export_restoring_autocast_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.data.media.samples import load_processor
-from ortlaunch.worker.data.mixture import readable_indices
+from ortlaunch.worker.data.media.samples import load_processor_or_none
+from ortlaunch.worker.data.mixture import indices_of_readable_samples
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
-from ortlaunch.worker.onnx.onnx_own import ExportedModule, prepare_own_outputs, sample_batches
+from ortlaunch.worker.onnx.onnx_own import (
+    ExportedModule,
+    batches_of_three_two_and_one,
+    model_with_row_outputs_and_batches,
+)
 
 if TYPE_CHECKING:
     pass
@@ -66,8 +70,8 @@ class LogitsModel(ExportedModule):
         return logits_by_name
 
 
-def export_onnx(
-    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+def write_and_check_onnx_folder(
+    recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> OnnxCheck:
     """Write model.onnx, config and tokenizer into an existing folder.
 
@@ -81,18 +85,22 @@ def export_onnx(
         InputError: the model returns nothing that could be an output.
         MissingDependency: onnx or onnxruntime is not installed.
     """
-    _require_packages()
+    _require_onnx_packages()
     model: Any = trained_module.model.float()
     if recipe.model.lora:
         model = model.merge_and_unload(safe_merge=True)
     exported_module: ExportedModule
     if recipe.model.traits.is_own:
-        exported_module, batches = prepare_own_outputs(recipe, model, data)
+        exported_module, batches = model_with_row_outputs_and_batches(recipe, model, data)
     else:
-        batches = media_batches(recipe, model, data) or real_batches(model, data)
+        batches = media_batches_or_none(recipe, model, data) or three_text_batches_of_own_data(
+            model, data
+        )
         exported_module = LogitsModel(model, tuple(batches[0])).eval()
-    sizes = _variable_axes(exported_module, batches)
-    decisions = _export_graph(exported_module, batches[0], sizes, folder)
+    sizes = _named_variable_axes(exported_module, batches)
+    decisions = _write_graph_and_list_fixed_values(
+        exported_module, batches[0], sizes, export_folder
+    )
     # In transformers' models such values are sizes; the comparison shows whether they matter.
     if not recipe.model.traits.is_own:
         decisions = []
@@ -101,9 +109,9 @@ def export_onnx(
             f"{source_location}: Python reads a tensor's value here: the graph always uses the value from "
             "the traced batch (for a size write x.shape[0] without int)"
         )
-    inputs = _used_graph_inputs(folder / "model.onnx", [*sizes.inputs])
+    inputs = _used_graph_inputs_printing_others(export_folder / "model.onnx", [*sizes.inputs])
     largest_found = largest_or_nan(
-        largest_output_difference(exported_module, batch, folder / "model.onnx")
+        run_graph_and_largest_difference(exported_module, batch, export_folder / "model.onnx")
         for batch in batches
     )
     # `not <=` also refuses nan.
@@ -111,11 +119,13 @@ def export_onnx(
         raise EngineError(
             f"ONNX Runtime's outputs differ from PyTorch's by {largest_found:.3g}; the limit is {DIFFERENCE_LIMIT:g}"
         )
-    _save_surroundings(trained_module, model, folder, (data.tokenizer, load_processor(recipe)))
-    shapes = [_variable_sizes(batch, sizes) for batch in batches]
+    _save_config_and_preprocessors(
+        trained_module, model, export_folder, (data.tokenizer, load_processor_or_none(recipe))
+    )
+    shapes = [_sample_count_and_length(batch, sizes) for batch in batches]
     input_axes = {name: sizes.inputs[name] for name in inputs}
     axes = {name: [*axes] for name, axes in {**input_axes, **sizes.outputs}.items()}
-    has_external_data = (folder / _EXTERNAL_DATA).exists()
+    has_external_data = (export_folder / _EXTERNAL_DATA).exists()
     return OnnxCheck(
         OPSET,
         inputs,
@@ -129,7 +139,7 @@ def export_onnx(
     )
 
 
-def _variable_sizes(batch: Batch, sizes: VariableAxes) -> list[int]:
+def _sample_count_and_length(batch: Batch, sizes: VariableAxes) -> list[int]:
     """Return the sizes of the first input's variable axes: samples and, if variable, length."""
     name, value = next(iter(batch.items()))
     return [value.size(axis) for axis in sizes.inputs[name]]
@@ -138,7 +148,7 @@ def _variable_sizes(batch: Batch, sizes: VariableAxes) -> list[int]:
 _EXTERNAL_DATA = "model.onnx_data"
 
 
-def _require_packages() -> None:
+def _require_onnx_packages() -> None:
     try:
         for name in ("onnx", "onnxruntime"):
             import_module(name)
@@ -150,12 +160,12 @@ def _require_packages() -> None:
 
 
 @torch.no_grad()
-def media_batches(recipe: Recipe, model: Any, data: LoadedData) -> list[Batch] | None:
+def media_batches_or_none(recipe: Recipe, model: Any, data: LoadedData) -> list[Batch] | None:
     """Return three batches of images or recordings of the run's data; None for texts.
 
     A decoder gets the words before each label, as in training.
     """
-    batches = sample_batches(recipe, data)
+    batches = batches_of_three_two_and_one(recipe, data)
     if "input_ids" in batches[0]:
         return None
     inputs = []
@@ -172,10 +182,10 @@ def media_batches(recipe: Recipe, model: Any, data: LoadedData) -> list[Batch] |
     return inputs
 
 
-def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
+def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[Batch]:
     """Return three batches of the run's own data: padded, shorter, and with a single sample."""
     samples = data.evaluation or data.train
-    indices = readable_indices(samples)
+    indices = indices_of_readable_samples(samples)
     full_batch = collate(
         [samples.sample(indices[index % len(indices)], epoch=0) for index in range(3)]
     )
@@ -211,7 +221,7 @@ def _graph_input_names(model: nn.Module, batch: Batch) -> list[str]:
 
 
 @torch.no_grad()
-def _variable_axes(exported_module: ExportedModule, batches: list[Batch]) -> VariableAxes:
+def _named_variable_axes(exported_module: ExportedModule, batches: list[Batch]) -> VariableAxes:
     """Return the variable axes: axis 0, and axes whose size differs between the batches.
 
     Axes with equal sizes in every batch get one name.
@@ -237,8 +247,8 @@ def _variable_axes(exported_module: ExportedModule, batches: list[Batch]) -> Var
     )
 
 
-def _export_graph(
-    exported_module: ExportedModule, batch: Batch, sizes: VariableAxes, folder: Path
+def _write_graph_and_list_fixed_values(
+    exported_module: ExportedModule, batch: Batch, sizes: VariableAxes, export_folder: Path
 ) -> list[str]:
     """Write and check model.onnx, with the weights in a second file if they are too large for one.
 
@@ -248,7 +258,7 @@ def _export_graph(
     import onnx
 
     _require_evaluation_mode(exported_module)
-    parts = folder / "parts"
+    parts = export_folder / "parts"
     parts.mkdir()
     with (
         warnings.catch_warnings(record=True) as trace_warnings,
@@ -261,8 +271,8 @@ def _export_graph(
         warnings.simplefilter("always", torch.jit.TracerWarning)
         try:
             # Whisper and MultiheadAttention need these operators.
-            export = wrap_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
-            wrap_restoring_cast_cache(export)(
+            export = wrap_export_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
+            wrap_export_restoring_autocast_cache(export)(
                 exported_module, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
                 dynamo=False,
@@ -279,12 +289,15 @@ def _export_graph(
     if sum(file_sizes) > _MOST_IN_ONE_FILE:
         graph = onnx.load(str(parts / "model.onnx"))
         onnx.save_model(
-            graph, str(folder / "model.onnx"), save_as_external_data=True, location=_EXTERNAL_DATA
+            graph,
+            str(export_folder / "model.onnx"),
+            save_as_external_data=True,
+            location=_EXTERNAL_DATA,
         )
     else:
-        (parts / "model.onnx").replace(folder / "model.onnx")
+        (parts / "model.onnx").replace(export_folder / "model.onnx")
     shutil.rmtree(parts)
-    onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    onnx.checker.check_model(str(export_folder / "model.onnx"), full_check=True)
     # Other warnings of tracing are not about values that Python reads.
     python_reads = (
         trace_warning
@@ -307,7 +320,7 @@ def _broadcast_unless_equal(
     with which mse_loss compares them.
     """
     # In a trace sizes are tensors.
-    with pause_tracing():
+    with pause_tracing_and_torch_function():
         shapes = {tensor.shape for tensor in tensors}
     broadcast: Sequence[torch.Tensor] = tensors if len(shapes) == 1 else original(*tensors)
     return broadcast
@@ -318,7 +331,7 @@ def _require_evaluation_mode(module: nn.Module) -> None:
     assert not training, f"not in evaluation mode: {training[:3]}"
 
 
-def _used_graph_inputs(graph_path: Path, inputs: list[str]) -> list[str]:
+def _used_graph_inputs_printing_others(graph_path: Path, input_names: list[str]) -> list[str]:
     """Return the inputs that the graph has, and print the others.
 
     The exporter leaves out inputs on which no output depends, such as weights of the loss.
@@ -329,13 +342,13 @@ def _used_graph_inputs(graph_path: Path, inputs: list[str]) -> list[str]:
         graph_input.name
         for graph_input in onnx.load(str(graph_path), load_external_data=False).graph.input
     }
-    if unused := [name for name in inputs if name not in graph_inputs]:
+    if unused := [name for name in input_names if name not in graph_inputs]:
         print(f"not inputs of the graph, because no output depends on them: {', '.join(unused)}")
-    return [name for name in inputs if name in graph_inputs]
+    return [name for name in input_names if name in graph_inputs]
 
 
 @torch.no_grad()
-def largest_output_difference(
+def run_graph_and_largest_difference(
     exported_module: ExportedModule, batch: Batch, graph_path: Path
 ) -> float:
     """Return the largest difference of any output from PyTorch's, on the CPU.
@@ -363,7 +376,7 @@ def largest_output_difference(
             f"--format onnx: ONNX Runtime cannot run it: {first_message_line(error)}"
         ) from error
     return largest_or_nan(
-        _tensor_difference(torch.from_numpy(ort_output), torch_output)
+        _largest_tensor_difference(torch.from_numpy(ort_output), torch_output)
         for ort_output, torch_output in zip(ort_outputs, exported_module(*batch.values()))
     )
 
@@ -374,7 +387,7 @@ def largest_or_nan(differences: Iterable[float]) -> float:
     return float(torch.tensor([*differences], dtype=torch.float64).max())
 
 
-def _tensor_difference(ort_output: torch.Tensor, torch_output: torch.Tensor) -> float:
+def _largest_tensor_difference(ort_output: torch.Tensor, torch_output: torch.Tensor) -> float:
     if ort_output.shape != torch_output.shape:
         shapes = f"shape {tuple(ort_output.shape)} by ONNX Runtime, and {tuple(torch_output.shape)} by PyTorch"
         raise EngineError(
@@ -387,13 +400,13 @@ def _tensor_difference(ort_output: torch.Tensor, torch_output: torch.Tensor) -> 
     return float(absolute_difference.masked_fill(ort_output == torch_output, 0.0).max())
 
 
-def _save_surroundings(
-    trained_module: LossModule, model: Any, folder: Path, preprocessors: Iterable[Any]
+def _save_config_and_preprocessors(
+    trained_module: LossModule, model: Any, export_folder: Path, preprocessors: Iterable[Any]
 ) -> None:
     """Write config, tokenizer and processor beside the graph, as in a transformers folder."""
     restore_cache_setting(model, trained_module.generates_with_cache)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
-        model.config.save_pretrained(folder)
+        model.config.save_pretrained(export_folder)
     for part in preprocessors:
         if part is not None:
-            part.save_pretrained(folder)
+            part.save_pretrained(export_folder)

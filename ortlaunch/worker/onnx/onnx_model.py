@@ -39,7 +39,7 @@ class OnnxModel(nn.Module):
             InputError: onnxruntime cannot load the graph, or it has no logits.
         """
         super().__init__()
-        self.session = _load_session(path)
+        self.session = _load_cpu_session(path)
         self.task = task
         self.config = config
         self.inputs = [graph_value.name for graph_value in self.session.get_inputs()]
@@ -53,23 +53,23 @@ class OnnxModel(nn.Module):
         output_arrays = self.session.run(self.outputs, graph_input_arrays(self.inputs, batch))
         output = {name: torch.from_numpy(value) for name, value in zip(self.outputs, output_arrays)}
         return (
-            {"loss": transformers_loss(self.task, output, batch), **output}
+            {"loss": loss_as_transformers_computes(self.task, output, batch), **output}
             if "labels" in batch
             else output
         )
 
 
-def graph_input_arrays(inputs: Sequence[str], batch: Batch) -> Json:
+def graph_input_arrays(input_names: Sequence[str], batch: Batch) -> Json:
     """Return the inputs of a graph as arrays for onnxruntime, from a batch.
 
     Raises:
         InputError: the batch lacks an input of the graph.
     """
     array_by_name = {}
-    for name in inputs:
+    for name in input_names:
         if name not in batch and (name not in _ABSENT or "input_ids" not in batch):
             raise InputError(
-                f"the graph needs {', '.join(inputs)}; a batch of the data lacks {name!r}: "
+                f"the graph needs {', '.join(input_names)}; a batch of the data lacks {name!r}: "
                 f"{', '.join(batch)}"
             )
         value = batch[name] if name in batch else torch.full_like(batch["input_ids"], _ABSENT[name])
@@ -77,29 +77,29 @@ def graph_input_arrays(inputs: Sequence[str], batch: Batch) -> Json:
     return array_by_name
 
 
-def _load_session(path: Path) -> Any:
+def _load_cpu_session(graph_path: Path) -> Any:
     try:
         import onnxruntime
     except ImportError:
         raise MissingDependency(
             'model.onnx needs onnxruntime: pip install "ortlaunch[ort-cpu]"'
         ) from None
-    refuse_lfs_pointers([str(path)])
+    refuse_lfs_pointers([str(graph_path)])
     try:
-        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(graph_path), providers=["CPUExecutionProvider"])
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise InputError(
-            f"{path}: onnxruntime cannot load it: {first_message_line(error)}"
+            f"{graph_path}: onnxruntime cannot load it: {first_message_line(error)}"
         ) from None
 
 
-def transformers_loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
+def loss_as_transformers_computes(task: str, model_output: Batch, batch: Batch) -> torch.Tensor:
     """Return the loss as transformers' models compute it.
 
     It is the mean cross entropy; for regression, the mean squared error.
     """
-    logits = output.get("prediction_logits", output.get("logits"))
+    logits = model_output.get("prediction_logits", model_output.get("logits"))
     labels = batch["labels"]
     assert logits is not None, "looked for when the model was loaded"
     # Position i predicts token i + 1; the last position predicts none.
@@ -114,6 +114,6 @@ def transformers_loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
     token_loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
     if "next_sentence_label" in batch:
         token_loss = token_loss + functional.cross_entropy(
-            output["seq_relationship_logits"], batch["next_sentence_label"]
+            model_output["seq_relationship_logits"], batch["next_sentence_label"]
         )
     return token_loss

@@ -14,10 +14,10 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import LoadedData, batch_function
-from ortlaunch.worker.data.mixture import readable_indices
-from ortlaunch.worker.model.model import required_loss
-from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name
+from ortlaunch.worker.data import LoadedData, batch_function_of_recipe
+from ortlaunch.worker.data.mixture import indices_of_readable_samples
+from ortlaunch.worker.model.model import require_scalar_loss
+from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name_or_index
 
 Batch = dict[str, torch.Tensor]
 # The samples of each batch; different batch sizes show which outputs have a row for each sample.
@@ -49,15 +49,15 @@ class OutputsModel(ExportedModule):
 
     def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same outputs by name."""
-        named_outputs = _output_tensors(self.model(**dict(zip(self.inputs, tensors))))
+        named_outputs = _output_tensors_besides_loss(self.model(**dict(zip(self.inputs, tensors))))
         return {name: named_outputs[name] for name in self.outputs}
 
 
-def sample_batches(recipe: Recipe, data: LoadedData) -> list[Batch]:
+def batches_of_three_two_and_one(recipe: Recipe, data: LoadedData) -> list[Batch]:
     """Return batches of three samples, two and one of the run's own data."""
     samples = data.evaluation or data.train
-    indices_at_hand = readable_indices(samples)
-    stack = batch_function(recipe)
+    indices_at_hand = indices_of_readable_samples(samples)
+    stack = batch_function_of_recipe(recipe)
     return [
         stack(
             [
@@ -70,7 +70,7 @@ def sample_batches(recipe: Recipe, data: LoadedData) -> list[Batch]:
 
 
 @torch.no_grad()
-def prepare_own_outputs(
+def model_with_row_outputs_and_batches(
     recipe: Recipe, model: nn.Module, data: LoadedData
 ) -> tuple[OutputsModel, list[Batch]]:
     """Return the part of a model that the graph will have, and batches of the run's own data.
@@ -81,10 +81,10 @@ def prepare_own_outputs(
         InputError: the model has no output besides its loss, or one with the name of an input.
     """
     model = model.eval()
-    full_batches = sample_batches(recipe, data)
-    inputs = _needed_inputs(model, full_batches[0])
+    full_batches = batches_of_three_two_and_one(recipe, data)
+    inputs = _inputs_that_outputs_need(model, full_batches[0])
     batches = [{name: batch[name] for name in inputs} for batch in full_batches]
-    outputs_by_batch = [_output_tensors(model(**batch)) for batch in batches]
+    outputs_by_batch = [_output_tensors_besides_loss(model(**batch)) for batch in batches]
     sizes = [len(indices) for indices in _SAMPLES]
     # Outputs with as many rows as samples, in each batch.
     outputs = [
@@ -109,7 +109,7 @@ def prepare_own_outputs(
     return OutputsModel(model, inputs, outputs).eval(), batches
 
 
-def _needed_inputs(model: nn.Module, batch: Batch) -> list[str]:
+def _inputs_that_outputs_need(model: nn.Module, batch: Batch) -> list[str]:
     """Return the names of the tensors that forward needs, in the order of its parameters.
 
     A tensor is left out if forward returns the same outputs and no loss without it.
@@ -121,7 +121,11 @@ def _needed_inputs(model: nn.Module, batch: Batch) -> list[str]:
     candidate_names = [name for name in forward_parameters if name in batch] + [
         name for name in batch if takes_any_name and name not in forward_parameters
     ]
-    expected = [*_output_tensors(model(**{name: batch[name] for name in candidate_names})).values()]
+    expected = [
+        *_output_tensors_besides_loss(
+            model(**{name: batch[name] for name in candidate_names})
+        ).values()
+    ]
 
     def names_if_sufficient(*left_out: str) -> list[str]:
         """Return the remaining names if they are sufficient, else all names (the same list)."""
@@ -131,7 +135,7 @@ def _needed_inputs(model: nn.Module, batch: Batch) -> list[str]:
         # The user's own forward may raise anything: it needs these tensors.
         except Exception:
             return candidate_names
-        tensors = [*_output_tensors(output).values()]
+        tensors = [*_output_tensors_besides_loss(output).values()]
         is_same = len(tensors) == len(expected) and all(map(torch.equal, tensors, expected))
         return remaining if is_same and not _has_loss(output) else candidate_names
 
@@ -143,15 +147,19 @@ def _needed_inputs(model: nn.Module, batch: Batch) -> list[str]:
 
 def _has_loss(output: Any) -> bool:
     try:
-        required_loss(output)
+        require_scalar_loss(output)
     except InputError:
         return False
     return True
 
 
-def _output_tensors(output: Any) -> Batch:
+def _output_tensors_besides_loss(model_output: Any) -> Batch:
     """Return the named output tensors, without the loss and without scalars."""
-    pairs = {"output": output} if isinstance(output, torch.Tensor) else outputs_by_name(output)
+    pairs = (
+        {"output": model_output}
+        if isinstance(model_output, torch.Tensor)
+        else outputs_by_name_or_index(model_output)
+    )
     return {
         name: value
         for name, value in pairs.items()

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ortlaunch.worker.process_group.distributed import DistributedContext, create_side_group
+from ortlaunch.worker.process_group.distributed import (
+    DistributedContext,
+    create_cpu_group_of_all_ranks,
+)
 from ortlaunch.worker.supervision.requests import RankRequest, RankRequests
 
 
@@ -27,7 +30,7 @@ class RankAgreement:
     def __init__(self, group: DistributedContext, requests: RankRequests) -> None:
         self.requests = requests
         self.agreed_stop = RankRequest.NOTHING
-        self._channel = create_side_group() if group.size > 1 else None
+        self._channel = create_cpu_group_of_all_ranks() if group.size > 1 else None
         self._number = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
@@ -35,7 +38,7 @@ class RankAgreement:
         """Add a request of this rank to all ranks."""
         self.requests.add_request(request)
 
-    def send_request(self) -> None:
+    def start_request_all_reduce(self) -> None:
         """Send this rank's request; do not wait."""
         if self._channel is not None:
             self._number[0] = int(self.requests.requested)
@@ -50,41 +53,41 @@ class RankAgreement:
             finally:
                 torch._C._autograd._enable_record_function(True)
 
-    def finish_agreement(self) -> RankRequest:
+    def wait_for_agreed_request(self) -> RankRequest:
         """Return the agreed request of all ranks.
 
         A request that came after `begin` belongs to the next agreement.
         """
         # The first call ends the first step. From then on there is something to save, and signals
         # are requests instead of ending the process.
-        self.requests.start_listening()
+        self.requests.handle_signals_as_requests()
         if self._channel is None:
             return self.requests.requested
         assert self._work is not None, "begin() comes first"
         self._work.wait()
         return RankRequest(int(self._number))
 
-    def agree_now(self) -> RankRequest:
+    def agree_on_request_now(self) -> RankRequest:
         """Agree at once, by `begin` and `end`, after a long operation."""
-        self.send_request()
-        return self.finish_agreement()
+        self.start_request_all_reduce()
+        return self.wait_for_agreed_request()
 
-    def clear_save_and_agree(self) -> RankRequest:
+    def clear_save_request_and_agree(self) -> RankRequest:
         """Clear a request to save, which a checkpoint has fulfilled; return the next agreement."""
         if self.requests.requested is RankRequest.SAVE:
             self.requests.requested = RankRequest.NOTHING
-        return self.agree_now()
+        return self.agree_on_request_now()
 
 
 @contextmanager
-def open_agreement(group: DistributedContext) -> Iterator[RankAgreement]:
+def accept_save_and_stop_requests(group: DistributedContext) -> Iterator[RankAgreement]:
     """Accept requests to a training while the context is open (collective)."""
     requests = RankRequests()
     rank_agreement = RankAgreement(group, requests)
     try:
         yield rank_agreement
     finally:
-        requests.restore_handlers()
+        requests.restore_former_signal_handlers()
     # A request that came too late for any agreement.
     if not rank_agreement.agreed_stop.stops:
-        requests.end_by_late_request()
+        requests.kill_self_by_unanswered_request()

@@ -22,29 +22,29 @@ from numpy.typing import NDArray
 from ortlaunch import machine
 from ortlaunch.errors import DeviceError, LaunchError, WorldError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.process_group.flight_recorder import record_collectives
+from ortlaunch.worker.process_group.flight_recorder import set_flight_recorder_variables_unless_set
 from ortlaunch.worker.process_group.join import (
     JOIN_TIMEOUT,
     RANKS_MET,
     are_all_on_one_host,
     is_mpi_launcher,
-    start_torch_distributed,
+    meet_ranks_and_init_process_group,
 )
-from ortlaunch.worker.process_group.peers import check_peer_users
+from ortlaunch.worker.process_group.peers import refuse_foreign_users_in_new_groups
 from ortlaunch.worker.supervision.gpus import (
-    no_gpu_reason,
-    set_kernel_cache_variables,
-    set_visible_gpus,
+    reason_torch_sees_no_gpu,
+    set_cuda_kernel_cache_unless_set,
+    set_visible_gpus_and_return_own_index,
 )
 
 # Groups live as long as the process. A gloo group that is freed joins its threads while it holds
 # the GIL, and one of them may wait for the GIL. This deadlock occurred at the end of a run, when
 # DistributedDataParallel had the last reference.
 _KEPT: list[object] = []
-# Larger worlds connect on demand (see `_connect_on_demand`).
+# Larger worlds connect on demand (see `_let_gloo_connect_on_demand`).
 _MAX_MESH_RANKS = 64
 
 
@@ -62,7 +62,9 @@ class DistributedContext:
     def duplicate_on_new_group(self) -> DistributedContext:
         """Return a context of the same ranks on a new group, for another thread (collective)."""
         return DistributedContext(
-            self.local, torch.device("cpu"), create_side_group() if self.size > 1 else None
+            self.local,
+            torch.device("cpu"),
+            create_cpu_group_of_all_ranks() if self.size > 1 else None,
         )
 
     def barrier(self) -> None:
@@ -82,11 +84,11 @@ class DistributedContext:
         dist.all_reduce(tensor, group=self._channel)
         return float(tensor)
 
-    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+    def gather_numbers(self, rank_numbers: list[float]) -> list[list[float]]:
         """Return every rank's numbers in rank order, in float64; all ranks give equally many."""
         if self.size == 1:
-            return [values]
-        rank_tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+            return [rank_numbers]
+        rank_tensor = torch.tensor(rank_numbers, dtype=torch.float64, device=self.device)
         tensors = [torch.empty_like(rank_tensor) for _ in range(self.size)]
         dist.all_gather(tensors, rank_tensor, group=self._channel)
         return [tensor.tolist() for tensor in tensors]
@@ -103,50 +105,54 @@ class DistributedContext:
             return [dict(arrays)]
         form_by_name = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         data = b"".join(array.tobytes() for array in arrays.values())
-        parts = self._gather_bytes(data, is_for_all=False)
+        parts = self._gather_bytes(data, goes_to_all_ranks=False)
         return [
-            _unpack_arrays(*forms_and_bytes)
+            _arrays_by_name_from_bytes(*forms_and_bytes)
             for forms_and_bytes in zip(self.gather(form_by_name), map(bytearray, parts))
         ]
 
-    def _gather_bytes(self, data: bytes, is_for_all: bool = True) -> list[bytes]:
+    def _gather_bytes(self, rank_bytes: bytes, goes_to_all_ranks: bool = True) -> list[bytes]:
         """Return every rank's bytes in rank order, on all ranks or on rank 0 alone."""
         # torch's collectives of objects unpickle what comes, which runs the sender's code.
         if self.size == 1:
-            return [data]
-        sizes = [int(size) for (size,) in self.gather_numbers([len(data)])]
-        padded = bytearray(data.ljust(max(1, *sizes), b"\0"))
+            return [rank_bytes]
+        sizes = [int(size) for (size,) in self.gather_numbers([len(rank_bytes)])]
+        padded = bytearray(rank_bytes.ljust(max(1, *sizes), b"\0"))
         rank_tensor = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
-        tensors = [torch.empty_like(rank_tensor) for _ in sizes if is_for_all or self.rank == 0]
-        if is_for_all:
+        tensors = [
+            torch.empty_like(rank_tensor) for _ in sizes if goes_to_all_ranks or self.rank == 0
+        ]
+        if goes_to_all_ranks:
             dist.all_gather(tensors, rank_tensor, group=self._channel)
         else:
             dist.gather(rank_tensor, tensors or None, group=self._channel)
         return [tensor.cpu().numpy().tobytes()[:size] for tensor, size in zip(tensors, sizes)]
 
-    def print_all(self, lines: list[str]) -> None:
+    def print_lines_of_all_ranks(self, lines: list[str]) -> None:
         """Print the lines of all ranks on rank 0, each line once (collective)."""
-        self.print_once(
+        self.print_on_rank_0(
             *dict.fromkeys(line for rank_lines in self.gather(lines) for line in rank_lines)
         )
 
-    def print_once(self, *lines: str) -> None:
+    def print_on_rank_0(self, *lines: str) -> None:
         """Print the lines on rank 0 alone."""
         if self.rank == 0 and lines:
             print(*lines, sep="\n", flush=True)
 
 
-def _unpack_arrays(form_by_name: Mapping[str, tuple[str, Sequence[int]]], data: bytearray) -> Any:
+def _arrays_by_name_from_bytes(
+    form_by_name: Mapping[str, tuple[str, Sequence[int]]], joined_bytes: bytearray
+) -> Any:
     """Return the arrays of these types and shapes that lie one after the other in the data."""
     arrays: dict[str, NDArray[Any]] = {}
     begin = 0
     for name, (dtype_text, shape) in form_by_name.items():
-        arrays[name] = np.ndarray(shape, dtype_text, data, begin)
+        arrays[name] = np.ndarray(shape, dtype_text, joined_bytes, begin)
         begin += arrays[name].nbytes
     return arrays
 
 
-def create_side_group() -> dist.ProcessGroup:
+def create_cpu_group_of_all_ranks() -> dist.ProcessGroup:
     """Make another group of all ranks, on the CPU (collective).
 
     Its messages are independent of those of the first group.
@@ -172,18 +178,18 @@ def join_process_group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Distribu
     machine.raise_open_file_limit()
     # Ranks of one host connect at once: who has connected is checked when a group is made.
     if not are_all_on_one_host(rank):
-        _connect_on_demand(rank.world_size, os.environ)
-    _lower_debug_level(plan, rank)
-    device = _choose_device(plan, rank)
-    detected_launcher = detect_rank_and_launcher(os.environ)
+        _let_gloo_connect_on_demand(rank.world_size, os.environ)
+    _lower_torch_debug_level_for_ddp(plan, rank)
+    device = _set_and_return_device(plan, rank)
+    detected_launcher = rank_and_launcher_name_or_none(os.environ)
     launcher = detected_launcher[1] if detected_launcher else ""
     if device.type == "cuda":
-        record_collectives(os.environ, run)
-    with check_peer_users():
-        start_torch_distributed(
-            plan, rank, run, _backend_arguments(plan.node_of(rank.rank).devices, rank, device)
+        set_flight_recorder_variables_unless_set(os.environ, run)
+    with refuse_foreign_users_in_new_groups():
+        meet_ranks_and_init_process_group(
+            plan, rank, run, _nccl_or_gloo_arguments(plan.node_of(rank.rank).devices, rank, device)
         )
-        _write_rank_variables(rank, device)
+        _set_rank_environment_variables(rank, device)
         yield DistributedContext(rank, device)
     # Skipped after an error, when other ranks may wait in a collective.
     _KEPT.append(dist.group.WORLD)
@@ -194,7 +200,7 @@ def join_process_group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Distribu
         MPI.Finalize()
 
 
-def _connect_on_demand(rank_count: int, environ: MutableMapping[str, str]) -> None:
+def _let_gloo_connect_on_demand(rank_count: int, environ: MutableMapping[str, str]) -> None:
     """Make gloo connect two ranks at their first message, in large worlds.
 
     A value of the user is kept.
@@ -206,7 +212,7 @@ def _connect_on_demand(rank_count: int, environ: MutableMapping[str, str]) -> No
         environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-def _lower_debug_level(plan: Plan, rank: Rank) -> None:
+def _lower_torch_debug_level_for_ddp(plan: Plan, rank: Rank) -> None:
     """Replace a debug level of torch at which its DistributedDataParallel crashes."""
     # SIGSEGV in torch 2.13; DeepSpeed, which does not use it, trains.
     if plan.deepspeed is None and dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -232,7 +238,9 @@ def require_planned_rank(plan: Plan, rank: Rank) -> None:
         raise WorldError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
 
 
-def require_same_files(group: DistributedContext, run: RunDir, file_texts: list[str]) -> None:
+def require_same_recipe_and_plan(
+    group: DistributedContext, run: RunDir, file_texts: list[str]
+) -> None:
     """Check that all ranks have read the same recipe and plan (collective).
 
     Raises:
@@ -252,16 +260,16 @@ def require_same_files(group: DistributedContext, run: RunDir, file_texts: list[
         )
 
 
-def _choose_device(plan: Plan, rank: Rank) -> torch.device:
+def _set_and_return_device(plan: Plan, rank: Rank) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
     devices = plan.node_of(rank.rank).devices
-    index = set_visible_gpus(devices, rank, os.environ)
-    set_kernel_cache_variables(os.environ)
+    index = set_visible_gpus_and_return_own_index(devices, rank, os.environ)
+    set_cuda_kernel_cache_unless_set(os.environ)
     host_name = socket.gethostname()
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"the plan trains on cuda, and no GPU is visible on {host_name}: {no_gpu_reason()}"
+            f"the plan trains on cuda, and no GPU is visible on {host_name}: {reason_torch_sees_no_gpu()}"
         )
     gpu_count = torch.cuda.device_count()
     if index >= gpu_count:
@@ -273,15 +281,15 @@ def _choose_device(plan: Plan, rank: Rank) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _backend_arguments(
-    devices: Sequence[int], rank: Rank, device: torch.device
+def _nccl_or_gloo_arguments(
+    gpu_by_local_rank: Sequence[int], rank: Rank, device: torch.device
 ) -> dict[str, object]:
     """Return the arguments of init_process_group.
 
     They are NCCL with the rank's GPU, or gloo on CPUs and where ranks share a GPU.
     """
     # NCCL accepts only one rank per GPU.
-    if device.type == "cpu" or len(set(devices)) < len(devices):
+    if device.type == "cpu" or len(set(gpu_by_local_rank)) < len(gpu_by_local_rank):
         return {"backend": "gloo"}
     release = tuple(map(int, re.findall(r"\d+", torch.__version__)[:3]))
     # With device_id NCCL connects at once, and a barrier does not have to guess the GPU. Releases
@@ -291,7 +299,7 @@ def _backend_arguments(
     return {"backend": "nccl", **({"device_id": device} if is_given else {})}
 
 
-def _write_rank_variables(rank: Rank, device: torch.device) -> None:
+def _set_rank_environment_variables(rank: Rank, device: torch.device) -> None:
     """Write the rank's variables, which DeepSpeed and transformers read."""
     # Both use LOCAL_RANK as the index of the GPU: 0 if CUDA shows the process only one GPU.
     os.environ.update(

@@ -13,7 +13,9 @@ from ortlaunch.run_folder.folder import RunDir
 _ENTRIES = "2000"
 
 
-def record_collectives(environ: MutableMapping[str, str], run: RunDir) -> None:
+def set_flight_recorder_variables_unless_set(
+    environ: MutableMapping[str, str], run: RunDir
+) -> None:
     """Set the variables of the flight recorder; keep values of the user."""
     # torch 2.4 to 2.8 and torch 2.13 read different names: set both.
     prefix = str(run.flight_recorder.absolute())

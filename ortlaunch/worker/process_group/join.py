@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from ortlaunch.errors import LaunchError, MissingDependency, WorldError, first_message_line
 from ortlaunch.launch_plan import Plan
-from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.process_group.meeting_port import cannot_meet_error
+from ortlaunch.worker.process_group.meeting_port import ranks_cannot_connect_error
 from ortlaunch.worker.supervision import interface
 
 JOIN_TIMEOUT = timedelta(minutes=30)
@@ -36,7 +36,7 @@ _LATE_SECONDS = 20
 _ARRIVED = "ortlaunch/arrived/{}"
 
 
-def start_torch_distributed(
+def meet_ranks_and_init_process_group(
     plan: Plan, rank: Rank, run: RunDir, backend_arguments: Mapping[str, Any]
 ) -> None:
     """Start torch.distributed by the means of the launcher.
@@ -50,7 +50,7 @@ def start_torch_distributed(
     Raises:
         LaunchError: the ranks cannot meet.
     """
-    detected_launcher = detect_rank_and_launcher(os.environ)
+    detected_launcher = rank_and_launcher_name_or_none(os.environ)
     launcher = detected_launcher[1] if detected_launcher else ""
     if are_all_on_one_host(rank):
         # Also for a single rank, because it listens, too.
@@ -59,26 +59,30 @@ def start_torch_distributed(
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backend_arguments)
         return
     if are_all_on_one_host(rank):
-        store: dist.Store | None = _create_file_store(run.store, rank.world_size)
+        store: dist.Store | None = _create_private_file_store(run.store, rank.world_size)
     elif launcher == "torchrun" and not plan.started_by.is_ours:
         # The user's own torchrun has a store, at the address of its options.
         store = None
-        interface.restrict_to_interface(
-            interface.source_address_towards(os.environ["MASTER_ADDR"]) or "", os.environ
+        interface.set_gloo_and_nccl_interface_unless_set(
+            interface.own_address_on_route_or_none(os.environ["MASTER_ADDR"]) or "", os.environ
         )
     else:
         hosts = [node.host for node in plan.nodes]
         store = (
-            _mpi_store(rank)
+            _store_of_rank_0_through_mpi(rank)
             if is_mpi_launcher(launcher)
-            else _run_folder_store(rank, _address_file(run, launcher), hosts)
+            else _store_of_rank_0_through_run_folder(
+                rank, _rank_0_address_path(run, launcher), hosts
+            )
         )
     try:
         if isinstance(store, dist.TCPStore):
             store.set(_ARRIVED.format(rank.rank), "")
             if rank.rank == 0:
                 threading.Thread(
-                    target=_report_late_ranks, args=(plan, store.host, store.port), daemon=True
+                    target=_print_late_ranks_unless_met_in_time,
+                    args=(plan, store.host, store.port),
+                    daemon=True,
                 ).start()
         dist.init_process_group(
             store=store,
@@ -90,11 +94,11 @@ def start_torch_distributed(
     except dist.DistNetworkError as error:
         if store is not None:
             raise
-        raise cannot_meet_error(os.environ, first_message_line(error)) from None
+        raise ranks_cannot_connect_error(os.environ, first_message_line(error)) from None
 
 
 def is_mpi_launcher(launcher_name: str) -> bool:
-    """Return whether ranks of this launcher (named as by rank.detect_rank_and_launcher) can meet through MPI."""
+    """Return whether ranks of this launcher (named as by rank.rank_and_launcher_name_or_none) can meet through MPI."""
     return "MPI" in launcher_name or launcher_name == "MVAPICH"
 
 
@@ -103,17 +107,17 @@ def are_all_on_one_host(rank: Rank) -> bool:
     return rank.local_world_size == rank.world_size
 
 
-def _create_file_store(path: Path, rank_count: int) -> dist.Store:
+def _create_private_file_store(store_path: Path, rank_count: int) -> dist.Store:
     """Return the store of ranks on one host, in a file."""
     # Create the file before torch does, so that only its owner can ever read or write it.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    path.chmod(0o600)
-    store = dist.FileStore(str(path), rank_count)
+    os.close(os.open(store_path, os.O_RDWR | os.O_CREAT, 0o600))
+    store_path.chmod(0o600)
+    store = dist.FileStore(str(store_path), rank_count)
     store.set_timeout(JOIN_TIMEOUT)
     return store
 
 
-def _mpi_store(rank: Rank) -> dist.Store:
+def _store_of_rank_0_through_mpi(rank: Rank) -> dist.Store:
     """Return the store of rank 0, whose address is broadcast through MPI."""
     try:
         from mpi4py import MPI
@@ -131,23 +135,25 @@ def _mpi_store(rank: Rank) -> dist.Store:
         )
     hosts = world.allgather(socket.gethostname())
     listener = (
-        _listen_on_free_port(interface.reachable_own_address(hosts, os.environ))
+        _listen_on_free_port(interface.own_address_reachable_by_hosts(hosts, os.environ))
         if world.rank == 0
         else None
     )
     endpoint = world.bcast(listener and listener.getsockname(), root=0)
-    return _tcp_store(rank, endpoint, listener)
+    return _serve_or_connect_tcp_store(rank, endpoint, listener)
 
 
-def _run_folder_store(rank: Rank, address_file: Path, hosts: Sequence[str]) -> dist.Store:
+def _store_of_rank_0_through_run_folder(
+    rank: Rank, address_file: Path, hosts: Sequence[str]
+) -> dist.Store:
     """Return the store of rank 0, whose address is in a file of the run folder.
 
     This serves torchrun on each host, and Slurm's steps without MPI.
     """
     if rank.rank == 0:
-        listener = _listen_on_free_port(interface.reachable_own_address(hosts, os.environ))
+        listener = _listen_on_free_port(interface.own_address_reachable_by_hosts(hosts, os.environ))
         write_json_atomically(address_file, listener.getsockname())
-        return _tcp_store(rank, listener.getsockname(), listener)
+        return _serve_or_connect_tcp_store(rank, listener.getsockname(), listener)
     deadline = time.monotonic() + 300
     pause = 0.05
     while not (address_file.exists() and address_file.stat().st_size):
@@ -158,10 +164,10 @@ def _run_folder_store(rank: Rank, address_file: Path, hosts: Sequence[str]) -> d
         time.sleep(pause)
         # Longer pauses, because thousands of ranks may poll a shared disk.
         pause = min(1.0, pause * 1.2)
-    return _tcp_store(rank, read_own_json(address_file, list), None)
+    return _serve_or_connect_tcp_store(rank, read_own_json(address_file, list), None)
 
 
-def _address_file(run: RunDir, launcher_name: str) -> Path:
+def _rank_0_address_path(run: RunDir, launcher_name: str) -> Path:
     """Return the file into which rank 0 writes its address.
 
     ortlaunch's own torchrun empties it at each start. Each step of Slurm has a new one.
@@ -185,13 +191,16 @@ def _listen_on_free_port(address: str) -> socket.socket:
     return listener
 
 
-def _tcp_store(rank: Rank, endpoint: Sequence[Any], listener: socket.socket | None) -> dist.Store:
+def _serve_or_connect_tcp_store(
+    rank: Rank, endpoint: Sequence[Any], listener: socket.socket | None
+) -> dist.Store:
     """Return the store at `endpoint` (address, port); the rank with the listener serves it."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = endpoint[0], str(endpoint[1])
     # For libraries that read these variables: the store is not that of torchrun's agent.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    interface.restrict_to_interface(
-        endpoint[0] if listener else interface.source_address_towards(endpoint[0]) or "", os.environ
+    interface.set_gloo_and_nccl_interface_unless_set(
+        endpoint[0] if listener else interface.own_address_on_route_or_none(endpoint[0]) or "",
+        os.environ,
     )
     store = functools.partial(
         dist.TCPStore, endpoint[0], endpoint[1], rank.world_size, wait_for_workers=False
@@ -208,10 +217,10 @@ def _restrict_to_loopback(environ: MutableMapping[str, str]) -> None:
         LaunchError: the interface that the user has set is not on this host.
     """
     # By default they listen on the address of the host's name, which other hosts may reach.
-    interface.restrict_to_interface("127.0.0.1", environ)
+    interface.set_gloo_and_nccl_interface_unless_set("127.0.0.1", environ)
 
 
-def _report_late_ranks(plan: Plan, host: str, port: int) -> None:
+def _print_late_ranks_unless_met_in_time(plan: Plan, host: str, port: int) -> None:
     """Print the ranks that have not reached rank 0's port, if the ranks have not met in time."""
     if RANKS_MET.wait(_LATE_SECONDS):
         return

@@ -10,16 +10,16 @@ import socket
 from collections.abc import Mapping
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 
 
-def require_free_port(rank: Rank, environ: Mapping[str, str]) -> None:
+def require_free_rendezvous_port_on_rank_0(rank: Rank, environ: Mapping[str, str]) -> None:
     """Check that rank 0 of several hosts can listen on the port of its launcher.
 
     Raises:
         LaunchError: it cannot.
     """
-    detected_launcher = detect_rank_and_launcher(environ)
+    detected_launcher = rank_and_launcher_name_or_none(environ)
     port = environ.get("MASTER_PORT", "")
     # torchrun's agent itself listens on the port.
     is_held_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -38,12 +38,12 @@ def require_free_port(rank: Rank, environ: Mapping[str, str]) -> None:
         try:
             probe.bind(("", int(port)))
         except (OSError, OverflowError) as error:
-            raise cannot_meet_error(
+            raise ranks_cannot_connect_error(
                 environ, (getattr(error, "strerror", None) or str(error)).lower()
             ) from None
 
 
-def cannot_meet_error(environ: Mapping[str, str], reason: str) -> LaunchError:
+def ranks_cannot_connect_error(environ: Mapping[str, str], reason: str) -> LaunchError:
     """Return the error of ranks that cannot meet at the address of the user's own launcher."""
     endpoint = ":".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return LaunchError(

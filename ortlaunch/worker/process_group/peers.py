@@ -33,16 +33,16 @@ _ROOT = 0
 class TcpSocket(NamedTuple):
     """A row of the kernel's tables of TCP sockets; addresses are in the kernel's hexadecimal form."""
 
-    local: str
-    remote: str
+    local_address: str
+    remote_address: str
     state: str
-    user: int
+    user_id: int
     inode: int
     """0: no process has the socket (yet, or any more); `user` is then meaningless."""
 
 
 @contextlib.contextmanager
-def check_peer_users() -> Iterator[None]:
+def refuse_foreign_users_in_new_groups() -> Iterator[None]:
     """Check every process group that is made while the context is open, by whatever library.
 
     The call that makes a group then raises LaunchError if another user has joined it.
@@ -55,7 +55,7 @@ def check_peer_users() -> Iterator[None]:
     def make_checked(*args: Any, **options: Any) -> Any:
         inodes_before = own_socket_inodes()
         new_group = make_group(*args, **options)
-        require_own_peers(own_socket_inodes() - inodes_before)
+        require_peers_of_same_user_or_root(own_socket_inodes() - inodes_before)
         return new_group
 
     c10d._new_process_group_helper = make_checked
@@ -72,69 +72,80 @@ def own_socket_inodes() -> set[int]:
     return {int(match[1]) for match in map(_SOCKET.search, paths) if match}
 
 
-def require_own_peers(inodes: set[int]) -> None:
+def require_peers_of_same_user_or_root(socket_inodes: set[int]) -> None:
     """Check that the other ends of these sockets on this host belong to this user or to root.
 
     Raises:
         LaunchError: one does not; the message names its user and the ports.
     """
-    if inodes and not any(tcp_socket.inode in inodes for tcp_socket in tcp_sockets()):
+    if socket_inodes and not any(
+        tcp_socket.inode in socket_inodes for tcp_socket in all_tcp_sockets_of_namespace()
+    ):
         print(
             "the users who have connected to this rank are not known: /proc/net/tcp does not list "
             "its connections",
             flush=True,
         )
     deadline = time.monotonic() + _SETTLING_SECONDS
-    while (foreign_peer := _foreign_peer(inodes, tcp_sockets())) is not None:
+    while (
+        foreign_peer := _local_peer_of_other_user_or_none(
+            socket_inodes, all_tcp_sockets_of_namespace()
+        )
+    ) is not None:
         if foreign_peer.inode or time.monotonic() > deadline:
             peer_text = (
-                f"a process of another user (uid {foreign_peer.user})"
+                f"a process of another user (uid {foreign_peer.user_id})"
                 if foreign_peer.inode
                 else "a process that has closed the connection since"
             )
             raise LaunchError(
-                f"{peer_text} is connected from port {_port_of_address(foreign_peer.local)} to port "
-                f"{_port_of_address(foreign_peer.remote)} of this rank, which is for ranks of this run only; "
+                f"{peer_text} is connected from port {_port_of_address(foreign_peer.local_address)} to port "
+                f"{_port_of_address(foreign_peer.remote_address)} of this rank, which is for ranks of this run only; "
                 "nothing was sent to it. Start the run again; if it happens again, ask that user "
                 "what runs there (docs/trust.md)"
             )
         time.sleep(_PAUSE_SECONDS)
 
 
-def _foreign_peer(inodes: set[int], table: list[TcpSocket]) -> TcpSocket | None:
+def _local_peer_of_other_user_or_none(
+    socket_inodes: set[int], tcp_socket_table: list[TcpSocket]
+) -> TcpSocket | None:
     """Return the other end of one of these sockets that is on this host and not this user's.
 
     If no process has it, and this user's listeners will not accept it, its inode is 0.
     """
     users = (os.geteuid(), _ROOT)
-    socket_by_ends = {(tcp_socket.local, tcp_socket.remote): tcp_socket for tcp_socket in table}
-    local_hosts = {_host_of_address(tcp_socket.local) for tcp_socket in table}
-    accepting = {
-        _port_of_address(tcp_socket.local)
-        for tcp_socket in table
-        if tcp_socket.state == _LISTEN and tcp_socket.user in users
+    socket_by_ends = {
+        (tcp_socket.local_address, tcp_socket.remote_address): tcp_socket
+        for tcp_socket in tcp_socket_table
     }
-    for tcp_socket in table:
+    local_hosts = {_host_of_address(tcp_socket.local_address) for tcp_socket in tcp_socket_table}
+    accepting = {
+        _port_of_address(tcp_socket.local_address)
+        for tcp_socket in tcp_socket_table
+        if tcp_socket.state == _LISTEN and tcp_socket.user_id in users
+    }
+    for tcp_socket in tcp_socket_table:
         if (
-            tcp_socket.inode not in inodes
+            tcp_socket.inode not in socket_inodes
             or tcp_socket.state not in _CONNECTED
-            or _host_of_address(tcp_socket.remote) not in local_hosts
+            or _host_of_address(tcp_socket.remote_address) not in local_hosts
         ):
             continue
         other = socket_by_ends.get(
-            (tcp_socket.remote, tcp_socket.local),
-            TcpSocket(tcp_socket.remote, tcp_socket.local, "", 0, 0),
+            (tcp_socket.remote_address, tcp_socket.local_address),
+            TcpSocket(tcp_socket.remote_address, tcp_socket.local_address, "", 0, 0),
         )
         if (
-            other.user not in users
+            other.user_id not in users
             if other.inode
-            else _port_of_address(other.local) not in accepting
+            else _port_of_address(other.local_address) not in accepting
         ):
             return other
     return None
 
 
-def tcp_sockets() -> list[TcpSocket]:
+def all_tcp_sockets_of_namespace() -> list[TcpSocket]:
     """Return the TCP sockets of this network namespace, of all users."""
     lines: list[str] = []
     for name in ("tcp", "tcp6"):

@@ -20,14 +20,17 @@ from ortlaunch.errors import BadStepError, DataWorkerError, FileError, Ortlaunch
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run_folder.cause_text import CRASH_SIGNALS
 from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record
-from ortlaunch.run_folder.folder import RunDir, is_disk_full, json_text
+from ortlaunch.run_folder.folder import RunDir, is_disk_nearly_full, json_text
 from ortlaunch.run_folder.library_messages import (
     is_lost_peer_message,
     match_cause_in_text,
-    native_crash_cause,
+    native_crash_cause_and_detail,
 )
-from ortlaunch.worker.supervision.pulse import Pulse
-from ortlaunch.worker.supervision.user_frames import fold_foreign_frames, user_source_location
+from ortlaunch.worker.supervision.pulse import SharedProgress
+from ortlaunch.worker.supervision.user_frames import (
+    last_user_source_location_or_none,
+    traceback_with_foreign_frames_counted,
+)
 
 # Reserved space of one rank, and of all ranks together.
 _MAX_SPARE_BYTES = 1 << 15
@@ -57,7 +60,7 @@ class ObservedEnd(NamedTuple):
 class RankEndRecorder:
     """The record of one rank's end, written by the rank or by its supervisor."""
 
-    def __init__(self, rank: Rank, run: RunDir, pulse: Pulse) -> None:
+    def __init__(self, rank: Rank, run: RunDir, pulse: SharedProgress) -> None:
         self.rank = rank
         self.run = run
         self._pulse = pulse
@@ -93,7 +96,7 @@ class RankEndRecorder:
         """Return the record."""
         return read_error_record(self._record_path)
 
-    def record_exception(self, error: BaseException, log_descriptor: int) -> int:
+    def write_exception_record_and_log(self, error: BaseException, log_descriptor: int) -> int:
         """Record the rank's own exception, also in the descriptor `log_descriptor`; return its exit status."""
         end_time = time.time()
         text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
@@ -101,16 +104,16 @@ class RankEndRecorder:
         # An error of ortmodule/ in a later export names fields of its Settings, not of the recipe.
         if "Settings." in text:
             # Imported late, because it needs pydantic, which is loaded by then.
-            from ortlaunch.recipe.fields.ort_variables import use_recipe_field_names
+            from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
 
-            text = use_recipe_field_names(text)
-            message = use_recipe_field_names(message)
-        status = _exception_exit_status(error)
+            text = replace_setting_names_by_recipe_fields(text)
+            message = replace_setting_names_by_recipe_fields(message)
+        status = _exit_status_of_exception(error)
         is_secondary = isinstance(error, Exception) and is_lost_peer_message(text)
         error_type = type(error).__name__
-        full_disk_note = self._full_disk_note(error)
-        cause, detail = _exception_cause(error, text, full_disk_note)
-        user_location = user_source_location(error)
+        full_disk_note = self._full_disk_note_or_empty(error)
+        cause, detail = _cause_and_line_of_exception(error, text, full_disk_note)
+        user_location = last_user_source_location_or_none(error)
         record = ErrorRecord(
             error_type,
             cause,
@@ -118,25 +121,27 @@ class RankEndRecorder:
             detail=detail,
             message=message,
             traceback=text,
-            folded=None if user_location is None else fold_foreign_frames(text),
+            folded=None if user_location is None else traceback_with_foreign_frames_counted(text),
             raised_at=user_location,
             secondary=is_secondary,
             time=end_time,
         )
-        self.write_record(os.getpid(), f"failed with {error_type}{full_disk_note}", record)
+        self.add_rank_and_store_record(
+            os.getpid(), f"failed with {error_type}{full_disk_note}", record
+        )
         sys.stderr.flush()
         with os.fdopen(log_descriptor, "w", errors="backslashreplace") as file:
             print(text, file=file)
         return status
 
-    def record_unrecorded_end(self, pid: int, description: str, end: ObservedEnd) -> None:
+    def write_record_of_silent_end(self, pid: int, description: str, end: ObservedEnd) -> None:
         """Record the end of a rank that recorded nothing itself."""
-        log_end = self._last_log_lines()
+        log_end = self._last_100_log_lines()
         last_lines = "\n".join(log_end.splitlines()[-20:])
-        full_disk_note = self._full_disk_note() if end.signal is None else ""
-        cause, detail = _unrecorded_end_cause(end.signal, last_lines, full_disk_note)
+        full_disk_note = self._full_disk_note_or_empty() if end.signal is None else ""
+        cause, detail = _cause_and_line_of_unrecorded_end(end.signal, last_lines, full_disk_note)
         if cause is Cause.CRASH:
-            cause, detail = native_crash_cause(log_end)
+            cause, detail = native_crash_cause_and_detail(log_end)
         record = ErrorRecord(
             end.type,
             end.cause or cause,
@@ -149,16 +154,16 @@ class RankEndRecorder:
             memory_kills=end.memory_kills,
             time=time.time(),
         )
-        self.write_record(pid, description + full_disk_note, record)
+        self.add_rank_and_store_record(pid, description + full_disk_note, record)
 
-    def write_record(self, pid: int, description: str, record: ErrorRecord) -> None:
+    def add_rank_and_store_record(self, pid: int, description: str, record: ErrorRecord) -> None:
         """Add the rank, host and progress to the record, and store it atomically."""
         host = socket.gethostname()
         rank = self.rank
         rank_and_host = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
-        progress = self._pulse.read_progress()
+        progress = self._pulse.read_rank_progress()
         limit = machine.smallest_memory_limit()
-        self._store_atomically(
+        self._store_even_on_full_disk(
             replace(
                 record,
                 rank=rank.rank,
@@ -170,32 +175,34 @@ class RankEndRecorder:
                 step=progress.step,
                 phase=progress.phase,
                 memory_limit={"name": limit.name, "bytes": limit.total_bytes},
-                after=self.run.count_error_record(rank.rank),
+                after=self.run.append_rank_to_error_count(rank.rank),
             )
         )
 
-    def mark_as_secondary(self) -> None:
+    def mark_record_as_secondary(self) -> None:
         """Mark the failure as secondary: it followed a request to end."""
         with contextlib.suppress(OSError):
-            self._store_atomically(replace(self.read_record(), secondary=True))
+            self._store_even_on_full_disk(replace(self.read_record(), secondary=True))
 
-    def _store_atomically(self, record: ErrorRecord) -> None:
+    def _store_even_on_full_disk(self, record: ErrorRecord) -> None:
         try:
             record.write(self._record_path)
         except OSError:
             # The disk is probably full: overwrite the space that open() reserved.
             with contextlib.suppress(OSError):
-                _write_into_reserved(self._spare_path, record, self._spare_bytes)
+                _overwrite_reserved_file_with_record(self._spare_path, record, self._spare_bytes)
                 os.replace(self._spare_path, self._record_path)
 
-    def _full_disk_note(self, error: BaseException | None = None) -> str:
+    def _full_disk_note_or_empty(self, error: BaseException | None = None) -> str:
         """Return the note for a full disk, which PyTorch's write errors do not mention, or ""."""
         for chained_error in error_chain(error):
             if isinstance(chained_error, OSError) and chained_error.errno in _NO_SPACE:
                 return f": no space left on device ({chained_error.filename or self.run})"
-        return f": no space left on device ({self.run})" if is_disk_full(self.run.path) else ""
+        return (
+            f": no space left on device ({self.run})" if is_disk_nearly_full(self.run.path) else ""
+        )
 
-    def _last_log_lines(self) -> str:
+    def _last_100_log_lines(self) -> str:
         """Return the last 100 lines of the rank's error log, more than a stack has."""
         with contextlib.suppress(OSError):
             lines = (
@@ -207,7 +214,9 @@ class RankEndRecorder:
         return ""
 
 
-def _write_into_reserved(spare_path: Path, record: ErrorRecord, reserved_bytes: int) -> None:
+def _overwrite_reserved_file_with_record(
+    spare_path: Path, record: ErrorRecord, reserved_bytes: int
+) -> None:
     """Write the record into the reserved space; keep only the end of a long traceback."""
     if len(json_text(record.to_json())) > reserved_bytes:
         record = replace(
@@ -227,7 +236,7 @@ def _write_into_reserved(spare_path: Path, record: ErrorRecord, reserved_bytes: 
         file.truncate()
 
 
-def rank_exit_status(own_exit_code: int) -> int:
+def failure_exit_status(own_exit_code: int) -> int:
     """Return the exit status for a rank whose own code exited with `own_exit_code`.
 
     EXIT_SAVED (85) is reserved for a run that stopped on request and saved; 0 is no success here.
@@ -235,14 +244,16 @@ def rank_exit_status(own_exit_code: int) -> int:
     return 1 if own_exit_code in (0, EXIT_SAVED) else own_exit_code
 
 
-def _exception_cause(
+def _cause_and_line_of_exception(
     error: BaseException, traceback_text: str, full_disk_note: str
 ) -> tuple[Cause, str]:
     """Return the cause of a rank's own exception, and the line that shows it."""
     error_cause = error.cause if isinstance(error, OrtlaunchError) else None
     if isinstance(error, (BadStepError, DataWorkerError)) and error_cause is not None:
         return error_cause, error.detail
-    cause_in_text = _memory_or_disk_cause(match_cause_in_text(traceback_text), full_disk_note)
+    cause_in_text = _memory_or_disk_cause_or_none(
+        match_cause_in_text(traceback_text), full_disk_note
+    )
     # A FileError has its own remedy.
     if cause_in_text is None and not isinstance(error, FileError):
         cause_in_text = match_cause_in_text(traceback_text)
@@ -253,17 +264,17 @@ def _exception_cause(
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, SystemExit):
         return Cause.LEFT_EARLY, line
-    if _exception_exit_status(error) == 2 and line:
+    if _exit_status_of_exception(error) == 2 and line:
         return Cause.BAD_INPUT, line
     return Cause.RAISED, f"{type(error).__name__}: {line}"
 
 
-def _unrecorded_end_cause(
+def _cause_and_line_of_unrecorded_end(
     signal_number: int | None, log_end: str, full_disk_note: str
 ) -> tuple[Cause, str]:
     """Return the cause of an end that only the supervisor saw, by the signal and the log's end."""
     cause_in_log = match_cause_in_text(log_end)
-    if urgent_cause := _memory_or_disk_cause(cause_in_log, full_disk_note):
+    if urgent_cause := _memory_or_disk_cause_or_none(cause_in_log, full_disk_note):
         return urgent_cause
     if signal_number in CRASH_SIGNALS:
         return Cause.CRASH, ""
@@ -272,7 +283,7 @@ def _unrecorded_end_cause(
     return cause_in_log or (Cause.LEFT_EARLY, "")
 
 
-def _memory_or_disk_cause(
+def _memory_or_disk_cause_or_none(
     cause_in_text: tuple[Cause, str] | None, full_disk_note: str
 ) -> tuple[Cause, str] | None:
     """Return the causes that take precedence over a signal and over an error's own type."""
@@ -281,10 +292,10 @@ def _memory_or_disk_cause(
     return (Cause.DISK_FULL, full_disk_note.removeprefix(": ")) if full_disk_note else None
 
 
-def _exception_exit_status(error: BaseException) -> int:
+def _exit_status_of_exception(error: BaseException) -> int:
     if isinstance(error, OrtlaunchError):
         return error.exit_status
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
-        return rank_exit_status(error.code & 0xFF)
+        return failure_exit_status(error.code & 0xFF)
     # Also for sys.exit(0): a rank that exits before the end has failed.
     return 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.cache import make_cache_folder
+from ortlaunch.cache import create_private_cache_folder
 from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank
 
@@ -28,15 +28,15 @@ _NEWEST_MACHINE_CODE = 8
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
-def set_visible_gpus(
-    planned_devices: Sequence[int], rank: Rank, environ: MutableMapping[str, str]
+def set_visible_gpus_and_return_own_index(
+    planned_gpu_by_local_rank: Sequence[int], rank: Rank, environ: MutableMapping[str, str]
 ) -> int:
     """Set CUDA_VISIBLE_DEVICES to the GPUs that the plan gives the rank's host.
 
     DeepSpeed uses the GPU of index LOCAL_RANK, so the planned GPUs must be the first and only ones.
 
     Args:
-        planned_devices: the planned GPU of each rank of this host, as an index into those that
+        planned_gpu_by_local_rank: the planned GPU of each rank of this host, as an index into those that
             CUDA_VISIBLE_DEVICES shows now.
         rank: this process's rank.
         environ: the environment, which is changed.
@@ -51,28 +51,28 @@ def set_visible_gpus(
     names = (
         [name.strip() for name in visible_devices.split(",")]
         if visible_devices
-        else [str(i) for i in range(max(planned_devices) + 1)]
+        else [str(i) for i in range(max(planned_gpu_by_local_rank) + 1)]
     )
     # A scheduler gave this task one GPU of its own (--gpus-per-task=1).
-    if len(names) == 1 and len(set(planned_devices)) > 1:
+    if len(names) == 1 and len(set(planned_gpu_by_local_rank)) > 1:
         return 0
-    if max(planned_devices) >= len(names):
+    if max(planned_gpu_by_local_rank) >= len(names):
         raise LaunchError(
-            f"rank {rank.rank} needs GPUs {', '.join(map(str, planned_devices))} of "
+            f"rank {rank.rank} needs GPUs {', '.join(map(str, planned_gpu_by_local_rank))} of "
             f"{socket.gethostname()}, and {_VISIBLE}={visible_devices} shows {len(names)} there"
         )
-    gpu_name = names[planned_devices[rank.local_rank]]
+    gpu_name = names[planned_gpu_by_local_rank[rank.local_rank]]
     # CUDA shows at most one MIG instance to a process.
     if gpu_name.startswith("MIG-"):
         environ[_VISIBLE] = gpu_name
         return 0
     # Ranks may share a GPU, which is listed once.
-    distinct = list(dict.fromkeys(planned_devices))
+    distinct = list(dict.fromkeys(planned_gpu_by_local_rank))
     environ[_VISIBLE] = ",".join(names[device] for device in distinct)
-    return distinct.index(planned_devices[rank.local_rank])
+    return distinct.index(planned_gpu_by_local_rank[rank.local_rank])
 
 
-def set_kernel_cache_variables(environ: MutableMapping[str, str]) -> None:
+def set_cuda_kernel_cache_unless_set(environ: MutableMapping[str, str]) -> None:
     """Keep the kernels that the driver compiles for a newer GPU in our cache, so once per machine.
 
     The driver's default limit is a quarter of the space that onnxruntime-training 1.19.2 needs, and
@@ -84,7 +84,7 @@ def set_kernel_cache_variables(environ: MutableMapping[str, str]) -> None:
     # 4 GiB, in bytes.
     environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
     if "CUDA_CACHE_PATH" not in environ:
-        environ["CUDA_CACHE_PATH"] = str(make_cache_folder("cuda"))
+        environ["CUDA_CACHE_PATH"] = str(create_private_cache_folder("cuda"))
 
 
 class ForwardTimer:
@@ -100,11 +100,11 @@ class ForwardTimer:
 
     def begin(self) -> None:
         """Record the begin of a forward pass."""
-        self._begin_event = _record_event()
+        self._begin_event = _record_cuda_event()
 
     def end(self) -> None:
         """Record the end of a forward pass, which is launched and may not be computed yet."""
-        self._recorded_passes.append((self._begin_event, _record_event()))
+        self._recorded_passes.append((self._begin_event, _record_cuda_event()))
 
     def read(self) -> float:
         """Return the seconds of the passes that the GPU has finished since the last call."""
@@ -116,12 +116,12 @@ class ForwardTimer:
         return seconds
 
 
-def create_forward_timer(device: torch.device) -> ForwardTimer | None:
+def create_gpu_forward_timer_or_none(device: torch.device) -> ForwardTimer | None:
     """Return a timer for a GPU; None for a CPU, where a forward pass takes the host's time."""
     return ForwardTimer() if device.type == "cuda" else None
 
 
-def _record_event() -> object:
+def _record_cuda_event() -> object:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -139,14 +139,14 @@ def export_phase_name(device: torch.device) -> str:
     return f"{phase}, compiling its kernels for this GPU (once)" if is_newer_gpu else phase
 
 
-def no_gpu_reason() -> str:
+def reason_torch_sees_no_gpu() -> str:
     """Return why this torch sees no GPU, and the remedy."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is not a CUDA build; install one, or set launch.device: cpu"
         )
     build_text = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-    driver = _driver_version()
+    driver = _nvidia_driver_version_or_none()
     oldest_driver = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
     if driver and oldest_driver and int(driver.split(".")[0]) < oldest_driver:
         return (
@@ -159,7 +159,7 @@ def no_gpu_reason() -> str:
     )
 
 
-def _driver_version() -> str | None:
+def _nvidia_driver_version_or_none() -> str | None:
     """Return the version of the kernel's NVIDIA driver, such as 550.54.15, if there is one."""
     text = _DRIVER.read_text(errors="replace") if _DRIVER.is_file() else ""
     version_match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)

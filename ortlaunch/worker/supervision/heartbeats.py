@@ -21,7 +21,7 @@ from typing import Any
 
 from ortlaunch.json_types import Json
 from ortlaunch.rank import Rank
-from ortlaunch.worker.supervision.stall_rules import SILENT_SECONDS, Beat
+from ortlaunch.worker.supervision.stall_rules import SILENT_SECONDS, Heartbeat
 
 _DIGEST = 16
 # Only the end of a stack fits in a datagram.
@@ -37,7 +37,7 @@ _BUFFER_BYTES = 4 << 20
 _LOST_BEATS = 3
 
 
-def heartbeat_seconds(rank_count: int) -> float:
+def seconds_between_heartbeats(rank_count: int) -> float:
     """Return the seconds between two heartbeats of a rank."""
     return max(1.0, rank_count / _BEATS_A_SECOND)
 
@@ -58,20 +58,22 @@ class HeartbeatExchange:
         # Set once rank 0's supervisor has signed off.
         self.has_hub_signed_off = False
         self._key = b""
-        self._last_beats: dict[int, tuple[Beat, float, Any]] = {}
+        self._last_beats: dict[int, tuple[Heartbeat, float, Any]] = {}
         self._ended_ranks: set[int] = set()
         self._hub_host = ""
         self._hub_address = ""
         self._hub_heard = time.monotonic()
         self._hub_answers = False
         # Heartbeats less frequent than one a second give this much more time before silence.
-        self._extra_silence_seconds = _LOST_BEATS * (heartbeat_seconds(rank.world_size) - 1.0)
+        self._extra_silence_seconds = _LOST_BEATS * (
+            seconds_between_heartbeats(rank.world_size) - 1.0
+        )
         if self.socket is not None:
             self.socket.setblocking(False)
             if self.is_hub:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
-    def start_sending(self, meeting_point: Json) -> None:
+    def connect_to_rank_0_once(self, meeting_point: Json) -> None:
         """Start sending, once the ranks have agreed on a key and an address."""
         if self._key or self.socket is None or not meeting_point:
             return
@@ -85,46 +87,46 @@ class HeartbeatExchange:
                 self.socket.connect((meeting_point["address"], meeting_point["port"]))
 
     @property
-    def has_met(self) -> bool:
+    def has_met_rank_0(self) -> bool:
         return bool(self._key)
 
-    def send_beat(self, beat: Beat) -> None:
+    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Send this rank's heartbeat."""
         if self.is_hub:
-            self._last_beats[0] = (beat, time.monotonic(), None)
-        elif self.has_met:
-            self._send_message({"say": "beat", "beat": beat})
+            self._last_beats[0] = (heartbeat, time.monotonic(), None)
+        elif self.has_met_rank_0:
+            self._sign_and_send_message({"say": "beat", "beat": heartbeat})
 
-    def send_stacks(self, text: str) -> None:
+    def keep_and_send_stacks(self, stacks_text: str) -> None:
         """Send the stacks of this rank's threads."""
-        self.stacks[self.rank.rank] = text
-        if not self.is_hub and self.has_met:
-            self._send_message(
-                {"say": "stacks", "rank": self.rank.rank, "text": text[-_STACK_CHARACTERS:]}
+        self.stacks[self.rank.rank] = stacks_text
+        if not self.is_hub and self.has_met_rank_0:
+            self._sign_and_send_message(
+                {"say": "stacks", "rank": self.rank.rank, "text": stacks_text[-_STACK_CHARACTERS:]}
             )
 
-    def send_order(self, order_name: str) -> None:
+    def send_order_to_all_supervisors(self, order_name: str) -> None:
         """Send an order from rank 0's supervisor to all others."""
         for _ in range(_COPIES):
             for _, _, address in self._last_beats.values():
-                self._send_message({"say": order_name}, address) if address else None
+                self._sign_and_send_message({"say": order_name}, address) if address else None
 
-    def announce_end(self) -> None:
+    def announce_rank_end(self) -> None:
         """Announce that this rank has ended, whether successfully or not."""
         if self.is_hub:
-            self.send_order("bye")
-        elif self.has_met:
+            self.send_order_to_all_supervisors("bye")
+        elif self.has_met_rank_0:
             for _ in range(_COPIES):
-                self._send_message({"say": "bye", "rank": self.rank.rank})
+                self._sign_and_send_message({"say": "bye", "rank": self.rank.rank})
 
-    def beats_to_judge(self, own_beat: Beat) -> list[Beat] | None:
+    def heartbeats_to_judge_or_none(self, own_heartbeat: Heartbeat) -> list[Heartbeat] | None:
         """Return the heartbeats to judge here; None where rank 0's supervisor is alive and judges.
 
         Where no answer of it ever arrived (UDP is blocked, or there is no route), its silence has
         no meaning, and only this rank's heartbeat is returned.
         """
-        if not self.has_met:
-            return [own_beat]
+        if not self.has_met_rank_0:
+            return [own_heartbeat]
         current_time = time.monotonic()
         if self.is_hub:
             return [
@@ -132,13 +134,13 @@ class HeartbeatExchange:
                 for beat, arrival, _ in self._last_beats.values()
             ]
         if not self._hub_answers:
-            return [own_beat]
+            return [own_heartbeat]
         silent_seconds = max(0.0, current_time - self._hub_heard - self._extra_silence_seconds)
         if self.has_hub_signed_off or silent_seconds <= SILENT_SECONDS:
             return None
         # A placeholder for rank 0, of which nothing but its silence is known.
         return [
-            Beat(
+            Heartbeat(
                 0,
                 self._hub_host,
                 0,
@@ -149,15 +151,15 @@ class HeartbeatExchange:
                 0.0,
                 silent_seconds,
                 "",
-                own_beat.warm,
+                own_heartbeat.warm,
                 0.0,
                 0.0,
                 silent_seconds,
             ),
-            own_beat,
+            own_heartbeat,
         ]
 
-    def supervisor_addresses(self) -> dict[int, str]:
+    def supervisor_address_by_rank(self) -> dict[int, str]:
         """Return the addresses of the supervisors that send to this one, by rank."""
         if self.is_hub:
             return {
@@ -165,7 +167,7 @@ class HeartbeatExchange:
             }
         return {0: self._hub_address}
 
-    def unheard_ranks(self) -> list[int]:
+    def ranks_without_any_heartbeat(self) -> list[int]:
         """Return the ranks that never sent a heartbeat."""
         return sorted(set(range(self.rank.world_size)) - set(self._last_beats) - self._ended_ranks)
 
@@ -178,10 +180,10 @@ class HeartbeatExchange:
             for rank, (beat, _, address) in self._last_beats.items()
         }
 
-    def receive_messages(self) -> None:
+    def receive_and_process_messages(self) -> None:
         """Process all messages that have arrived."""
-        if self.has_met:
-            for message, address in self._received_messages():
+        if self.has_met_rank_0:
+            for message, address in self._authenticated_messages_and_senders():
                 self._process_message(message, address)
 
     def _process_message(self, message: Json, sender_address: Any) -> None:
@@ -192,16 +194,16 @@ class HeartbeatExchange:
             self.has_hub_signed_off |= message_type == "bye"
             self.orders += [message_type] if message_type in ("stacks", "end") else []
         elif message_type == "beat":
-            beat = Beat(*message["beat"])
+            beat = Heartbeat(*message["beat"])
             self._last_beats[beat.rank] = (beat, time.monotonic(), sender_address)
-            self._send_message({"say": "heard"}, sender_address)
+            self._sign_and_send_message({"say": "heard"}, sender_address)
         elif message_type == "stacks":
             self.stacks[message["rank"]] = message["text"]
         elif message_type == "bye":
             self._ended_ranks.add(message["rank"])
             self._last_beats.pop(message["rank"], None)
 
-    def _received_messages(self) -> Iterator[tuple[dict[str, object], object]]:
+    def _authenticated_messages_and_senders(self) -> Iterator[tuple[dict[str, object], object]]:
         assert self.socket is not None
         for _ in range(_MESSAGES_AT_ONCE):
             try:
@@ -209,18 +211,18 @@ class HeartbeatExchange:
             # BlockingIOError: no more messages now. Others: the network refused a datagram.
             except OSError:
                 return
-            if hmac.compare_digest(data[:_DIGEST], self._digest(data[_DIGEST:])):
+            if hmac.compare_digest(data[:_DIGEST], self._keyed_digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address
 
-    def _send_message(self, message: Json, receiver_address: Any = None) -> None:
+    def _sign_and_send_message(self, message: Json, receiver_address: Any = None) -> None:
         assert self.socket is not None
         data = json.dumps(message).encode()
-        data = self._digest(data) + data
+        data = self._keyed_digest(data) + data
         # Without a route now, the next heartbeat replaces this message.
         with contextlib.suppress(OSError):
             self.socket.sendto(data, receiver_address) if receiver_address else self.socket.send(
                 data
             )
 
-    def _digest(self, data: bytes) -> bytes:
+    def _keyed_digest(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, key=self._key, digest_size=_DIGEST).digest()

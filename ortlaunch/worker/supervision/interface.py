@@ -27,7 +27,9 @@ _NCCL = "NCCL_SOCKET_IFNAME"
 _MAX_LOOKUPS = 4
 
 
-def reachable_own_address(host_names: Iterable[str], environ: MutableMapping[str, str]) -> str:
+def own_address_reachable_by_hosts(
+    other_host_names: Iterable[str], environ: MutableMapping[str, str]
+) -> str:
     """Return this host's address as other hosts reach it.
 
     It is the address of the interface that the user named, else that of the route to another host.
@@ -36,12 +38,12 @@ def reachable_own_address(host_names: Iterable[str], environ: MutableMapping[str
         LaunchError: there is no such address.
     """
     if interface_name := environ.get(_GLOO):
-        return _require_address(interface_name)
+        return _require_address_of_first_interface(interface_name)
     own_host = socket.gethostname()
     # A host may be written as user@host.
-    names = [name.rpartition("@")[2] for name in host_names]
+    names = [name.rpartition("@")[2] for name in other_host_names]
     for host in [name for name in names if not is_this_host(name)][:_MAX_LOOKUPS]:
-        address = source_address_towards(host)
+        address = own_address_on_route_or_none(host)
         if address is not None:
             return address
     with contextlib.suppress(OSError):
@@ -56,7 +58,7 @@ def reachable_own_address(host_names: Iterable[str], environ: MutableMapping[str
     )
 
 
-def source_address_towards(other_host: str) -> str | None:
+def own_address_on_route_or_none(other_host: str) -> str | None:
     """Return this host's address on its route to another; None if only loopback leads there."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a UDP socket sends no packet: the kernel only picks the route. 9 is "discard".
@@ -66,7 +68,7 @@ def source_address_towards(other_host: str) -> str | None:
     return None
 
 
-def interface_variables(interface_name: str) -> dict[str, str]:
+def gloo_and_nccl_interface_variables(interface_name: str) -> dict[str, str]:
     """Return the environment variables that restrict gloo and NCCL to this interface.
 
     NCCL treats a name without "=" as a prefix.
@@ -74,7 +76,9 @@ def interface_variables(interface_name: str) -> dict[str, str]:
     return {_GLOO: interface_name, _NCCL: f"={interface_name}"}
 
 
-def restrict_to_interface(own_address_text: str, environ: MutableMapping[str, str]) -> None:
+def set_gloo_and_nccl_interface_unless_set(
+    own_address: str, environ: MutableMapping[str, str]
+) -> None:
     """Let gloo and NCCL use the interface that has this address, unless the user named one.
 
     Raises:
@@ -82,18 +86,20 @@ def restrict_to_interface(own_address_text: str, environ: MutableMapping[str, st
     """
     requested_interface = environ.get(_GLOO)
     if requested_interface:
-        _require_address(requested_interface)
-    name = requested_interface or interface_of_address(own_address_text)
-    for variable, value in interface_variables(name).items() if name else ():
+        _require_address_of_first_interface(requested_interface)
+    name = requested_interface or interface_with_address_or_none(own_address)
+    for variable, value in gloo_and_nccl_interface_variables(name).items() if name else ():
         environ.setdefault(variable, value)
 
 
-def interface_of_address(address: str) -> str | None:
+def interface_with_address_or_none(address: str) -> str | None:
     """Return the interface of this host that has this address, if any."""
-    return next((name for name in interface_names() if _ipv4_address(name) == address), None)
+    return next(
+        (name for name in interface_names() if _ipv4_address_or_none(name) == address), None
+    )
 
 
-def has_link(interface_name: str) -> bool:
+def is_interface_running(interface_name: str) -> bool:
     """Return whether an interface is up and its other end is alive, as far as the kernel knows."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(
@@ -108,9 +114,9 @@ def interface_names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def _require_address(interface_list: str) -> str:
+def _require_address_of_first_interface(interface_list: str) -> str:
     # torch takes a list, whose first interface is that of the listener.
-    addresses = {name: _ipv4_address(name) for name in interface_list.split(",")}
+    addresses = {name: _ipv4_address_or_none(name) for name in interface_list.split(",")}
     absent_names = [name for name, address in addresses.items() if address is None]
     if absent_names:
         requested_text = (
@@ -125,7 +131,7 @@ def _require_address(interface_list: str) -> str:
     return str(addresses[interface_list.split(",", maxsplit=1)[0]])
 
 
-def _ipv4_address(interface_name: str) -> str | None:
+def _ipv4_address_or_none(interface_name: str) -> str | None:
     """Return the IPv4 address of an interface, or None."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(

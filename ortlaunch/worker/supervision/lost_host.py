@@ -17,14 +17,14 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
-from ortlaunch.process import wait_until
+from ortlaunch.process import wait_until_true_or_timeout
 from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision.interface import (
-    has_link,
-    interface_of_address,
-    source_address_towards,
+    interface_with_address_or_none,
+    is_interface_running,
+    own_address_on_route_or_none,
 )
-from ortlaunch.worker.supervision.stall_rules import Beat
+from ortlaunch.worker.supervision.stall_rules import Heartbeat
 
 _SILENT_SECONDS = 7.0
 _ANSWER_SECONDS = 2.0
@@ -43,28 +43,28 @@ class LostHostDetector:
         self._next_check = 0.0
 
     def detect_lost_host(
-        self, heartbeats: Iterable[Beat], address_by_rank: Mapping[int, str]
+        self, heartbeats: Iterable[Heartbeat], supervisor_address_by_rank: Mapping[int, str]
     ) -> LostHost | None:
         """Return the first host that is lost, if any; this host where its own link is down.
 
         Args:
             heartbeats: the newest heartbeat of each rank.
-            address_by_rank: of the supervisors, by rank.
+            supervisor_address_by_rank: of the supervisors, by rank.
         """
         current_time = time.monotonic()
-        silent_beats = silent_host_beats(heartbeats, self._host)
+        silent_beats = heartbeat_of_each_silent_host(heartbeats, self._host)
         if not silent_beats or current_time < self._next_check:
             return None
         for beat in silent_beats:
-            address = address_by_rank.get(beat.rank)
+            address = supervisor_address_by_rank.get(beat.rank)
             if address is not None and not is_host_reachable(address):
-                return self._describe_lost_host(beat, address)
+                return self._lost_host_or_this_host_without_link(beat, address)
         self._next_check = time.monotonic() + _RETRY_SECONDS
         return None
 
-    def _describe_lost_host(self, beat: Beat, address: str) -> LostHost:
+    def _lost_host_or_this_host_without_link(self, beat: Heartbeat, address: str) -> LostHost:
         # Where this host is the one without a link, every other host looks lost from here.
-        dead_interface = dead_interface_towards(address)
+        dead_interface = own_dead_interface_towards_or_none(address)
         if dead_interface is not None:
             return LostHost(
                 self._rank, self._host, f"its network interface {dead_interface} has no link"
@@ -76,10 +76,12 @@ class LostHostDetector:
         return LostHost(beat.rank, beat.host, reason)
 
 
-def silent_host_beats(beats: Iterable[Beat], own_host: str) -> list[Beat]:
+def heartbeat_of_each_silent_host(
+    heartbeats: Iterable[Heartbeat], own_host: str
+) -> list[Heartbeat]:
     """Return one rank of every other host whose ranks are all silent."""
-    hosts: dict[str, list[Beat]] = {}
-    for beat in beats:
+    hosts: dict[str, list[Heartbeat]] = {}
+    for beat in heartbeats:
         hosts.setdefault(beat.host, []).append(beat)
     hosts.pop(own_host, None)
     return [
@@ -118,13 +120,13 @@ def is_host_reachable(address: str) -> bool:
             probe.close()
 
 
-def dead_interface_towards(peer_address: str) -> str | None:
+def own_dead_interface_towards_or_none(peer_address: str) -> str | None:
     """Return this host's interface on the way to `peer_address` if it has no cable or a dead other end."""
-    name = interface_of_address(source_address_towards(peer_address) or "")
-    return name if name is not None and not has_link(name) else None
+    name = interface_with_address_or_none(own_address_on_route_or_none(peer_address) or "")
+    return name if name is not None and not is_interface_running(name) else None
 
 
-def end_launcher() -> None:
+def terminate_then_kill_launcher() -> None:
     """End the process that started this supervisor.
 
     After a lost connection, mpirun's daemon waits for a message that can no longer arrive.
@@ -134,4 +136,4 @@ def end_launcher() -> None:
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(parent, signal_number)
-        wait_until(lambda: os.getppid() != parent, _LAUNCHER_SECONDS)
+        wait_until_true_or_timeout(lambda: os.getppid() != parent, _LAUNCHER_SECONDS)

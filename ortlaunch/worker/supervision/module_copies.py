@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_root_without_creating
 from ortlaunch.errors import FileError
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.units import human_bytes
@@ -21,7 +21,7 @@ _MAX_TOTAL_BYTES = 8 << 20
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def copy_user_modules(run: RunDir, keeps_existing: bool = False) -> list[str]:
+def copy_user_modules_into_run_folder(run: RunDir, keeps_existing: bool = False) -> list[str]:
     """Copy the modules that are imported now from outside installed packages.
 
     Args:
@@ -33,7 +33,7 @@ def copy_user_modules(run: RunDir, keeps_existing: bool = False) -> list[str]:
     """
     notes = []
     remaining_bytes = _MAX_TOTAL_BYTES
-    for module in user_modules():
+    for module in imported_user_modules():
         source = Path(str(module.__file__))
         target = run.modules / relative_module_path(module)
         text = (
@@ -56,9 +56,9 @@ def copy_user_modules(run: RunDir, keeps_existing: bool = False) -> list[str]:
     return notes
 
 
-def user_modules() -> Iterator[ModuleType]:
+def imported_user_modules() -> Iterator[ModuleType]:
     """Yield the user's modules by name: not Python's, ortlaunch's, installed or generated ones."""
-    foreign_folders = _foreign_folders()
+    foreign_folders = _library_and_cache_folders()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         # An alias in sys.modules is not copied again. __main__ is no importable module.
@@ -76,10 +76,10 @@ def user_modules() -> Iterator[ModuleType]:
 
 def is_user_file(source_path: str) -> bool:
     """Return whether a source file is the user's, not Python's, ortlaunch's or a package's."""
-    return _is_user_file(source_path, _foreign_folders())
+    return _is_user_file(source_path, _library_and_cache_folders())
 
 
-def _foreign_folders() -> tuple[str, ...]:
+def _library_and_cache_folders() -> tuple[str, ...]:
     foreign = [
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("platstdlib"),
@@ -89,7 +89,7 @@ def _foreign_folders() -> tuple[str, ...]:
     foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     # Without a home folder there is no cache folder.
     with contextlib.suppress(FileError):
-        foreign.append(str(cache_root()))
+        foreign.append(str(cache_root_without_creating()))
     return tuple(
         f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)}
     )

@@ -14,8 +14,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ortlaunch.run_folder.folder import terminal_columns_of_command
-from ortlaunch.units import COLUMNS, wrap_lines
-from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, PASSING, READING, TRAINING, Pulse
+from ortlaunch.units import COLUMNS, wrap_long_lines_except_commands
+from ortlaunch.worker.supervision.pulse import (
+    BACKWARD,
+    FORWARD,
+    PASSING,
+    READING,
+    TRAINING,
+    SharedProgress,
+)
 from ortlaunch.worker.supervision.terminal import LIVE
 
 Batch = TypeVar("Batch")
@@ -25,10 +32,10 @@ _BAR_FORMAT = (
 )
 
 
-def print_wrapped(*lines: str) -> None:
+def print_wrapped_to_terminal_width(*lines: str) -> None:
     """Print lines, wrapped at the columns of the command's terminal."""
     columns = terminal_columns_of_command() or COLUMNS
-    print(*(wrap_lines(line, columns) for line in lines), sep="\n", flush=True)
+    print(*(wrap_long_lines_except_commands(line, columns) for line in lines), sep="\n", flush=True)
 
 
 class Progress:
@@ -37,8 +44,8 @@ class Progress:
     The supervisor keeps the line below all other output, and out of the logs.
     """
 
-    def __init__(self, rank: int, pulse: Pulse | None = None) -> None:
-        self.pulse = pulse or Pulse()
+    def __init__(self, rank: int, shared_progress: SharedProgress | None = None) -> None:
+        self.shared_progress = shared_progress or SharedProgress()
         self.width = terminal_columns_of_command() if rank == 0 else None
         self.bar: Any = None
         self._activity = ""
@@ -46,7 +53,7 @@ class Progress:
         self._seconds = dict[str, float]()
         self._steps = list[float]()
 
-    def step_seconds(self) -> float | None:
+    def median_step_seconds_or_none(self) -> float | None:
         """Return the median duration of a step, without evaluations and saves; None: too few."""
         # The first two steps compile and fill caches.
         durations = [later - earlier for earlier, later in itertools.pairwise(self._steps[1:])]
@@ -54,12 +61,12 @@ class Progress:
 
     def seconds_by_activity(self) -> dict[str, float]:
         """Return the seconds of each phase so far, in the order in which the phases began."""
-        self._switch_activity(self._activity)
+        self._count_time_for_activity(self._activity)
         return {
             activity: round(seconds, 3) for activity, seconds in self._seconds.items() if activity
         }
 
-    def _switch_activity(self, activity: str) -> None:
+    def _count_time_for_activity(self, activity: str) -> None:
         """Count the time from now on for this phase."""
         current_time = time.perf_counter()
         self._seconds[self._activity] = (
@@ -68,23 +75,23 @@ class Progress:
         self._activity = activity
         self._since = current_time
 
-    def show_activity(self, activity: str) -> None:
+    def begin_and_show_activity(self, activity: str) -> None:
         """Show the current activity, in place of the bar if there is one."""
-        self._switch_activity(activity)
-        self.pulse.begin_phase(activity)
+        self._count_time_for_activity(activity)
+        self.shared_progress.show_phase_and_count_mark(activity)
         if self.width is not None:
             _print_live_line(f"{activity} ...")
 
-    def show_detail(self, text: str) -> None:
+    def show_activity_detail(self, detail_text: str) -> None:
         """Show how far the current activity is."""
-        self.pulse.record_activity()
+        self.shared_progress.restart_stall_clock()
         if self.width is not None:
-            _print_live_line(text)
+            _print_live_line(detail_text)
 
-    def begin_steps(self, done_steps: int, total_steps: int) -> None:
-        """Count steps from now on; `done_steps` of them are complete."""
-        self._switch_activity(TRAINING)
-        self.pulse.begin_steps(done_steps)
+    def begin_steps_and_show_bar(self, completed_steps: int, total_steps: int) -> None:
+        """Count steps from now on; `completed_steps` of them are complete."""
+        self._count_time_for_activity(TRAINING)
+        self.shared_progress.begin_steps(completed_steps)
         if self.width is not None:
             from tqdm import tqdm
 
@@ -93,7 +100,7 @@ class Progress:
             # One column fewer than the terminal has: a full line would wrap.
             self.bar = tqdm(
                 total=total_steps,
-                initial=done_steps,
+                initial=completed_steps,
                 desc="training",
                 unit="step",
                 bar_format=_BAR_FORMAT,
@@ -103,45 +110,45 @@ class Progress:
                 mininterval=0.2,
             )
 
-    def count_step(self) -> None:
+    def count_step_and_update_bar(self) -> None:
         """Count one more step."""
-        self._switch_activity(TRAINING)
+        self._count_time_for_activity(TRAINING)
         self._steps.append(self._seconds.get(TRAINING, 0.0))
-        self.pulse.count_step()
+        self.shared_progress.count_step_and_record_duration()
         if self.bar is not None:
             self.bar.update()
 
-    def mark_forward_passes(self, module: Any, timer: object = None) -> None:
+    def register_forward_pass_hooks(self, module: Any, timer: object = None) -> None:
         """Mark where this module's forward passes begin and end, with `timer` on a GPU."""
-        self.pulse.timer = timer
-        module.register_forward_pre_hook(lambda *_: self.pulse.begin_stage(FORWARD))
-        module.register_forward_hook(lambda *_: self.pulse.begin_stage(BACKWARD))
+        self.shared_progress.timer = timer
+        module.register_forward_pre_hook(lambda *_: self.shared_progress.begin_stage(FORWARD))
+        module.register_forward_hook(lambda *_: self.shared_progress.begin_stage(BACKWARD))
 
-    def mark_reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def iterate_marking_read_time(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the same batches, and mark the time in which each is read."""
         source = iter(batches)
         while True:
-            self.pulse.begin_stage(READING)
+            self.shared_progress.begin_stage(READING)
             try:
                 batch = next(source)
             except StopIteration:
                 return
-            self.pulse.begin_stage(PASSING)
+            self.shared_progress.begin_stage(PASSING)
             yield batch
 
-    def show_loss(self, loss: float | None) -> None:
+    def show_loss_beside_bar(self, loss: float | None) -> None:
         """Show the newest known loss beside the bar."""
         if self.bar is not None and loss is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}")
 
     @contextlib.contextmanager
-    def show_during(self, activity: str) -> Iterator[None]:
+    def show_activity_during(self, activity: str) -> Iterator[None]:
         """Show an activity while the context is open; then restore the bar."""
         previous_activity = self._activity
-        self.show_activity(activity)
+        self.begin_and_show_activity(activity)
         yield
-        self._switch_activity(previous_activity)
-        self.pulse.begin_phase(previous_activity)
+        self._count_time_for_activity(previous_activity)
+        self.shared_progress.show_phase_and_count_mark(previous_activity)
         if self.bar is not None:
             self.bar.refresh()
 

@@ -17,7 +17,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ortlaunch.json_types import Json
-from ortlaunch.process import bytes_read_and_written, iterate_process_tree, read_stat
+from ortlaunch.process import (
+    iterate_process_and_descendant_ids,
+    read_process_stat_or_none,
+    total_bytes_read_and_written,
+)
 
 STAGES = (
     "",
@@ -48,11 +52,11 @@ class RankProgress(NamedTuple):
 
     step: int
     phase: str
-    moves: int
+    progress_marks: int
     """Progress marks passed so far. All ranks pass the same ones: one with fewer is behind."""
-    still: float
+    seconds_since_mark: float
     """Seconds since the last mark."""
-    collectives: int
+    collective_count: int
     """Collective operations that the rank has begun, as torch counted them about a second ago."""
     past_first_steps: bool
     """Whether the rank is in the training steps, past the first two."""
@@ -65,7 +69,7 @@ class RankProgress(NamedTuple):
     """
 
 
-class Pulse:
+class SharedProgress:
     """Progress in shared memory: made by the supervisor before the fork, written by the rank."""
 
     def __init__(self) -> None:
@@ -80,16 +84,16 @@ class Pulse:
         # A gpus.ForwardTimer for forward passes on a GPU.
         self.timer: Any = None
 
-    def begin_phase(self, phase: str) -> None:
+    def show_phase_and_count_mark(self, phase: str) -> None:
         """Begin another phase."""
         self._phase = phase
         self._show_phase(phase.encode()[:200])
         # The first step of the phase has no predecessor to be timed against.
         self._integers[_STAGE], self._stepped_at = 0, 0.0
-        self._count_move()
+        self._count_progress_mark()
 
     @contextlib.contextmanager
-    def show_long_operation(self, phase: str) -> Iterator[None]:
+    def show_long_operation_without_mark(self, phase: str) -> Iterator[None]:
         """While the context is open, show a long operation of this rank that others may not do now.
 
         It is a phase, but no progress mark.
@@ -120,14 +124,14 @@ class Pulse:
         self._seconds[_LAST_MARK] = current_time
         self._integers[_MOVES] += 1
 
-    def begin_steps(self, done_steps: int) -> None:
-        """Count steps from here; `done_steps` of them are complete."""
-        self._integers[_STEP], self._integers[_STEPS_HERE] = done_steps, 0
-        self.begin_phase(TRAINING)
+    def begin_steps(self, completed_steps: int) -> None:
+        """Count steps from here; `completed_steps` of them are complete."""
+        self._integers[_STEP], self._integers[_STEPS_HERE] = completed_steps, 0
+        self.show_phase_and_count_mark(TRAINING)
 
-    def count_step(self) -> None:
+    def count_step_and_record_duration(self) -> None:
         """Count one completed step."""
-        self.begin_phase(TRAINING) if self._phase != TRAINING else self.begin_stage(0)
+        self.show_phase_and_count_mark(TRAINING) if self._phase != TRAINING else self.begin_stage(0)
         current_time = self._seconds[_LAST_MARK]
         integers = self._integers
         integers[_STEP] += 1
@@ -140,15 +144,15 @@ class Pulse:
             integers[_RING_COUNT] += 1
         self._stepped_at = current_time
 
-    def count_mark(self) -> None:
+    def count_progress_mark(self) -> None:
         """Count a mark within a phase; all ranks must do so alike."""
-        self._count_move()
+        self._count_progress_mark()
 
-    def record_activity(self) -> None:
+    def restart_stall_clock(self) -> None:
         """Record activity within a phase, on this rank alone, so without a mark."""
         self._seconds[_LAST_MARK] = time.monotonic()
 
-    def _count_move(self) -> None:
+    def _count_progress_mark(self) -> None:
         self._seconds[_LAST_MARK] = time.monotonic()
         self._integers[_MOVES] += 1
 
@@ -161,7 +165,7 @@ class Pulse:
     def stall_seconds(self, seconds: float) -> None:
         self._seconds[_LIMIT] = seconds
 
-    def count_collectives(self, collective_count: int) -> None:
+    def store_collective_count(self, collective_count: int) -> None:
         """Store the number of collective operations begun so far."""
         self._integers[_COLLECTIVES] = collective_count
 
@@ -178,7 +182,7 @@ class Pulse:
         assert len(text) <= _BYTES - _MEETING_POINT
         self._memory[_MEETING_POINT : _MEETING_POINT + len(text)] = text
 
-    def read_progress(self) -> RankProgress:
+    def read_rank_progress(self) -> RankProgress:
         """Return the rank's current progress."""
         integers = self._integers
         kept_steps = min(self._integers[_RING_COUNT], _KEPT_STEPS)
@@ -188,16 +192,16 @@ class Pulse:
         return RankProgress(
             step=integers[_STEP],
             phase=stage or phase or "starting",
-            moves=integers[_MOVES],
-            still=max(0.0, time.monotonic() - self._seconds[_LAST_MARK]),
-            collectives=integers[_COLLECTIVES],
+            progress_marks=integers[_MOVES],
+            seconds_since_mark=max(0.0, time.monotonic() - self._seconds[_LAST_MARK]),
+            collective_count=integers[_COLLECTIVES],
             past_first_steps=phase == TRAINING and integers[_STEPS_HERE] >= 2,
             step_seconds=statistics.median(steps) if len(steps) >= 3 else 0.0,
             own_seconds=self._seconds[_OWN_SECONDS],
         )
 
 
-class ProcessActivity:
+class ProcessActivityMeter:
     """A check whether a process and its descendants compute, read or write (Linux)."""
 
     # Share of one core below which a process counts as idle.
@@ -207,14 +211,14 @@ class ProcessActivity:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._last_used = self._used_resources()
+        self._last_used = self._cpu_seconds_and_io_bytes_or_none()
         self._measured_at = time.monotonic()
         self._active_at = time.monotonic()
 
-    def idle_seconds(self) -> float:
+    def measure_idle_seconds(self) -> float:
         """Return the seconds since the last activity; to be called about once a second."""
         current_time = time.monotonic()
-        used_resources = self._used_resources()
+        used_resources = self._cpu_seconds_and_io_bytes_or_none()
         passed_seconds = max(current_time - self._measured_at, 1e-3)
         # Without a measurement, the process counts as active.
         if (
@@ -228,12 +232,12 @@ class ProcessActivity:
         self._measured_at = current_time
         return current_time - self._active_at
 
-    def _used_resources(self) -> tuple[float, int] | None:
+    def _cpu_seconds_and_io_bytes_or_none(self) -> tuple[float, int] | None:
         """Return processor seconds, and bytes to and from files and sockets; None if unreadable."""
         try:
             stats_and_bytes = [
-                (read_stat(pid), bytes_read_and_written(pid))
-                for pid in iterate_process_tree(self.pid)
+                (read_process_stat_or_none(pid), total_bytes_read_and_written(pid))
+                for pid in iterate_process_and_descendant_ids(self.pid)
             ]
         except (OSError, ValueError):
             return None

@@ -17,13 +17,13 @@ from ortlaunch import machine
 from ortlaunch.cause import Cause
 from ortlaunch.errors import escape_control_characters
 from ortlaunch.launch_plan import Plan
-from ortlaunch.process import wait_until
+from ortlaunch.process import wait_until_true_or_timeout
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lost import EXIT_STATUS as LOST_STATUS
 from ortlaunch.run_folder.lost import LOST_HOST_TYPE
-from ortlaunch.worker.supervision.child import Child
-from ortlaunch.worker.supervision.failure import ObservedEnd, RankEndRecorder, rank_exit_status
+from ortlaunch.worker.supervision.child import RankProcess
+from ortlaunch.worker.supervision.failure import ObservedEnd, RankEndRecorder, failure_exit_status
 from ortlaunch.worker.supervision.requests import SIGNAL_REQUESTS
 from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS as STALLED
 from ortlaunch.worker.supervision.watchdog import Watchdog
@@ -36,12 +36,12 @@ _FORWARDED_SECONDS = 0.3
 _CAUSE_SECONDS = 5.0
 
 
-def record_rank_end(
+def record_end_and_return_status(
     end_recorder: RankEndRecorder,
-    child: Child,
+    child: RankProcess,
     wait_status: int,
     has_finished: bool,
-    kills_before: int | None,
+    memory_kills_before: int | None,
     watchdog: Watchdog,
 ) -> int:
     """Record an end that the rank could not record itself.
@@ -51,39 +51,47 @@ def record_rank_end(
     """
     # A failure in exit handlers, after the end of the work, does not count.
     if has_finished:
-        child.delete_stop_mark()
+        child.delete_stop_file()
         return os.WEXITSTATUS(wait_status) if os.WIFEXITED(wait_status) else 0
     if watchdog.has_ended_rank:
-        return _record_stall(end_recorder, child, watchdog)
+        return _record_stall_or_lost_host(end_recorder, child, watchdog)
     signal_number = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else None
     if signal_number and _is_stop_without_a_step(child, signal_number):
-        return _record_stop(end_recorder, child, child.first_signal or signal_number)
+        return _record_stop_with_nothing_saved(
+            end_recorder, child, child.first_signal or signal_number
+        )
     exit_code = os.WEXITSTATUS(wait_status)
-    description, end = _observe_end(end_recorder.run, child, signal_number, exit_code, kills_before)
+    description, end = _observe_end(
+        end_recorder.run, child, signal_number, exit_code, memory_kills_before
+    )
     if not end_recorder.is_written:
-        end_recorder.record_unrecorded_end(child.pid, description, end)
+        end_recorder.write_record_of_silent_end(child.pid, description, end)
     # A failure recorded before the request to end is a cause of its own.
     elif end.is_secondary and end_recorder.read_record().time > child.signalled_at:
-        end_recorder.mark_as_secondary()
-    _print_failure_if_unseen(end_recorder, child)
+        end_recorder.mark_record_as_secondary()
+    _print_failure_under_foreign_launcher(end_recorder, child)
     return -end.signal if end.signal and end.exit_status != EXIT_SAVED else end.exit_status
 
 
-def _is_stop_without_a_step(child: Child, signal_number: int) -> bool:
+def _is_stop_without_a_step(child: RankProcess, signal_number: int) -> bool:
     """Return whether a stop ended the rank before its first step or after its last."""
     is_stop_signal = signal_number in _STOPS or (
         child.was_ended_by_us and signal_number == signal.SIGKILL
     )
-    # have_others_stopped() reads every rank's record, so it is the last condition.
+    # did_others_stop_unsaved() reads every rank's record, so it is the last condition.
     return (
         child.can_save
         and is_stop_signal
-        and (not child.was_ended_by_us or child.run_surroundings.have_others_stopped())
+        and (not child.was_ended_by_us or child.run_surroundings.did_others_stop_unsaved())
     )
 
 
 def _observe_end(
-    run: RunDir, child: Child, signal_number: int | None, exit_code: int, kills_before: int | None
+    run: RunDir,
+    child: RankProcess,
+    signal_number: int | None,
+    exit_code: int,
+    kills_before: int | None,
 ) -> tuple[str, ObservedEnd]:
     """Return the end that a supervisor saw: its description, and the fields of its record.
 
@@ -92,11 +100,11 @@ def _observe_end(
     request = child.first_signal
     if signal_number is None:
         return f"left with exit status {exit_code} before the end", ObservedEnd(
-            "Exit", rank_exit_status(exit_code), is_secondary=request is not None
+            "Exit", failure_exit_status(exit_code), is_secondary=request is not None
         )
     is_killed = signal_number == signal.SIGKILL
-    if is_killed and request and child.was_killed_late:
-        description = _outlived_description(child)
+    if is_killed and request and child.is_grace_period_over:
+        description = _outlived_grace_period_text(child)
         outlived = ObservedEnd(
             "Outlived", 128 + request, request, is_secondary=True, cause=Cause.OUTLIVED
         )
@@ -122,12 +130,14 @@ def _observe_end(
     return _add_memory_kill(description, killed, child.pid, kills_before)
 
 
-def _record_stall(end_recorder: RankEndRecorder, child: Child, watchdog: Watchdog) -> int:
+def _record_stall_or_lost_host(
+    end_recorder: RankEndRecorder, child: RankProcess, watchdog: Watchdog
+) -> int:
     """Record that the rank was ended because of a stall or a lost host; return its exit status.
 
     errors/stall.json and lost.json have the details.
     """
-    watchdog.record_stall()
+    watchdog.write_stall_or_lost_host_record()
     status = STALLED
     end_type = "Stall"
     cause = Cause.HANG
@@ -139,12 +149,14 @@ def _record_stall(end_recorder: RankEndRecorder, child: Child, watchdog: Watchdo
         description = "the run lost a host"
     if not end_recorder.is_written:
         end = ObservedEnd(end_type, status, is_secondary=True, cause=cause)
-        end_recorder.record_unrecorded_end(child.pid, f"was ended, for {description}", end)
-    _print_failure_if_unseen(end_recorder, child)
+        end_recorder.write_record_of_silent_end(child.pid, f"was ended, for {description}", end)
+    _print_failure_under_foreign_launcher(end_recorder, child)
     return status
 
 
-def _record_stop(end_recorder: RankEndRecorder, child: Child, signal_number: int) -> int:
+def _record_stop_with_nothing_saved(
+    end_recorder: RankEndRecorder, child: RankProcess, signal_number: int
+) -> int:
     """Record a stop of a rank that had nothing to save; return its exit status.
 
     It was before its first step or after its last, so it did not listen, and the signal's default
@@ -165,12 +177,12 @@ def _record_stop(end_recorder: RankEndRecorder, child: Child, signal_number: int
         has_traceback=False,
     )
     if not end_recorder.is_written:
-        end_recorder.record_unrecorded_end(child.pid, description, end)
-    _print_failure_if_unseen(end_recorder, child)
+        end_recorder.write_record_of_silent_end(child.pid, description, end)
+    _print_failure_under_foreign_launcher(end_recorder, child)
     return code
 
 
-def _outlived_description(child: Child) -> str:
+def _outlived_grace_period_text(child: RankProcess) -> str:
     assert child.first_signal
     grace = f" of {child.grace_seconds:g} s (launch.grace_seconds)" if child.is_listening else ""
     return (
@@ -189,8 +201,8 @@ def _add_memory_kill(
     """Add to the end that the kernel's out-of-memory killer ended the rank, if it did."""
     if end.signal != signal.SIGKILL:
         return description, end
-    line = machine.out_of_memory_message_of_process(pid)
-    kills_after = machine.out_of_memory_kill_count()
+    line = machine.kernel_memory_kill_message_or_none(pid)
+    kills_after = machine.memory_kill_count_of_control_group()
     kills = int(bool(line))
     # Another process of the control group may have been killed: the counter names none.
     if not line and kills_after is not None and kills_before is not None:
@@ -204,7 +216,9 @@ def _add_memory_kill(
     )
 
 
-def _print_failure_if_unseen(end_recorder: RankEndRecorder, child: Child) -> None:
+def _print_failure_under_foreign_launcher(
+    end_recorder: RankEndRecorder, child: RankProcess
+) -> None:
     """Print why this rank failed, under a launcher of the user's own, where nobody else would.
 
     The rank with the cause prints first.
@@ -213,7 +227,7 @@ def _print_failure_if_unseen(end_recorder: RankEndRecorder, child: Child) -> Non
     with contextlib.suppress(OSError):
         record = end_recorder.read_record()
         if Plan.read(run.plan).started_by.is_ours or (
-            record.secondary and _wait_for_printed_cause(run, child)
+            record.secondary and _wait_until_other_rank_prints_cause(run, child)
         ):
             return
         # Rank 0's own output is on the terminal already.
@@ -228,8 +242,8 @@ def _print_failure_if_unseen(end_recorder: RankEndRecorder, child: Child) -> Non
         run.failure_printed.touch()
 
 
-def _wait_for_printed_cause(run: RunDir, child: Child) -> bool:
+def _wait_until_other_rank_prints_cause(run: RunDir, child: RankProcess) -> bool:
     """Return whether another rank prints the cause, or a launcher ends this one, within seconds."""
-    return wait_until(
+    return wait_until_true_or_timeout(
         lambda: child.first_signal is not None or run.failure_printed.exists(), _CAUSE_SECONDS
     )

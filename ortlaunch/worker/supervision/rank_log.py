@@ -27,22 +27,22 @@ class RankLog:
             # Opening an existing file does not change its time, which shows that this rank began.
             os.utime(self._path)
         except OSError as error:
-            self._report_gap(error)
+            self._print_once_that_log_is_incomplete(error)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file:
             self._file.close()
 
-    def append_bytes(self, data: bytes) -> None:
+    def append_bytes_disk_accepts(self, output_bytes: bytes) -> None:
         """Append the data; a part that the disk rejects is lost."""
         try:
-            while self._file and data:
-                data = data[self._file.write(data) :]
+            while self._file and output_bytes:
+                output_bytes = output_bytes[self._file.write(output_bytes) :]
         except OSError as error:
-            self._report_gap(error)
+            self._print_once_that_log_is_incomplete(error)
 
-    def _report_gap(self, error: OSError) -> None:
+    def _print_once_that_log_is_incomplete(self, error: OSError) -> None:
         if not self._is_gap_reported:
             self._is_gap_reported = True
             print(

@@ -20,16 +20,21 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch import machine
-from ortlaunch.die_with_parent import die_with_parent
+from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.error_record import read_error_records
 from ortlaunch.run_folder.folder import RunDir, terminal_columns_of_command
-from ortlaunch.worker.supervision.child import NOTICES, PASSED_ON, Child, launcher_is_gone
+from ortlaunch.worker.supervision.child import (
+    NOTICES,
+    PASSED_ON,
+    RankProcess,
+    was_launcher_gone_at_start,
+)
 from ortlaunch.worker.supervision.failure import RankEndRecorder
-from ortlaunch.worker.supervision.lost_host import end_launcher
-from ortlaunch.worker.supervision.rank_end import record_rank_end
+from ortlaunch.worker.supervision.lost_host import terminate_then_kill_launcher
+from ortlaunch.worker.supervision.rank_end import record_end_and_return_status
 from ortlaunch.worker.supervision.rank_log import RankLog
 from ortlaunch.worker.supervision.requests import DEAF, LISTENING, RankRequests
 from ortlaunch.worker.supervision.terminal import NewOutput, OutputStream, PrefixedScreen, Screen
@@ -42,20 +47,22 @@ _EXIT_SECONDS = 30
 _PIECES_A_TURN = 16
 
 
-def supervise_rank(rank: Rank, run: RunDir, run_rank: Callable[[Watchdog], int | None]) -> int:
-    """Run `run_rank` as this rank in a child process, and supervise it.
+def fork_and_supervise_rank(
+    rank: Rank, run: RunDir, run_rank: Callable[[Watchdog], int | None]
+) -> int:
+    """Run `join_ranks_and_run_task` as this rank in a child process, and supervise it.
 
     Returns:
         The rank's exit status. If the rank died of a signal, this process dies of the same signal.
     """
-    die_with_parent(signal.SIGTERM, os.getppid())
+    request_signal_at_parent_end_or_exit(signal.SIGTERM, os.getppid())
     plan = Plan.read(run.plan)
-    if launcher_is_gone(os.environ, plan.started_by):
+    if was_launcher_gone_at_start(os.environ, plan.started_by):
         return 128 + signal.SIGTERM
-    lock.hold_rank_share(run)
+    lock.hold_shared_run_lock_until_exit(run)
     watchdog = Watchdog(rank, run)
-    end_recorder = RankEndRecorder(rank, run, watchdog.pulse)
-    oom_kills = machine.out_of_memory_kill_count()
+    end_recorder = RankEndRecorder(rank, run, watchdog.shared_progress)
+    oom_kills = machine.memory_kill_count_of_control_group()
     end_recorder.reserve_disk_space()
     pipe_by_name = {name: os.pipe() for name in ("out", "err", "last", "finished")}
     # Blocked until there is a rank to pass them on to.
@@ -63,7 +70,7 @@ def supervise_rank(rank: Rank, run: RunDir, run_rank: Callable[[Watchdog], int |
     supervisor = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _run_as_rank(
+        _run_rank_and_exit(
             end_recorder,
             supervisor,
             functools.partial(run_rank, watchdog),
@@ -73,31 +80,33 @@ def supervise_rank(rank: Rank, run: RunDir, run_rank: Callable[[Watchdog], int |
     # The pipes end when the rank does, if no other process holds their write ends.
     for _, write_end in pipe_by_name.values():
         os.close(write_end)
-    child = Child(pid, run, rank.rank, plan.grace_seconds if plan.traits.saves else None)
-    child.is_left_alone = not plan.started_by.is_ours
+    child = RankProcess(pid, run, rank.rank, plan.grace_seconds if plan.traits.saves else None)
+    child.must_watch_other_ranks = not plan.started_by.is_ours
     for signal_number in PASSED_ON:
-        signal.signal(signal_number, child.handle_signal)
+        signal.signal(signal_number, child.handle_or_pass_on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     read_ends = {name: ends[0] for name, ends in pipe_by_name.items()}
-    has_finished, status = _relay_until_end(
-        child, rank, run, read_ends, watchdog, create_screen(plan, rank.rank)
+    has_finished, status = _copy_output_until_rank_ends(
+        child, rank, run, read_ends, watchdog, create_screen_if_rank_is_shown(plan, rank.rank)
     )
-    code = record_rank_end(end_recorder, child, status, has_finished, oom_kills, watchdog)
-    watchdog.announce_end()
+    code = record_end_and_return_status(
+        end_recorder, child, status, has_finished, oom_kills, watchdog
+    )
+    watchdog.announce_rank_end()
     end_recorder.release_disk_space()
     if plan.started_by.program:
         run.count_ended_rank(rank.rank)
     if watchdog.is_cut_off and plan.started_by.stays_after_loss:
-        end_launcher()
+        terminate_then_kill_launcher()
     # The command knows of a stop. Its launcher would treat another status as a failure.
     if has_finished and plan.started_by.is_ours:
         return 0
-    return _end_like_rank(
-        EXIT_SAVED if code and _should_replace_pod(end_recorder, watchdog) else code
+    return _return_status_or_die_of_signal(
+        EXIT_SAVED if code and _is_pod_replaced_uncounted(end_recorder, watchdog) else code
     )
 
 
-def _should_replace_pod(end_recorder: RankEndRecorder, watchdog: Watchdog) -> bool:
+def _is_pod_replaced_uncounted(end_recorder: RankEndRecorder, watchdog: Watchdog) -> bool:
     """Return whether this rank's pod of an indexed Job is to be replaced without being counted.
 
     That is so if the rank ended because of another fault. That fault is recorded and counted
@@ -114,18 +123,18 @@ def _should_replace_pod(end_recorder: RankEndRecorder, watchdog: Watchdog) -> bo
     )
 
 
-def _run_as_rank(
+def _run_rank_and_exit(
     end_recorder: RankEndRecorder,
     supervisor_pid: int,
     run_rank: Callable[[], int | None],
     watchdog: Watchdog,
     write_ends: dict[str, int],
 ) -> NoReturn:
-    """In the child: run `run_rank`, record an exception, and exit.
+    """In the child: run `join_ranks_and_run_task`, record an exception, and exit.
 
     Finalizers are skipped, because they could hang or change the exit status.
     """
-    die_with_parent(signal.SIGKILL, supervisor_pid)
+    request_signal_at_parent_end_or_exit(signal.SIGKILL, supervisor_pid)
     # mpirun and Ctrl-C signal whole groups. In a group of its own, the rank and all that it starts
     # receive signals through their supervisor alone.
     os.setpgid(0, 0)
@@ -140,24 +149,24 @@ def _run_as_rank(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.dup2(write_ends["out"], 1)
     os.dup2(write_ends["err"], 2)
-    watchdog.enable_stack_dumps()
+    watchdog.register_stack_dumps_on_sigquit_and_crash()
     status = 1
     try:
         code = run_rank() or 0
         os.write(write_ends["finished"], _FINISHED_MARK)
         status = code
     except BaseException as error:
-        status = end_recorder.record_exception(error, write_ends["last"])
+        status = end_recorder.write_exception_record_and_log(error, write_ends["last"])
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         if status == 0 and "PMI_RANK" in os.environ:
-            _run_exit_handlers()
+            _exit_through_c_handlers()
         os._exit(status)
 
 
-def _run_exit_handlers() -> None:
+def _exit_through_c_handlers() -> None:
     """Run C's exit handlers: in one of them MPICH 5 signs off from Hydra.
 
     Without that, Hydra kills the ranks that still run.
@@ -167,7 +176,7 @@ def _run_exit_handlers() -> None:
     ctypes.CDLL(None).exit(0)
 
 
-def create_screen(plan: Plan, rank: int) -> Screen | None:
+def create_screen_if_rank_is_shown(plan: Plan, rank: int) -> Screen | None:
     """Return where a rank's output is shown, if it is (`log.ranks`)."""
     descriptors = {"out": 1, "err": 2}
     if plan.shown == "all":
@@ -175,8 +184,8 @@ def create_screen(plan: Plan, rank: int) -> Screen | None:
     return Screen(descriptors, terminal_columns_of_command()) if rank == 0 else None
 
 
-def _relay_until_end(
-    child: Child,
+def _copy_output_until_rank_ends(
+    child: RankProcess,
     rank: Rank,
     run: RunDir,
     read_ends: dict[str, int],
@@ -207,35 +216,37 @@ def _relay_until_end(
         status: int | None = None
         while status is None:
             ready = selector.select(timeout=0.1)
-            screen.show_waited_seconds() if screen else None
-            status = child.poll_wait_status()
-            watchdog.exchange_beats_and_judge(child) if status is None else None
+            screen.update_waited_seconds_on_live_line() if screen else None
+            status = child.poll_wait_status_and_enforce_end()
+            watchdog.exchange_heartbeats_and_end_stalled_rank(child) if status is None else None
             # After the rank's end, one more read of every pipe gets the rest.
             for key, _ in (
                 ready if status is None else [(key, 0) for key in list(selector.get_map().values())]
             ):
-                data = _read_available(key.fd)
+                data = _read_available_bytes_or_none(key.fd)
                 if not data:
                     selector.unregister(key.fd) if data == b"" else None
                 elif key.data == "finished":
                     finished_bytes += data
-                    child.set_listening(
+                    child.set_listening_and_resend_request(
                         finished_bytes.count(LISTENING) > finished_bytes.count(DEAF)
                     )
                 else:
-                    _copy_output(
-                        sinks[key.data][0].feed_and_split(data),
+                    _copy_output_to_log_and_screen(
+                        sinks[key.data][0].add_bytes_and_take_complete_lines(data),
                         key.data,
                         sinks[key.data][1],
                         screen,
                     )
         for name, (stream, log) in sinks.items():
-            _copy_output(NewOutput(stream.pop_last_line(), None), name, log, screen)
-        screen.remove_live_line() if screen else None
+            _copy_output_to_log_and_screen(
+                NewOutput(stream.take_unfinished_line(), None), name, log, screen
+            )
+        screen.erase_live_line() if screen else None
     return finished_bytes.endswith(_FINISHED_MARK), status
 
 
-def _read_available(read_end: int) -> bytes | None:
+def _read_available_bytes_or_none(read_end: int) -> bytes | None:
     """Return the bytes that have arrived, at most a turn's share.
 
     The result is b"" at the end of the stream, and None when no data is available now.
@@ -248,14 +259,16 @@ def _read_available(read_end: int) -> bytes | None:
     return b"".join(pieces) or None
 
 
-def _copy_output(output: NewOutput, stream_name: str, log: RankLog, screen: Screen | None) -> None:
-    log.append_bytes(output.lines)
+def _copy_output_to_log_and_screen(
+    output: NewOutput, stream_name: str, log: RankLog, screen: Screen | None
+) -> None:
+    log.append_bytes_disk_accepts(output.lines)
     if screen is not None and stream_name != "last":
         screen.print_lines(stream_name, output.lines)
-        screen.draw_live_line(output.live) if output.live is not None else None
+        screen.draw_live_line_on_terminal(output.live) if output.live is not None else None
 
 
-def _end_like_rank(exit_code: int) -> int:
+def _return_status_or_die_of_signal(exit_code: int) -> int:
     """Return a status, or die of the signal that the rank died of."""
     if exit_code < 0:
         # Only the rank's own core dump is of use.

@@ -77,18 +77,18 @@ class RankRequests:
         """Add a request; a higher one stays."""
         self.requested = max(self.requested, request)
 
-    def start_listening(self) -> None:
+    def handle_signals_as_requests(self) -> None:
         """Treat signals as requests from now on; a second SIGINT ends this process, as usual."""
         if self._former_handlers:
             return
         for signal_number in signals_to_handle(SIGNAL_REQUESTS):
             self._former_handlers[signal_number] = signal.signal(
-                signal_number, self._chain_handler(signal.getsignal(signal_number))
+                signal_number, self._handler_recording_request(signal.getsignal(signal_number))
             )
-        os.register_at_fork(after_in_child=self._ignore_requests)
+        os.register_at_fork(after_in_child=self._ignore_signals_in_forked_child)
         self._write_to_supervisor(LISTENING)
 
-    def restore_handlers(self) -> None:
+    def restore_former_signal_handlers(self) -> None:
         """Restore the former signal handlers."""
         if not self._former_handlers:
             return
@@ -97,7 +97,7 @@ class RankRequests:
             signal.signal(signal_number, handler)
         self._former_handlers = {}
 
-    def end_by_late_request(self) -> None:
+    def kill_self_by_unanswered_request(self) -> None:
         """End this process by a stop request that came too late for the ranks to agree on it.
 
         The effect is the same as that of a signal that arrives now.
@@ -105,7 +105,9 @@ class RankRequests:
         if self.requested.stops and signal.getsignal(self.requested.signal) == signal.SIG_DFL:
             os.kill(os.getpid(), self.requested.signal)
 
-    def _chain_handler(self, user_handler: Any) -> Callable[[int, FrameType | None], None]:
+    def _handler_recording_request(
+        self, user_handler: Any
+    ) -> Callable[[int, FrameType | None], None]:
         """Return a handler that records a request, then calls the user's own handler, if any."""
 
         def record_request(signal_number: int, frame: FrameType | None) -> None:
@@ -118,7 +120,7 @@ class RankRequests:
 
         return record_request
 
-    def _ignore_requests(self) -> None:
+    def _ignore_signals_in_forked_child(self) -> None:
         """Ignore requests in a forked process, such as a data loader worker, which is no rank.
 
         Only SIGTERM ends it, because its parent may send that.
@@ -129,8 +131,8 @@ class RankRequests:
                 signal_number, signal.SIG_DFL if signal_number == signal.SIGTERM else signal.SIG_IGN
             )
 
-    def _write_to_supervisor(self, mark: bytes) -> None:
+    def _write_to_supervisor(self, marker_bytes: bytes) -> None:
         if self.supervisor_fd is not None:
             # The supervisor has ended, and this process ends with it.
             with contextlib.suppress(OSError):
-                os.write(self.supervisor_fd, mark)
+                os.write(self.supervisor_fd, marker_bytes)

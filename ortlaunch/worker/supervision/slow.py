@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ortlaunch.worker.supervision.stall_rules import Beat
+from ortlaunch.worker.supervision.stall_rules import Heartbeat
 
 # A comparison covers at least this many steps and seconds.
 _LEAST_STEPS = 50
@@ -53,37 +53,43 @@ class SlowRankDetector:
 
     def __init__(self) -> None:
         self._reported_ranks: set[int] = set()
-        self._first_beats: dict[int, Beat] = {}
+        self._first_beats: dict[int, Heartbeat] = {}
         self._began_at = 0.0
 
-    def detect_slow_rank(self, beats: Sequence[Beat], current_time: float) -> SlowRank | None:
+    def newly_slow_rank_or_none(
+        self, heartbeats: Sequence[Heartbeat], current_time: float
+    ) -> SlowRank | None:
         """Return a slow rank that was not returned before, if there is one.
 
         Args:
-            beats: the newest heartbeat of each rank.
+            heartbeats: the newest heartbeat of each rank.
             current_time: seconds of any monotonic clock.
         """
         # A new set of ranks, or warm-up steps, would distort the comparison.
         if (
             not self._first_beats
-            or set(self._first_beats) != {beat.rank for beat in beats}
-            or not all(b.warm for b in beats)
+            or set(self._first_beats) != {beat.rank for beat in heartbeats}
+            or not all(b.warm for b in heartbeats)
         ):
-            self._begin_comparison(beats, current_time)
+            self._begin_comparison(heartbeats, current_time)
             return None
-        steps = min(beat.step - self._first_beats[beat.rank].step for beat in beats)
+        steps = min(beat.step - self._first_beats[beat.rank].step for beat in heartbeats)
         if steps < _LEAST_STEPS or current_time - self._began_at < _LEAST_SECONDS:
             return None
-        slow_rank = self._slowest_if_slow(beats, (current_time - self._began_at) / steps)
-        self._begin_comparison(beats, current_time)
+        slow_rank = self._slowest_rank_if_newly_slow(
+            heartbeats, (current_time - self._began_at) / steps
+        )
+        self._begin_comparison(heartbeats, current_time)
         return slow_rank
 
-    def _begin_comparison(self, beats: Sequence[Beat], current_time: float) -> None:
+    def _begin_comparison(self, beats: Sequence[Heartbeat], current_time: float) -> None:
         self._first_beats = {beat.rank: beat for beat in beats}
         self._began_at = current_time
 
-    def _slowest_if_slow(self, beats: Sequence[Beat], step_seconds: float) -> SlowRank | None:
-        seconds_by_rank = {beat.rank: self._own_seconds(beat) for beat in beats}
+    def _slowest_rank_if_newly_slow(
+        self, beats: Sequence[Heartbeat], step_seconds: float
+    ) -> SlowRank | None:
+        seconds_by_rank = {beat.rank: self._own_seconds_per_step(beat) for beat in beats}
         slowest = max(beats, key=lambda beat: seconds_by_rank[beat.rank])
         peers_median = statistics.median(
             seconds for rank, seconds in seconds_by_rank.items() if rank != slowest.rank
@@ -104,7 +110,7 @@ class SlowRankDetector:
             slowest.step - self._first_beats[slowest.rank].step,
         )
 
-    def _own_seconds(self, beat: Beat) -> float:
+    def _own_seconds_per_step(self, beat: Heartbeat) -> float:
         """Return the rank's own seconds a step since the comparison began."""
         first_beat = self._first_beats[beat.rank]
         return (beat.own_seconds - first_beat.own_seconds) / (beat.step - first_beat.step)

@@ -33,7 +33,7 @@ _STATES = {
 }
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """The state of one rank, as its supervisor sends it in a heartbeat."""
 
     rank: int
@@ -63,17 +63,20 @@ class Beat(NamedTuple):
 class StallVerdict(NamedTuple):
     """A stalled run: the ranks that the others wait for, all heartbeats, and its seconds."""
 
-    beats_behind: tuple[Beat, ...]
-    beats: tuple[Beat, ...]
+    beats_behind: tuple[Heartbeat, ...]
+    beats: tuple[Heartbeat, ...]
     seconds: float
 
     @property
     def summary(self) -> str:
         """One line with the ranks, their location and the seconds of the stall."""
-        return f"the run has stalled for {self.seconds:.0f} s: {_ranks_text(self.beats_behind, self.beats)}"
+        return (
+            f"the run has stalled for {self.seconds:.0f} s: "
+            f"{_late_and_waiting_ranks_text(self.beats_behind, self.beats)}"
+        )
 
 
-def stall_limits(
+def idle_and_busy_stall_limits(
     stall_seconds: float, past_first_steps: bool, median_step_seconds: float
 ) -> tuple[float, float]:
     """Return the limits without progress, in seconds: if all ranks are idle, and if one computes.
@@ -91,59 +94,61 @@ def stall_limits(
     return learned_seconds, learned_seconds * _BUSY_FACTOR
 
 
-def judge_stall(
-    beats: Sequence[Beat], stall_seconds: float, watched_seconds: float
+def stall_verdict_or_none(
+    heartbeats: Sequence[Heartbeat], stall_seconds: float, watched_seconds: float
 ) -> StallVerdict | None:
     """Return a verdict if the ranks stand still, else None.
 
     Args:
-        beats: the newest heartbeat of each rank.
+        heartbeats: the newest heartbeat of each rank.
         stall_seconds: `train.stall_seconds`.
         watched_seconds: seconds since the judging process started, or resumed after a suspension; earlier
             silence does not count, because it could receive nothing.
     """
-    quiet_seconds = min(watched_seconds, *(beat.still + beat.silent for beat in beats))
-    late_beats = ranks_behind(beats)
-    idle_limit, busy_limit = stall_limits(
+    quiet_seconds = min(watched_seconds, *(beat.still + beat.silent for beat in heartbeats))
+    late_beats = heartbeats_of_ranks_behind(heartbeats)
+    idle_limit, busy_limit = idle_and_busy_stall_limits(
         stall_seconds,
         all(beat.warm for beat in late_beats),
-        max(beat.step_seconds for beat in beats),
+        max(beat.step_seconds for beat in heartbeats),
     )
     # "t": a debugger holds the process.
     if quiet_seconds <= idle_limit or any(
-        beat.state == "t" or beat.phase == MEETING for beat in beats
+        beat.state == "t" or beat.phase == MEETING for beat in heartbeats
     ):
         return None
     is_at_work = any(beat.idle <= idle_limit and not beat.is_silent for beat in late_beats)
     return (
         None
         if is_at_work and quiet_seconds <= busy_limit
-        else StallVerdict(late_beats, tuple(beats), quiet_seconds)
+        else StallVerdict(late_beats, tuple(heartbeats), quiet_seconds)
     )
 
 
-def ranks_behind(beats: Sequence[Beat]) -> tuple[Beat, ...]:
+def heartbeats_of_ranks_behind(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:
     """Return the ranks that the others wait for.
 
     They are the silent ranks, else the stopped ones, else those with the fewest marks, else all.
     """
-    fewest = min(map(_progress_marks, beats))
+    fewest = min(map(_progress_order, heartbeats))
     for late_beats in (
-        [beat for beat in beats if beat.is_silent],
-        [beat for beat in beats if beat.state in ("T", "Z")],
-        [beat for beat in beats if _progress_marks(beat) == fewest],
+        [beat for beat in heartbeats if beat.is_silent],
+        [beat for beat in heartbeats if beat.state in ("T", "Z")],
+        [beat for beat in heartbeats if _progress_order(beat) == fewest],
     ):
         if late_beats:
             return tuple(late_beats)
-    return tuple(beats)
+    return tuple(heartbeats)
 
 
-def _progress_marks(beat: Beat) -> tuple[int, int]:
+def _progress_order(beat: Heartbeat) -> tuple[int, int]:
     return beat.moves, beat.collectives
 
 
-def _ranks_text(late_beats: Sequence[Beat], beats: Sequence[Beat]) -> str:
-    late_text = ", ".join(_rank_text(beat) for beat in late_beats[:4])
+def _late_and_waiting_ranks_text(
+    late_beats: Sequence[Heartbeat], beats: Sequence[Heartbeat]
+) -> str:
+    late_text = ", ".join(_rank_location_text(beat) for beat in late_beats[:4])
     more = f" and {len(late_beats) - 4} more" if len(late_beats) > 4 else ""
     behind_ranks = {beat.rank for beat in late_beats}
     waiting_beats = [beat for beat in beats if beat.rank not in behind_ranks]
@@ -154,23 +159,21 @@ def _ranks_text(late_beats: Sequence[Beat], beats: Sequence[Beat]) -> str:
         if len(waiting_beats) == 1
         else f"{count_with_noun(len(waiting_beats), 'other rank')} wait"
     )
-    return f"{late_text}{more}; {others} {_step_and_phase(waiting_beats[0])}"
+    return f"{late_text}{more}; {others} {_step_and_phase_text(waiting_beats[0])}"
 
 
-def _rank_text(beat: Beat) -> str:
+def _rank_location_text(beat: Heartbeat) -> str:
     if beat.is_silent:
         silence_text = (
             f"no heartbeat for {beat.silent:.0f} s (its host, the network to it, or its rank "
             "supervisor hangs)"
         )
-        return f"rank {beat.rank} on host {beat.host}: {silence_text}; it was last seen {_step_and_phase(beat)}"
+        return f"rank {beat.rank} on host {beat.host}: {silence_text}; it was last seen {_step_and_phase_text(beat)}"
     state = f" ({_STATES[beat.state]})" if beat.state in _STATES else ""
-    return (
-        f"rank {beat.rank} on host {beat.host}, process {beat.pid}{state}, {_step_and_phase(beat)}"
-    )
+    return f"rank {beat.rank} on host {beat.host}, process {beat.pid}{state}, {_step_and_phase_text(beat)}"
 
 
-def _step_and_phase(beat: Beat) -> str:
+def _step_and_phase_text(beat: Heartbeat) -> str:
     """Return the rank's step and phase as a phrase."""
     if beat.phase in STAGES:
         return f"in step {beat.step + 1}, {beat.phase}"

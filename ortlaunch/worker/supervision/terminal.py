@@ -39,32 +39,32 @@ class OutputStream:
     def __init__(self) -> None:
         self.incomplete_line = b""
 
-    def feed_and_split(self, data: bytes) -> NewOutput:
+    def add_bytes_and_take_complete_lines(self, output_bytes: bytes) -> NewOutput:
         """Add data, and return the lines that are complete now."""
-        data = self.incomplete_line + data
-        live_lines = _LIVE.findall(data)
-        *complete_lines, self.incomplete_line = _LIVE.sub(b"", data).split(b"\n")
+        output_bytes = self.incomplete_line + output_bytes
+        live_lines = _LIVE.findall(output_bytes)
+        *complete_lines, self.incomplete_line = _LIVE.sub(b"", output_bytes).split(b"\n")
         if len(self.incomplete_line) > _MAX_LINE_BYTES:
             complete_lines = [*complete_lines, self.incomplete_line]
             self.incomplete_line = b""
-        self.incomplete_line = _last_overwritten_form(self.incomplete_line)
+        self.incomplete_line = _text_after_last_carriage_return(self.incomplete_line)
         return NewOutput(
-            b"".join(_plain_line(line) + b"\n" for line in complete_lines),
+            b"".join(_line_without_control_codes(line) + b"\n" for line in complete_lines),
             live_lines[-1] if live_lines else None,
         )
 
-    def pop_last_line(self) -> bytes:
+    def take_unfinished_line(self) -> bytes:
         """Return a last line without a line break, and forget it."""
-        line = _plain_line(self.incomplete_line)
+        line = _line_without_control_codes(self.incomplete_line)
         self.incomplete_line = b""
         return line + b"\n" if line else b""
 
 
-def _plain_line(line: bytes) -> bytes:
-    return _last_overwritten_form(_CONTROL.sub(b"", line)).rstrip(b"\r").lstrip(b"\r")
+def _line_without_control_codes(line: bytes) -> bytes:
+    return _text_after_last_carriage_return(_CONTROL.sub(b"", line)).rstrip(b"\r").lstrip(b"\r")
 
 
-def _last_overwritten_form(line: bytes) -> bytes:
+def _text_after_last_carriage_return(line: bytes) -> bytes:
     """Return the last form of a line that was overwritten after carriage returns.
 
     A carriage return at its end has not overwritten anything yet.
@@ -83,16 +83,16 @@ class Screen:
         self.live_since = 0.0
         self.shown_seconds = 0
 
-    def print_lines(self, stream_name: str, lines: bytes) -> None:
+    def print_lines(self, stream_name: str, output_lines: bytes) -> None:
         """Print lines that stay, above the live line."""
-        if lines and self.live_line:
-            _write_or_ignore(self.descriptors["out"], _ERASE)
-        if lines:
-            _write_or_ignore(self.descriptors[stream_name], lines)
-        if lines and self.live_line:
-            self.draw_live_line(self.live_line)
+        if output_lines and self.live_line:
+            _write_ignoring_os_errors(self.descriptors["out"], _ERASE)
+        if output_lines:
+            _write_ignoring_os_errors(self.descriptors[stream_name], output_lines)
+        if output_lines and self.live_line:
+            self.draw_live_line_on_terminal(self.live_line)
 
-    def draw_live_line(self, live_line: bytes) -> None:
+    def draw_live_line_on_terminal(self, live_line: bytes) -> None:
         """Replace the live line."""
         if self.width is not None:
             if live_line != self.live_line:
@@ -107,20 +107,20 @@ class Screen:
             text = f"{live_line.decode(errors='replace')}{waited_text}"[
                 : self._current_columns() - 1
             ]
-            _write_or_ignore(self.descriptors["out"], _ERASE + text.encode())
+            _write_ignoring_os_errors(self.descriptors["out"], _ERASE + text.encode())
 
-    def show_waited_seconds(self) -> None:
+    def update_waited_seconds_on_live_line(self) -> None:
         """Show how many seconds a wait has taken, as a sign of life; to be called often."""
         if self.live_line.endswith(_WAIT_SUFFIX) and self.shown_seconds < int(
             time.monotonic() - self.live_since
         ):
             self.shown_seconds = int(time.monotonic() - self.live_since)
-            self.draw_live_line(self.live_line)
+            self.draw_live_line_on_terminal(self.live_line)
 
-    def remove_live_line(self) -> None:
+    def erase_live_line(self) -> None:
         """Remove the live line."""
         if self.live_line:
-            _write_or_ignore(self.descriptors["out"], _ERASE)
+            _write_ignoring_os_errors(self.descriptors["out"], _ERASE)
             self.live_line = b""
 
     def _current_columns(self) -> int:
@@ -140,16 +140,16 @@ class PrefixedScreen(Screen):
         super().__init__(descriptors, None)
         self._head = f"{rank_name}: ".encode()
 
-    def print_lines(self, stream_name: str, lines: bytes) -> None:
+    def print_lines(self, stream_name: str, output_lines: bytes) -> None:
         """Write all lines at once, because other ranks write to the same place."""
-        if lines:
-            _write_or_ignore(
+        if output_lines:
+            _write_ignoring_os_errors(
                 self.descriptors[stream_name],
-                b"".join(self._head + line for line in lines.splitlines(keepends=True)),
+                b"".join(self._head + line for line in output_lines.splitlines(keepends=True)),
             )
 
 
-def _write_or_ignore(descriptor: int, data: bytes) -> None:
+def _write_ignoring_os_errors(descriptor: int, data: bytes) -> None:
     # The reader of our output may be gone, and the run continues without it.
     with contextlib.suppress(OSError):
         os.write(descriptor, data)

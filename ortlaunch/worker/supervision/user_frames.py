@@ -16,7 +16,7 @@ from ortlaunch.worker.supervision.module_copies import is_user_file
 _FRAME = re.compile(r'  File "([^"]+)", line \d+')
 
 
-def user_source_location(error: BaseException) -> str | None:
+def last_user_source_location_or_none(error: BaseException) -> str | None:
     """Return `file:line` of the last frame in the user's files, or None.
 
     Errors that this one was raised from count, too.
@@ -29,12 +29,12 @@ def user_source_location(error: BaseException) -> str | None:
     return None
 
 
-def error_description(error: Exception) -> str:
+def error_type_message_and_location(error: Exception) -> str:
     """Return an error's type, message and line in the user's files.
 
     For an error without a message, the source line that raised it replaces the message.
     """
-    user_location = user_source_location(error)
+    user_location = last_user_source_location_or_none(error)
     error_type = type(error).__name__
     location_text = f", at {user_location}" if user_location else ""
     if str(error):
@@ -50,7 +50,7 @@ def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def fold_foreign_frames(traceback_text: str) -> str:
+def traceback_with_foreign_frames_counted(traceback_text: str) -> str:
     """Return a traceback in which frames outside the user's files are only counted."""
     shown_lines = list[str]()
     hidden_frames = 0

@@ -20,20 +20,25 @@ from collections.abc import Iterator
 
 from ortlaunch.cause import Cause
 from ortlaunch.launch_plan import Plan
-from ortlaunch.process import read_stat, wait_until
+from ortlaunch.process import read_process_stat_or_none, wait_until_true_or_timeout
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.error_record import ErrorRecord
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.lost import LostHost
-from ortlaunch.worker.supervision.child import Child
-from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, heartbeat_seconds
+from ortlaunch.worker.supervision.child import RankProcess
+from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, seconds_between_heartbeats
 from ortlaunch.worker.supervision.lost_host import LostHostDetector
-from ortlaunch.worker.supervision.pulse import AUTO, NEVER, ProcessActivity, Pulse
+from ortlaunch.worker.supervision.pulse import AUTO, NEVER, ProcessActivityMeter, SharedProgress
 from ortlaunch.worker.supervision.slow import SlowRankDetector
-from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS, Beat, StallVerdict, judge_stall
+from ortlaunch.worker.supervision.stall_rules import (
+    EXIT_STATUS,
+    Heartbeat,
+    StallVerdict,
+    stall_verdict_or_none,
+)
 
-# Of rank 0's supervisor, which judges; the others send heartbeats (heartbeats.heartbeat_seconds).
+# Of rank 0's supervisor, which judges; the others send heartbeats (heartbeats.seconds_between_heartbeats).
 _JUDGE_SECONDS = 1.0
 # From the meeting of the ranks to a report of those that sent no heartbeat.
 _UNHEARD_SECONDS = 10.0
@@ -52,7 +57,7 @@ class Watchdog:
     def __init__(self, rank: Rank, run: RunDir) -> None:
         self.rank = rank
         self.run = run
-        self.pulse = Pulse()
+        self.shared_progress = SharedProgress()
         self.exchange = HeartbeatExchange(rank)
         self.verdict: StallVerdict | None = None
         self.lost_host: LostHost | None = None
@@ -60,7 +65,7 @@ class Watchdog:
         self._plan = Plan.read(run.plan)
         self._stacks = os.memfd_create("stacks")
         self._beat_interval = (
-            _JUDGE_SECONDS if rank.rank == 0 else heartbeat_seconds(rank.world_size)
+            _JUDGE_SECONDS if rank.rank == 0 else seconds_between_heartbeats(rank.world_size)
         )
         self._judged_since = time.monotonic()
         # A different phase for each rank spreads the heartbeats over time.
@@ -68,16 +73,16 @@ class Watchdog:
         self._stacks_requested_at: float | None = None
         # When to report the ranks that sent no heartbeat.
         self._unheard_at = float("inf")
-        self._activity: ProcessActivity | None = None
+        self._activity: ProcessActivityMeter | None = None
         self._slow_rank_detector = SlowRankDetector()
         self._lost_hosts = LostHostDetector(socket.gethostname(), rank.rank)
         if not self._plan.traits.watched:
-            self.pulse.stall_seconds = NEVER
+            self.shared_progress.stall_seconds = NEVER
 
-    def apply_stall_seconds(self, stall_seconds: float | str | None) -> None:
+    def set_stall_seconds_from_recipe(self, stall_seconds: float | str | None) -> None:
         """In the rank: apply `train.stall_seconds` of its recipe."""
         if self._plan.traits.watched:
-            self.pulse.stall_seconds = (
+            self.shared_progress.stall_seconds = (
                 NEVER
                 if stall_seconds is None
                 else AUTO
@@ -85,7 +90,7 @@ class Watchdog:
                 else stall_seconds
             )
 
-    def enable_stack_dumps(self) -> None:
+    def register_stack_dumps_on_sigquit_and_crash(self) -> None:
         """In the rank: let SIGQUIT, and crashes, print the stacks of threads from now on.
 
         This also works while Python is busy in C code.
@@ -95,59 +100,63 @@ class Watchdog:
         # because ONNX Runtime redirects standard error during an export.
         faulthandler.enable(os.dup(2), all_threads=False)
 
-    def exchange_beats_and_judge(self, child: Child) -> None:
+    def exchange_heartbeats_and_end_stalled_rank(self, child: RankProcess) -> None:
         """Receive heartbeats and orders, send a heartbeat, and judge.
 
         It is called all the time, and does something once a second.
         """
-        self.exchange.receive_messages()
+        self.exchange.receive_and_process_messages()
         if self._stacks_requested_at is not None or self.exchange.orders:
-            self._continue_ending(child)
+            self._kill_rank_once_stacks_arrived(child)
         elif time.monotonic() - self._beat_at >= self._beat_interval:
-            self._send_beat_and_judge(child)
+            self._send_heartbeat_and_check_run(child)
 
-    def _send_beat_and_judge(self, child: Child) -> None:
+    def _send_heartbeat_and_check_run(self, child: RankProcess) -> None:
         current_time = time.monotonic()
         # While suspended, this process received nothing, so silence before now has no meaning.
         if current_time - self._beat_at > self._beat_interval + _ASLEEP_SECONDS:
             self._judged_since = current_time
             self.exchange.restart_silence_clocks()
         self._beat_at = current_time
-        if self.pulse.meeting_point and not self.exchange.has_met:
+        if self.shared_progress.meeting_point and not self.exchange.has_met_rank_0:
             # The limits count from the meeting: before it, each supervisor knew only its own rank.
             self._judged_since = current_time
-            self.exchange.start_sending(self.pulse.meeting_point)
+            self.exchange.connect_to_rank_0_once(self.shared_progress.meeting_point)
             self._unheard_at = current_time + _UNHEARD_SECONDS
-        own_beat = self._measure_own_beat(child.pid)
-        self.exchange.send_beat(own_beat)
-        beats = self.exchange.beats_to_judge(own_beat)
-        self._check_lost_hosts(beats, child)
-        self._check_slow_ranks(beats, current_time)
+        own_beat = self._measure_own_heartbeat(child.pid)
+        self.exchange.send_heartbeat(own_beat)
+        beats = self.exchange.heartbeats_to_judge_or_none(own_beat)
+        self._kill_rank_if_host_is_lost(beats, child)
+        self._print_and_append_slow_rank(beats, current_time)
         if current_time > self._unheard_at:
-            self._report_unheard()
+            self._print_ranks_without_heartbeat()
         verdict = (
-            judge_stall(beats, self.pulse.stall_seconds, current_time - self._judged_since)
+            stall_verdict_or_none(
+                beats, self.shared_progress.stall_seconds, current_time - self._judged_since
+            )
             if beats
             else None
         )
         if verdict and not self.has_ended_rank:
-            self._begin_ending(verdict, child)
+            self._order_and_request_stacks(verdict, child)
 
-    def _check_lost_hosts(self, beats: list[Beat] | None, child: Child) -> None:
+    def _kill_rank_if_host_is_lost(self, beats: list[Heartbeat] | None, child: RankProcess) -> None:
         """End the rank if a host is lost, for any value of `train.stall_seconds`.
 
         Without a host the run can neither continue nor save.
         """
         self.lost_host = self.lost_host or self._lost_hosts.detect_lost_host(
-            beats or (), self.exchange.supervisor_addresses()
+            beats or (), self.exchange.supervisor_address_by_rank()
         )
         if self.lost_host and not self.has_ended_rank:
             self.has_ended_rank = True
-            child.send_signal(signal.SIGKILL)
+            child.send_signal_unless_reaped(signal.SIGKILL)
 
-    def _check_slow_ranks(self, beats: list[Beat] | None, current_time: float) -> None:
+    def _print_and_append_slow_rank(
+        self, beats: list[Heartbeat] | None, current_time: float
+    ) -> None:
         slow_rank = (
-            self._slow_rank_detector.detect_slow_rank(beats, current_time)
+            self._slow_rank_detector.newly_slow_rank_or_none(beats, current_time)
             if beats and len(beats) > 1 and self.exchange.is_hub
             else None
         )
@@ -156,10 +165,10 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 append_json_line(self.run.slow_ranks, {"time": time.time(), **slow_rank._asdict()})
 
-    def _report_unheard(self) -> None:
+    def _print_ranks_without_heartbeat(self) -> None:
         """Print once which ranks sent no heartbeat: a loss of their hosts will look like a stall."""
         self._unheard_at = float("inf")
-        if hosts := self._unheard_hosts_text():
+        if hosts := self._unheard_ranks_text_or_empty():
             warning_text = (
                 f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: check that UDP is "
                 "open between the hosts."
@@ -170,9 +179,11 @@ class Watchdog:
                 flush=True,
             )
 
-    def _unheard_hosts_text(self) -> str:
+    def _unheard_ranks_text_or_empty(self) -> str:
         unheard_ranks = (
-            self.exchange.unheard_ranks() if self.exchange.is_hub and self.exchange.has_met else []
+            self.exchange.ranks_without_any_heartbeat()
+            if self.exchange.is_hub and self.exchange.has_met_rank_0
+            else []
         )
         hosts = ", ".join(
             f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in unheard_ranks[:4]
@@ -184,49 +195,51 @@ class Watchdog:
         """Whether the launcher cannot reach this host: a host is lost, or this rank gave up alone."""
         return self.lost_host is not None or (self.verdict is not None and not self.exchange.is_hub)
 
-    def _measure_own_beat(self, pid: int) -> Beat:
-        self._activity = self._activity or ProcessActivity(pid)
-        progress = self.pulse.read_progress()
+    def _measure_own_heartbeat(self, pid: int) -> Heartbeat:
+        self._activity = self._activity or ProcessActivityMeter(pid)
+        progress = self.shared_progress.read_rank_progress()
         host = socket.gethostname()
-        stat = read_stat(pid)
+        stat = read_process_stat_or_none(pid)
         state = stat.state if stat else ""
-        return Beat(
+        return Heartbeat(
             self.rank.rank,
             host,
             pid,
             progress.step,
             progress.phase,
-            progress.moves,
-            progress.collectives,
-            progress.still,
-            self._activity.idle_seconds(),
+            progress.progress_marks,
+            progress.collective_count,
+            progress.seconds_since_mark,
+            self._activity.measure_idle_seconds(),
             state,
             progress.past_first_steps,
             progress.step_seconds,
             progress.own_seconds,
         )
 
-    def _begin_ending(self, verdict: StallVerdict, child: Child) -> None:
+    def _order_and_request_stacks(self, verdict: StallVerdict, child: RankProcess) -> None:
         self.verdict = verdict
-        self.exchange.send_order("stacks")
-        self._request_stacks(child)
+        self.exchange.send_order_to_all_supervisors("stacks")
+        self._dump_and_send_stacks(child)
 
-    def _request_stacks(self, child: Child) -> None:
+    def _dump_and_send_stacks(self, child: RankProcess) -> None:
         """Get the stacks of the rank, and send them."""
         self._stacks_requested_at = time.monotonic()
-        text = _py_spy(child.pid)
-        child.send_signal(signal.SIGQUIT)
+        text = _py_spy_stacks_or_empty(child.pid)
+        child.send_signal_unless_reaped(signal.SIGQUIT)
         # A stopped process cannot print anything.
-        child.send_signal(signal.SIGCONT)
-        wait_until(self._dumped_stacks, _STACK_SECONDS)
+        child.send_signal_unless_reaped(signal.SIGCONT)
+        wait_until_true_or_timeout(self._dumped_stacks_text, _STACK_SECONDS)
         # The file grows while faulthandler writes it.
         time.sleep(0.05)
-        self.exchange.send_stacks(self._dumped_stacks() + text or "it has no stack trace\n")
+        self.exchange.keep_and_send_stacks(
+            self._dumped_stacks_text() + text or "it has no stack trace\n"
+        )
 
-    def _continue_ending(self, child: Child) -> None:
+    def _kill_rank_once_stacks_arrived(self, child: RankProcess) -> None:
         """After a verdict, kill the rank once all reachable ranks have sent their stacks."""
         if self._stacks_requested_at is None:
-            self._request_stacks(child)
+            self._dump_and_send_stacks(child)
         passed_seconds = time.monotonic() - (self._stacks_requested_at or 0.0)
         if self.verdict is None:
             is_over = "end" in self.exchange.orders or passed_seconds > _ORDER_SECONDS
@@ -239,31 +252,31 @@ class Watchdog:
             )
         if is_over and not self.has_ended_rank:
             self.has_ended_rank = True
-            self._print_verdict()
-            self.exchange.send_order("end") if self.exchange.is_hub else None
-            child.send_signal(signal.SIGKILL)
+            self._print_stall_summary()
+            self.exchange.send_order_to_all_supervisors("end") if self.exchange.is_hub else None
+            child.send_signal_unless_reaped(signal.SIGKILL)
 
-    def _print_verdict(self) -> None:
+    def _print_stall_summary(self) -> None:
         if self.verdict is not None:
-            print(f"ortlaunch: {self.summary}", file=sys.stderr, flush=True)
+            print(f"ortlaunch: {self.stall_summary_line}", file=sys.stderr, flush=True)
 
     @property
-    def summary(self) -> str:
+    def stall_summary_line(self) -> str:
         """The line of the verdict, with the ranks that never sent a heartbeat."""
         assert self.verdict is not None
         unknown = (
             f"; no heartbeat ever came from {hosts}"
-            if (hosts := self._unheard_hosts_text())
+            if (hosts := self._unheard_ranks_text_or_empty())
             else ""
         )
         return (
             f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
         )
 
-    def record_stall(self) -> None:
+    def write_stall_or_lost_host_record(self) -> None:
         """After the rank's end: record its stacks, and the verdict if this supervisor made it."""
         if self.lost_host is not None:
-            self.lost_host.write_unless_recorded(self.run)
+            self.lost_host.write_as_cause_unless_recorded(self.run)
             return
         with contextlib.suppress(OSError):
             write_text_atomically(
@@ -278,7 +291,9 @@ class Watchdog:
         stacks = self.exchange.stacks
         late_ranks = [beat.rank for beat in verdict.beats_behind]
         stacks_text = "".join(
-            f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late_ranks if rank in stacks
+            f"rank {rank}:\n{_innermost_main_thread_lines(stacks[rank])}"
+            for rank in late_ranks
+            if rank in stacks
         )
         return ErrorRecord(
             "Stall",
@@ -291,26 +306,26 @@ class Watchdog:
             phase=first_behind.phase,
             detail=verdict.summary,
             message=verdict.summary,
-            summary=self.summary,
+            summary=self.stall_summary_line,
             traceback=stacks_text,
             time=time.time(),
             still_seconds=round(verdict.seconds, 1),
             behind=late_ranks,
-            never_heard=self.exchange.unheard_ranks() if self.exchange.is_hub else [],
-            after=self.run.count_error_record(),
+            never_heard=self.exchange.ranks_without_any_heartbeat() if self.exchange.is_hub else [],
+            after=self.run.append_rank_to_error_count(),
             ranks=[beat._asdict() for beat in sorted(verdict.beats)],
         )
 
-    def announce_end(self) -> None:
+    def announce_rank_end(self) -> None:
         """Announce the rank's end, after which nobody waits for it."""
         with contextlib.suppress(OSError):
-            self.exchange.announce_end()
+            self.exchange.announce_rank_end()
 
-    def _dumped_stacks(self) -> str:
+    def _dumped_stacks_text(self) -> str:
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
 
-def _first_lines(stack: str) -> str:
+def _innermost_main_thread_lines(stack: str) -> str:
     """Return the innermost frames of the main thread; errors/ has all of them."""
     threads = re.split(r"\n(?=(?:Current t|T)hread 0x|py-spy:)", stack)
     # Every stack of the main thread has a frame of rank_supervisor.py, which started the rank.
@@ -321,12 +336,12 @@ def _first_lines(stack: str) -> str:
     return "".join(lines[:_SHOWN_LINES]) + ("\n" if len(lines) <= _SHOWN_LINES else "  ...\n")
 
 
-def _py_spy(pid: int) -> str:
+def _py_spy_stacks_or_empty(pid: int) -> str:
     """Return py-spy's output, which includes C frames and idle threads.
 
     It is "" where py-spy is not installed or not permitted.
     """
-    for program in _installed("py-spy"):
+    for program in _installed_program_path("py-spy"):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = [program, "dump", "--nonblocking", "--pid", str(pid)]
             dump = subprocess.run(
@@ -336,7 +351,7 @@ def _py_spy(pid: int) -> str:
     return ""
 
 
-def _installed(program_name: str) -> Iterator[str]:
+def _installed_program_path(program_name: str) -> Iterator[str]:
     local_program = os.path.join(os.path.dirname(sys.executable), program_name)
     program = local_program if os.path.exists(local_program) else shutil.which(program_name)
     yield from [program] if program else []

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.recipe import parse_resolved
+from ortlaunch.recipe import parse_resolved_recipe
 from ortlaunch.tasks import BatchBytesRequest
-from ortlaunch.user_modules import add_factory_folders_to_path
+from ortlaunch.user_modules import append_factory_folders_to_sys_path
 
 
 def run(request: BatchBytesRequest) -> None:
     """Read the first micro batch, and print its bytes."""
-    recipe = parse_resolved(request.recipe)
-    add_factory_folders_to_path(recipe, Path(request.modules))
-    from ortlaunch.worker.data import Batches, LoadedData, batch_function
+    recipe = parse_resolved_recipe(request.recipe)
+    append_factory_folders_to_sys_path(recipe, Path(request.modules))
+    from ortlaunch.worker.data import Batches, LoadedData, batch_function_of_recipe
 
     micro_samples = request.micro_samples
     data = LoadedData(recipe)
@@ -22,6 +22,6 @@ def run(request: BatchBytesRequest) -> None:
         data.train,
         BatchPlan(micro_samples, micro_samples, 1, 1, None),
         recipe.seed,
-        stack=batch_function(recipe),
+        stack=batch_function_of_recipe(recipe),
     )
     print(sum(value.nbytes for value in batches.micro_batch(0, 0, 0).values()))

@@ -14,19 +14,19 @@ import torch
 
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, write_json_atomically
-from ortlaunch.worker.engine.comparison import compare_with_draws
+from ortlaunch.worker.engine.comparison import compare_replaying_random_numbers
 from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
-from ortlaunch.worker.engine.flops import measure_peak_flops, wait_for_device
+from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.progress import print_wrapped
+from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width
 from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import is_plain_pytorch
 from ortlaunch.worker.training.profile import StepProfiler
-from ortlaunch.worker.training.summary import plan_lines
+from ortlaunch.worker.training.summary import engine_plan_lines
 
 # The pause between two reads of the order.
 _POLL_SECONDS = 0.02
@@ -35,30 +35,34 @@ _POLL_SECONDS = 0.02
 def run(session: Session) -> None:
     """Warm up, then execute orders until the order to leave."""
     with session.read_batches_ahead():
-        _execute_orders(session)
+        _warm_up_and_execute_bench_orders(session)
 
 
-def _execute_orders(session: Session) -> None:
+def _warm_up_and_execute_bench_orders(session: Session) -> None:
     folder = session.run
     group = session.group
     engine = session.engine
     bench_request = read_own_json(folder.bench)
     assert engine.memory_use is not None
     if group.rank == 0:
-        print_wrapped(*plan_lines(engine.engine_report()), *engine.notes)
+        print_wrapped_to_terminal_width(
+            *engine_plan_lines(engine.engine_report_so_far()), *engine.notes
+        )
     measured_training = MeasuredTraining(session)
-    measured_training.run_steps(1)
+    measured_training.train_steps_and_time_each(1)
     first_step = {
         # The control side wrote the time of the launch.
         "since_launch": time.time() - bench_request["launched"],
         "since_model": time.perf_counter() - session.model_built_at,
     }
-    warm_up = measured_training.run_steps(bench_request["warm_up_steps"])
+    warm_up = measured_training.train_steps_and_time_each(bench_request["warm_up_steps"])
     measured_training.set_zero_learning_rate()
     ready = {"order": "ready", "first_step": first_step, "step": min(warm_up)}
-    _write_result(folder, group, {**ready, **_engine_facts(session)})
+    _append_result_on_rank_0(
+        folder, group, {**ready, **_measure_peak_flops_and_report_engine(session)}
+    )
     sleep_start = time.perf_counter(), time.process_time()
-    for order in _poll_orders(folder):
+    for order in _poll_new_orders_until_leave(folder):
         time_waited = {
             "seconds": time.perf_counter() - sleep_start[0],
             "processor_seconds": time.process_time() - sleep_start[1],
@@ -66,27 +70,27 @@ def _execute_orders(session: Session) -> None:
         if order["do"] == "compare":
             order_result: Json = {
                 "parity": {
-                    **worst_parity_verdict(measured_training.session),
-                    **loss_change_from_highest(measured_training.session),
+                    **gather_worst_parity_verdict(measured_training.session),
+                    **largest_loss_change_by_matmul_precision(measured_training.session),
                 }
             }
             # At the end, because the profiler costs time and memory.
             profiler = StepProfiler(session, 1)
             for step in profiler.steps:
-                with profiler.measure_step(step):
-                    measured_training.run_steps(1)
+                with profiler.time_or_profile_step(step):
+                    measured_training.train_steps_and_time_each(1)
         else:
-            order_result = measured_training.measure_steps(order["steps"])
+            order_result = measured_training.measure_seconds_and_tokens_of_steps(order["steps"])
         # Gathered, so that rank 0 reports an order only after all ranks have executed it.
         memory = group.gather(engine.memory_use.peak_bytes())
-        _write_result(
+        _append_result_on_rank_0(
             folder,
             group,
             {"order": order["number"], "waited": time_waited, "memory": memory, **order_result},
         )
         sleep_start = time.perf_counter(), time.process_time()
     if group.rank == 0:
-        write_json_atomically(folder.engine, engine.engine_report().to_json())
+        write_json_atomically(folder.engine, engine.engine_report_so_far().to_json())
 
 
 class MeasuredTraining:
@@ -96,7 +100,7 @@ class MeasuredTraining:
         self.session = session
         self.state = TrainState()
 
-    def run_steps(self, step_count: int) -> list[float]:
+    def train_steps_and_time_each(self, step_count: int) -> list[float]:
         """Run `step_count` optimizer steps; return the seconds of each, with all work of the device."""
         step_seconds = []
         for _ in range(step_count):
@@ -120,16 +124,16 @@ class MeasuredTraining:
             recipe=self.session.recipe.model_copy(update={"optimizer": zero_rate_optimizer}),
         )
 
-    def measure_steps(self, step_count: int) -> Json:
+    def measure_seconds_and_tokens_of_steps(self, step_count: int) -> Json:
         """Measure `step_count` steps; return start, end, seconds, and tokens and padding of all ranks."""
         # One step without measurement, which fills the caches again.
-        self.run_steps(1)
+        self.train_steps_and_time_each(1)
         self.session.group.barrier()
         start_time = time.time()
         tokens_before = self.session.batches.tokens
-        step_seconds = self.run_steps(step_count)
+        step_seconds = self.train_steps_and_time_each(step_count)
         end_time = time.time()
-        rank_tokens = self.session.batches.tokens.since(tokens_before)
+        rank_tokens = self.session.batches.tokens.difference_from_earlier(tokens_before)
         tokens = [
             int(sum(rank_counts))
             for rank_counts in zip(*self.session.group.gather_numbers([*rank_tokens]))
@@ -137,7 +141,7 @@ class MeasuredTraining:
         return {"begun": start_time, "ended": end_time, "seconds": step_seconds, "tokens": tokens}
 
 
-def _poll_orders(run: RunDir) -> Iterator[Json]:
+def _poll_new_orders_until_leave(run: RunDir) -> Iterator[Json]:
     """Yield each order once, until the order to leave."""
     # Every rank polls the file itself. Waiting in a collective would run into its timeout, and
     # would keep a GPU busy.
@@ -153,46 +157,48 @@ def _poll_orders(run: RunDir) -> Iterator[Json]:
         yield order
 
 
-def _write_result(run: RunDir, group: DistributedContext, record: Json) -> None:
+def _append_result_on_rank_0(run: RunDir, group: DistributedContext, result_record: Json) -> None:
     if group.rank == 0:
         with run.results.open("a", encoding="utf-8") as file:
-            file.write(json_text(record) + "\n")
+            file.write(json_text(result_record) + "\n")
 
 
-def _engine_facts(session: Session) -> Json:
+def _measure_peak_flops_and_report_engine(session: Session) -> Json:
     group = session.group
     engine = session.engine
     dtype = dtype_of(session.recipe.precision)
     peak = None
     # The rate of a CPU changes with every other process, so that it is not measured.
     if group.device.type == "cuda":
-        peak = measure_peak_flops(group.device, dtype) if engine.flops_per_token else None
+        peak = (
+            measure_peak_flops_per_second(group.device, dtype) if engine.flops_per_token else None
+        )
         # The matrices of the measurement are large, and do not belong to the variant.
         torch.cuda.reset_peak_memory_stats(group.device)
     return {
-        "engine": engine.engine_report().to_json(),
+        "engine": engine.engine_report_so_far().to_json(),
         "flops_per_token": engine.flops_per_token,
         "peak_flops": peak,
     }
 
 
-def worst_parity_verdict(session: Session) -> Json:
+def gather_worst_parity_verdict(session: Session) -> Json:
     """Compare loss and gradients with plain PyTorch; return the worst verdict (collective)."""
     if is_plain_pytorch(session.engine):
         return {"verdict": "reference"}
     try:
         rank_verdict = _parity_verdict_json(
-            _compare_with_pytorch(session),
+            _compare_first_micro_batch_with_pytorch(session),
             session.recipe.engine.parity_tolerance or session.recipe.format.tolerance,
         )
     # An engine may raise any exception: this is a verdict, too.
     except Exception as error:
         rank_verdict = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
     verdicts = session.group.gather(rank_verdict)
-    return max(verdicts, key=_verdict_badness)
+    return max(verdicts, key=_largest_difference_or_infinity)
 
 
-def loss_change_from_highest(session: Session) -> dict[str, float]:
+def largest_loss_change_by_matmul_precision(session: Session) -> dict[str, float]:
     """Return the relative change of a loss by matmul_precision, without dropout (collective).
 
     It is the largest of all ranks. At precision highest the result is empty.
@@ -202,7 +208,7 @@ def loss_change_from_highest(session: Session) -> dict[str, float]:
         return {}
     batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
     module = engine.eval_module.eval()
-    with engine.exclude_from_counts(with_compilations=True), torch.no_grad():
+    with engine.exclude_passes_from_counts(with_compilations=True), torch.no_grad():
         loss = float(loss_of_engine_output(module(**batch)))
         with use_matmul_precision("highest"):
             exact_loss = float(
@@ -215,19 +221,19 @@ def loss_change_from_highest(session: Session) -> dict[str, float]:
     return {"loss_from_highest": max(session.group.gather(relative_change))}
 
 
-def _verdict_badness(verdict: Json) -> float:
+def _largest_difference_or_infinity(verdict: Json) -> float:
     # A verdict without a figure is the worst: not compared, or not finite.
     largest = verdict.get("largest")
     return math.inf if largest is None else float(largest)
 
 
-def _compare_with_pytorch(session: Session) -> Comparison:
+def _compare_first_micro_batch_with_pytorch(session: Session) -> Comparison:
     engine = session.engine
     batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
-    with engine.exclude_from_counts(with_compilations=True):
-        module = engine.module_to_compare()
+    with engine.exclude_passes_from_counts(with_compilations=True):
+        module = engine.module_without_dropout_for_comparison()
         autocast = session.plan.deepspeed is None
-        return compare_with_draws(
+        return compare_replaying_random_numbers(
             engine.plain,
             module,
             batch,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.worker.engine.flops import measure_peak_flops, wait_for_device
+from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
@@ -33,21 +33,21 @@ def run(session: Session) -> None:
     group = session.group
     group.barrier()
     dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
-    rates = group.gather_numbers([measure_peak_flops(group.device, dtype)])
+    rates = group.gather_numbers([measure_peak_flops_per_second(group.device, dtype)])
     measurements: dict[str, object] = {
         "dtype": str(dtype).rpartition(".")[2],
         "flops": [rate for (rate,) in rates],
     }
     if group.size > 1:
-        measurements["all_reduce"] = _measure_all_reduce(group)
-        measurements["links"] = _measure_links(
+        measurements["all_reduce"] = _measure_small_and_large_all_reduce(group)
+        measurements["links"] = _measure_links_of_neighbour_hosts(
             group, [node.first_rank for node in session.plan.nodes]
         )
     if group.rank == 0:
         write_json_atomically(session.run.fabric, measurements)
 
 
-def _measure_all_reduce(group: DistributedContext) -> dict[str, float]:
+def _measure_small_and_large_all_reduce(group: DistributedContext) -> dict[str, float]:
     """Return the seconds of a small and of a large all-reduce, and the bytes of the large one."""
 
     def all_reduce_action(elements: int) -> Callable[[], None]:
@@ -58,23 +58,25 @@ def _measure_all_reduce(group: DistributedContext) -> dict[str, float]:
 
         return action
 
-    latency = _slowest_median_seconds(group, all_reduce_action(_SMALL_ELEMENTS), _REPEATS)
-    elements = _agreed_element_count(
-        group, _slowest_median_seconds(group, all_reduce_action(_FIRST_ELEMENTS), 1)
+    latency = _median_seconds_on_slowest_rank(group, all_reduce_action(_SMALL_ELEMENTS), _REPEATS)
+    elements = _large_message_elements_by_rank_0(
+        group, _median_seconds_on_slowest_rank(group, all_reduce_action(_FIRST_ELEMENTS), 1)
     )
     return {
         "latency": latency,
         "bytes": 4 * elements,
-        "seconds": _slowest_median_seconds(group, all_reduce_action(elements), 3),
+        "seconds": _median_seconds_on_slowest_rank(group, all_reduce_action(elements), 3),
     }
 
 
-def _measure_links(group: DistributedContext, first_ranks: list[int]) -> list[dict[str, float]]:
+def _measure_links_of_neighbour_hosts(
+    group: DistributedContext, first_rank_by_host: list[int]
+) -> list[dict[str, float]]:
     """Measure the links between the first ranks of neighbouring hosts.
 
     The hosts form a ring. Links that share no host are measured at the same time.
     """
-    host_count = len(first_ranks)
+    host_count = len(first_rank_by_host)
     links = []
     pairs = [
         (host_index, (host_index + 1) % host_count)
@@ -87,25 +89,29 @@ def _measure_links(group: DistributedContext, first_ranks: list[int]) -> list[di
             (
                 pair
                 for pair in concurrent_pairs
-                if group.rank in (first_ranks[pair[0]], first_ranks[pair[1]])
+                if group.rank in (first_rank_by_host[pair[0]], first_rank_by_host[pair[1]])
             ),
             None,
         )
         group.barrier()
         own_measurement = (
-            _measure_link(group, first_ranks[own_pair[0]], first_ranks[own_pair[1]])
+            _measure_messages_between_ranks(
+                group, first_rank_by_host[own_pair[0]], first_rank_by_host[own_pair[1]]
+            )
             if own_pair
             else None
         )
         measurement_by_rank = group.gather(own_measurement)
         links += [
-            {"hosts": list(pair), **measurement_by_rank[first_ranks[pair[0]]]}
+            {"hosts": list(pair), **measurement_by_rank[first_rank_by_host[pair[0]]]}
             for pair in concurrent_pairs
         ]
     return links
 
 
-def _measure_link(group: DistributedContext, first_rank: int, second_rank: int) -> dict[str, float]:
+def _measure_messages_between_ranks(
+    group: DistributedContext, first_rank: int, second_rank: int
+) -> dict[str, float]:
     """Measure a small and a large message between two ranks, in one direction."""
     other_rank = second_rank if group.rank == first_rank else first_rank
 
@@ -119,10 +125,12 @@ def _measure_link(group: DistributedContext, first_rank: int, second_rank: int) 
         return send_both_ways
 
     # Each action sends to and fro: half of its time is one direction.
-    latency = _median_seconds_on_rank(group, ping_pong_action(_SMALL_ELEMENTS), _REPEATS) / 2
-    first_message_seconds = _median_seconds_on_rank(group, ping_pong_action(_FIRST_ELEMENTS), 1)
+    latency = _median_seconds_after_warm_up(group, ping_pong_action(_SMALL_ELEMENTS), _REPEATS) / 2
+    first_message_seconds = _median_seconds_after_warm_up(
+        group, ping_pong_action(_FIRST_ELEMENTS), 1
+    )
     size = torch.tensor(
-        [float(_element_count_in_time(group, first_message_seconds))], device=group.device
+        [float(_large_message_elements(group, first_message_seconds))], device=group.device
     )
     # Both must use one size, but each has measured its own time: the first one decides.
     if group.rank == first_rank:
@@ -133,44 +141,48 @@ def _measure_link(group: DistributedContext, first_rank: int, second_rank: int) 
     return {
         "latency": latency,
         "bytes": 4 * elements,
-        "seconds": _median_seconds_on_rank(group, ping_pong_action(elements), 3) / 2,
+        "seconds": _median_seconds_after_warm_up(group, ping_pong_action(elements), 3) / 2,
     }
 
 
-def _median_seconds_on_rank(
-    group: DistributedContext, action: Callable[[], None], repeats: int
+def _median_seconds_after_warm_up(
+    group: DistributedContext, timed_action: Callable[[], None], repeat_count: int
 ) -> float:
     """Return the median seconds of an action on this rank, after one run to warm up."""
     run_seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(repeat_count + 1):
         wait_for_device(group.device)
         began = time.perf_counter()
-        action()
+        timed_action()
         wait_for_device(group.device)
         run_seconds.append(time.perf_counter() - began)
     return statistics.median(run_seconds[1:])
 
 
-def _slowest_median_seconds(
-    group: DistributedContext, action: Callable[[], None], repeats: int
+def _median_seconds_on_slowest_rank(
+    group: DistributedContext, timed_action: Callable[[], None], repeat_count: int
 ) -> float:
     """Return the median seconds of an action on the slowest rank (collective)."""
     return max(
         seconds
-        for (seconds,) in group.gather_numbers([_median_seconds_on_rank(group, action, repeats)])
+        for (seconds,) in group.gather_numbers(
+            [_median_seconds_after_warm_up(group, timed_action, repeat_count)]
+        )
     )
 
 
-def _agreed_element_count(group: DistributedContext, message_seconds: float) -> int:
+def _large_message_elements_by_rank_0(
+    group: DistributedContext, first_message_seconds: float
+) -> int:
     """Return the number of elements that fits into the time, the same on all ranks (collective)."""
-    return int(group.gather_numbers([_element_count_in_time(group, message_seconds)])[0][0])
+    return int(group.gather_numbers([_large_message_elements(group, first_message_seconds)])[0][0])
 
 
-def _element_count_in_time(group: DistributedContext, message_seconds: float) -> int:
+def _large_message_elements(group: DistributedContext, first_message_seconds: float) -> int:
     return max(
         1,
         min(
             _MAX_ELEMENTS[group.device.type],
-            int(_FIRST_ELEMENTS * _MAX_SECONDS / max(message_seconds, 1e-6)),
+            int(_FIRST_ELEMENTS * _MAX_SECONDS / max(first_message_seconds, 1e-6)),
         ),
     )

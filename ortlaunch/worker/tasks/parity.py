@@ -6,7 +6,10 @@ from ortlaunch.errors import ParityError
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import ParitySteps, is_plain_pytorch
-from ortlaunch.worker.training.summary import print_outcome, print_plan_and_data
+from ortlaunch.worker.training.summary import (
+    print_outcome_and_copy_late_modules,
+    print_plan_and_copy_user_modules,
+)
 
 
 def run(session: Session) -> None:
@@ -15,7 +18,7 @@ def run(session: Session) -> None:
     Raises:
         ParityError: the engine differs from plain PyTorch, or plain PyTorch itself runs.
     """
-    print_plan_and_data(session)
+    print_plan_and_copy_user_modules(session)
     # After an allowed fallback.
     if is_plain_pytorch(session.engine):
         raise ParityError(
@@ -24,9 +27,9 @@ def run(session: Session) -> None:
     parity_steps = ParitySteps(session, first_step=0, with_table=True)
     state = TrainState()
     while state.step < parity_steps.end_step:
-        parity_steps.compare_step(state.step)
+        parity_steps.compare_and_record_step_if_due(state.step)
         # The update of the last step would not be compared.
         if state.step + 1 < parity_steps.end_step:
             train_step(session, state)
         state.step += 1
-    print_outcome(session)
+    print_outcome_and_copy_late_modules(session)

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.recipe import parse_resolved
+from ortlaunch.recipe import parse_resolved_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import PredictionRequest
-from ortlaunch.user_modules import add_factory_folders_to_path
-from ortlaunch.worker.engine.allocator import keep_freed_memory
+from ortlaunch.user_modules import append_factory_folders_to_sys_path
+from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe
 
 
 def run(request: PredictionRequest) -> None:
@@ -25,31 +25,33 @@ def run(request: PredictionRequest) -> None:
     Raises:
         InputError: the model cannot be built, or cannot be counted.
     """
-    recipe = parse_resolved(request.recipe)
-    plan = Plan.from_json(request.plan)
-    add_factory_folders_to_path(recipe, Path(plan.modules))
+    recipe = parse_resolved_recipe(request.recipe)
+    plan = Plan.from_plan_json_text(request.plan)
+    append_factory_folders_to_sys_path(recipe, Path(plan.modules))
     if plan.device == "cpu":
         # As a rank does before it loads torch: the rates include the allocation of results.
-        keep_freed_memory(os.environ)
+        make_malloc_keep_memory_and_describe(os.environ)
     import torch
 
     from ortlaunch.errors import InputError, first_message_line
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.engine.prediction import write_prediction
+    from ortlaunch.worker.engine.prediction import count_measure_and_cache_prediction
     from ortlaunch.worker.process_group.distributed import DistributedContext
-    from ortlaunch.worker.session import build_session
+    from ortlaunch.worker.session import load_data_and_build_session
     from ortlaunch.worker.supervision.progress import Progress
 
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device(plan.device))
     engine = recipe.engine.model_copy(update={"name": "eager"})
     eager_recipe = recipe.model_copy(update={"engine": engine, "zero": None})
     with tempfile.TemporaryDirectory() as folder:
-        session = build_session(
+        session = load_data_and_build_session(
             eager_recipe, replace(plan, deepspeed=None), RunDir(folder), group, Progress(rank=1)
         )
-    batch = session.engine.loss_weight.prepare_batch(session.batches.micro_batch(0, 0, 0))
+    batch = session.engine.loss_weight.batch_without_weight_key_with_label(
+        session.batches.micro_batch(0, 0, 0)
+    )
     try:
-        write_prediction(recipe, plan, session.model, batch)
+        count_measure_and_cache_prediction(recipe, plan, session.model, batch)
     # The user's own model may do anything.
     except Exception as error:
         raise InputError(

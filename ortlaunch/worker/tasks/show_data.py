@@ -17,15 +17,21 @@ import torch
 
 from ortlaunch.errors import escape_control_characters
 from ortlaunch.json_types import Json
-from ortlaunch.recipe import Recipe, parse_resolved
-from ortlaunch.recipe.fields.data import uses_template
+from ortlaunch.recipe import Recipe, parse_resolved_recipe
+from ortlaunch.recipe.fields.data import is_written_by_chat_template
 from ortlaunch.tasks import ShowDataRequest
-from ortlaunch.user_modules import add_factory_folders_to_path
-from ortlaunch.worker.data import LoadedData, Samples, batch_function
-from ortlaunch.worker.data.chat_rows import read_chats
+from ortlaunch.user_modules import append_factory_folders_to_sys_path
+from ortlaunch.worker.data import LoadedData, Samples, batch_function_of_recipe
+from ortlaunch.worker.data.chat_rows import read_chats_and_shares
 from ortlaunch.worker.data.samples import IGNORED
-from ortlaunch.worker.data_audit import AuditFinding, AuditRow, PartAudit, audit_parts, class_counts
-from ortlaunch.worker.tasks.prepare_data import load_and_cache_data
+from ortlaunch.worker.data_audit import (
+    AuditFinding,
+    AuditRow,
+    PartAudit,
+    audit_training_and_evaluation_samples,
+    training_rows_by_class_name,
+)
+from ortlaunch.worker.tasks.prepare_data import load_and_cache_data_showing_progress
 
 # Samples of each part, and raw chats of each source, that are audited.
 _MAX_AUDITED = 20_000
@@ -42,38 +48,41 @@ _BRACKETS = (("", ""), ("[[", "]]"))
 
 def run(request: ShowDataRequest) -> None:
     """Print samples of a recipe's data, and the audit."""
-    recipe = parse_resolved(request.recipe)
-    add_factory_folders_to_path(recipe, Path(request.modules))
-    data, notes = load_and_cache_data(recipe)
-    parts = audit_parts(data, _MAX_AUDITED)
+    recipe = parse_resolved_recipe(request.recipe)
+    append_factory_folders_to_sys_path(recipe, Path(request.modules))
+    data, notes = load_and_cache_data_showing_progress(recipe)
+    parts = audit_training_and_evaluation_samples(data, _MAX_AUDITED)
     if parts:
-        parts[0].findings.extend(raw_message_findings(recipe))
+        parts[0].findings.extend(system_message_and_role_findings(recipe))
         document_by_part = {
-            part.key: _audit_document(part, request.samples, data) for part in parts
+            part.key: _audit_with_spread_samples(part, request.samples, data) for part in parts
         }
     else:
         document_by_part = {
-            key: _sample_values(part, recipe, request.samples) for key, part in data.parts.items()
+            key: _describe_spread_samples_and_batch(part, recipe, request.samples)
+            for key, part in data.parts.items()
         }
     document = {
         "parts": document_by_part,
-        "classes": dict(class_counts(data).most_common()),
+        "classes": dict(training_rows_by_class_name(data).most_common()),
         "notes": notes,
     }
     if request.json:
         print(json.dumps(document, ensure_ascii=False, indent=2))
     elif parts:
-        _print_audit(parts, document)
+        _print_samples_lengths_and_findings(parts, document)
     else:
-        _print_values(document)
+        _print_value_descriptions(document)
 
 
-def raw_message_findings(recipe: Recipe) -> Iterator[AuditFinding]:
+def system_message_and_role_findings(recipe: Recipe) -> Iterator[AuditFinding]:
     """Yield findings on messages as the rows have them: system messages and roles."""
     systems = Counter[str]()
     roles = Counter[str]()
-    for source in (item for _, item in recipe.data.sources() if uses_template(item)):
-        for chat, _ in itertools.islice(read_chats(source), _MAX_AUDITED):
+    for source in (
+        item for _, item in recipe.data.key_and_source_pairs() if is_written_by_chat_template(item)
+    ):
+        for chat, _ in itertools.islice(read_chats_and_shares(source), _MAX_AUDITED):
             first_message = chat.messages[0]
             systems[
                 repr(first_message["content"][:40]) if first_message["role"] == "system" else "none"
@@ -90,20 +99,20 @@ def raw_message_findings(recipe: Recipe) -> Iterator[AuditFinding]:
             yield AuditFinding(name, f"{text}: {counts_text:.200}")
 
 
-def _sample_values(samples: Samples, recipe: Recipe, sample_count: int) -> Json:
+def _describe_spread_samples_and_batch(samples: Samples, recipe: Recipe, max_samples: int) -> Json:
     """Return the values of some samples without text, evenly spread, and of a batch of them."""
     sample_indices = (
-        np.linspace(0, len(samples) - 1, min(sample_count, len(samples))).astype(int).tolist()
+        np.linspace(0, len(samples) - 1, min(max_samples, len(samples))).astype(int).tolist()
     )
     shown_samples = [samples.sample(index, 0) for index in sample_indices]
     described = {
-        f"sample {index:,}": _value_descriptions(sample)
+        f"sample {index:,}": _description_by_value_name(sample)
         for index, sample in zip(sample_indices, shown_samples)
     }
     batch = (
         {
-            f"a batch of {len(shown_samples)}": _value_descriptions(
-                batch_function(recipe)(shown_samples)
+            f"a batch of {len(shown_samples)}": _description_by_value_name(
+                batch_function_of_recipe(recipe)(shown_samples)
             )
         }
         if shown_samples
@@ -112,7 +121,7 @@ def _sample_values(samples: Samples, recipe: Recipe, sample_count: int) -> Json:
     return {"samples": len(samples), "shown": {**described, **batch}}
 
 
-def _value_descriptions(sample_or_batch: Any) -> dict[str, str]:
+def _description_by_value_name(sample_or_batch: Any) -> dict[str, str]:
     """Return type, shape, first values and range of each value of a sample or a batch."""
     # Samples for the user's own collate function, and batches of a LightningModule, have any form.
     if not isinstance(sample_or_batch, Mapping):
@@ -121,10 +130,10 @@ def _value_descriptions(sample_or_batch: Any) -> dict[str, str]:
                 sample_or_batch if isinstance(sample_or_batch, (list, tuple)) else [sample_or_batch]
             )
         )
-    return {str(name): _value_description(value) for name, value in sample_or_batch.items()}
+    return {str(name): _type_shape_and_range_text(value) for name, value in sample_or_batch.items()}
 
 
-def _value_description(value: Any) -> str:
+def _type_shape_and_range_text(value: Any) -> str:
     try:
         tensor = torch.as_tensor(value)
     # torch raises all three; the user's own collate function may read such a value.
@@ -138,15 +147,13 @@ def _value_description(value: Any) -> str:
     return f"{text}, ... from {tensor.min():.4g} to {tensor.max():.4g}"
 
 
-def _audit_document(part: PartAudit, sample_count: int, data: LoadedData) -> Json:
+def _audit_with_spread_samples(part: PartAudit, max_samples: int, data: LoadedData) -> Json:
     """Return the audit of a part with some samples, evenly spread."""
     lengths = [len(row.ids) for row in part.rows]
     width = -(-(max(lengths) - min(lengths) + 1) // _BINS)
     sizes, edges = np.histogram(lengths, np.arange(min(lengths), max(lengths) + width + 1, width))
     by_sample = [[*rows] for _, rows in itertools.groupby(part.rows, lambda row: row.sample)]
-    sample_places = np.linspace(0, len(by_sample) - 1, min(sample_count, len(by_sample))).astype(
-        int
-    )
+    sample_places = np.linspace(0, len(by_sample) - 1, min(max_samples, len(by_sample))).astype(int)
     return {
         "samples": part.samples,
         "audited_rows": len(part.rows),
@@ -157,13 +164,13 @@ def _audit_document(part: PartAudit, sample_count: int, data: LoadedData) -> Jso
         ],
         "findings": [finding._asdict() for finding in part.findings],
         "shown": [
-            [_row_pieces(row, data) for row in by_sample[sample_place]]
+            [_row_split_by_learned_or_label(row, data) for row in by_sample[sample_place]]
             for sample_place in sample_places
         ],
     }
 
 
-def _row_pieces(row: AuditRow, data: LoadedData) -> Json:
+def _row_split_by_learned_or_label(row: AuditRow, data: LoadedData) -> Json:
     tags = np.full(len(row.ids), IGNORED) if row.tags is None else row.tags
     # A word with a class begins a piece, and so does each mark.
     marks = np.isin(row.ids, data.tokenizer.all_special_ids)
@@ -188,9 +195,9 @@ def _row_pieces(row: AuditRow, data: LoadedData) -> Json:
     }
 
 
-def _print_audit(parts: list[PartAudit], document: Json) -> None:
+def _print_samples_lengths_and_findings(parts: list[PartAudit], audit_document: Json) -> None:
     marks = _COLOURS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _BRACKETS
-    for key, part in document["parts"].items():
+    for key, part in audit_document["parts"].items():
         for row in itertools.chain(*part["shown"]):
             label = (
                 ""
@@ -213,21 +220,21 @@ def _print_audit(parts: list[PartAudit], document: Json) -> None:
             print(*piece_texts, sep="", end="\n\n")
     print(
         f"learned text is {'[[so]]' if marks is _BRACKETS else 'green'}",
-        *document["notes"],
+        *audit_document["notes"],
         sep="\n",
     )
     for part in parts:
-        bins = document["parts"][part.key]["lengths"]
+        bins = audit_document["parts"][part.key]["lengths"]
         print(part.summary_lines()[0])
         for entry in bins:
             bar = "#" * -(-_BAR_CHARACTERS * entry["rows"] // max(entry["rows"] for entry in bins))
             print(f"  up to {entry['up_to']:>7,} tokens {entry['rows']:>7,} {bar}".rstrip())
-    classes = [f"class {name}: {count:,} rows" for name, count in document["classes"].items()]
+    classes = [f"class {name}: {count:,} rows" for name, count in audit_document["classes"].items()]
     findings = [line for part in parts for line in part.summary_lines()[1:]] or ["no findings"]
     print(*map(escape_control_characters, [*classes, *findings]), sep="\n")
 
 
-def _print_values(document: Json) -> None:
+def _print_value_descriptions(document: Json) -> None:
     for key, part in document["parts"].items():
         for name, values in part["shown"].items():
             print(f"{key}, {name}:")

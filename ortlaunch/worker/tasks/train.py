@@ -16,38 +16,47 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.checkpoint.tensor_file import require_storable
+from ortlaunch.worker.checkpoint.tensor_file import require_storable_in_checkpoint
 from ortlaunch.worker.data import Batches
-from ortlaunch.worker.data.own import seed_generators
-from ortlaunch.worker.engine.schedule import learning_rate_factor
+from ortlaunch.worker.data.own import seed_all_random_generators
+from ortlaunch.worker.engine.schedule import fraction_of_peak_learning_rate
 from ortlaunch.worker.engine.stepping import StepOutcome
-from ortlaunch.worker.evaluation.evaluation import evaluate, prefixed_metrics
-from ortlaunch.worker.model.named_state import require_same_parameters
-from ortlaunch.worker.process_group.agreement import RankAgreement, open_agreement
+from ortlaunch.worker.evaluation.evaluation import (
+    evaluate_loss_and_metrics,
+    metrics_with_evaluation_prefix,
+)
+from ortlaunch.worker.model.named_state import require_same_trained_parameters
+from ortlaunch.worker.process_group.agreement import RankAgreement, accept_save_and_stop_requests
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.gpus import create_forward_timer
+from ortlaunch.worker.supervision.gpus import create_gpu_forward_timer_or_none
 from ortlaunch.worker.supervision.pulse import STEPPING
 from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.training import best
-from ortlaunch.worker.training.bad_steps import BadSteps, RollBack
+from ortlaunch.worker.training.bad_steps import BadStepHandler, RollBack
 from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
-from ortlaunch.worker.training.finish import export_and_raise_save_error, write_results
+from ortlaunch.worker.training.finish import (
+    write_export_and_print_summary,
+    write_export_and_raise_save_error,
+)
 from ortlaunch.worker.training.finite import (
-    gather_bad_losses,
+    build_non_finite_step_error,
+    gather_non_finite_losses,
     nan_buffer_names,
-    non_finite_error,
     require_buffers_without_nan,
-    require_finite_loss,
+    require_finite_mean_loss,
     require_finite_weights,
 )
 from ortlaunch.worker.training.hooks import TrainingHook
 from ortlaunch.worker.training.meter import TrainingMeter, sum_losses
-from ortlaunch.worker.training.metrics import MetricsWriter, readable_metrics_lines
-from ortlaunch.worker.training.parity_steps import create_parity_steps
+from ortlaunch.worker.training.metrics import MetricsWriter, readable_metrics_records
+from ortlaunch.worker.training.parity_steps import create_parity_steps_or_note_why_not
 from ortlaunch.worker.training.profile import StepProfiler
-from ortlaunch.worker.training.rebuilding import report_rebuilding
-from ortlaunch.worker.training.stopping import answer_save_request, record_stop
-from ortlaunch.worker.training.summary import print_plan_and_data
+from ortlaunch.worker.training.rebuilding import register_rebuild_reports
+from ortlaunch.worker.training.stopping import (
+    remove_save_request_after_save,
+    write_stop_record_if_stopped,
+)
+from ortlaunch.worker.training.summary import print_plan_and_copy_user_modules
 
 
 @dataclass
@@ -63,7 +72,7 @@ class TrainState:
     """The learning rate of the last step."""
     left_out: int = 0
     """Bad steps whose update was skipped."""
-    best: best.BestMemory = field(default_factory=dict)
+    best: best.BestEvaluations = field(default_factory=dict)
     """Evaluations, for checkpoint.keep_best and train.stop_after."""
     streams: Sequence[Sequence[int]] = ()
     """The positions of the streamed sources after these samples."""
@@ -71,49 +80,51 @@ class TrainState:
     """Whether a stop left out the evaluation that is due after this step: the next start begins
     with it."""
 
-    def end_step(self, batches: Batches) -> None:
+    def count_step_and_release_samples(self, batches: Batches) -> None:
         """Count a step, whose samples no rank needs any more."""
         self.step += 1
-        self.samples = batches.positions_passed(self.step)
-        self.streams = batches.release_before(self.samples)
+        self.samples = batches.positions_before_step(self.step)
+        self.streams = batches.release_streamed_samples_before(self.samples)
 
 
 def run(session: Session) -> int:
     """Train and finish the run; after a stop, return the exit status of the stop."""
-    print_plan_and_data(session)
+    print_plan_and_copy_user_modules(session)
     with contextlib.closing(CheckpointExports(session)) as exports:
-        with open_agreement(session.group) as rank_agreement:
+        with accept_save_and_stop_requests(session.group) as rank_agreement:
             try:
-                state = train(session, rank_agreement, exports)
+                state = train_until_end_or_agreed_stop(session, rank_agreement, exports)
             except LastSaveError as error:
-                export_and_raise_save_error(session, error)
+                write_export_and_raise_save_error(session, error)
         if rank_agreement.agreed_stop.stops:
             return rank_agreement.agreed_stop.exit_status
-        exports.wait_for_exports()
-    write_results(session, state.step, state.best)
+        exports.wait_until_all_exports_end()
+    write_export_and_print_summary(session, state.step, state.best)
     return 0
 
 
-def train(
+def train_until_end_or_agreed_stop(
     session: Session, rank_agreement: RankAgreement, exports: CheckpointExports
 ) -> TrainState:
     """Train from the session's checkpoint to `train.max_steps`, or until the ranks agree to stop.
 
     After a stop all is saved, and `agreed.stopped` has the request.
     """
-    best.require_evaluated_metrics(session)
-    bad_steps = BadSteps(session)
+    best.require_best_metrics_by_test_evaluation(session)
+    bad_steps = BadStepHandler(session)
     hook = TrainingHook(session, rank_agreement)
     # Each RollBack resumes from the newest checkpoint.
     while True:
         with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
-            return _train_until_end(session, rank_agreement, bad_steps, hook, exports, ending)
+            return _train_until_end_stop_or_rollback(
+                session, rank_agreement, bad_steps, hook, exports, ending
+            )
 
 
-def _train_until_end(
+def _train_until_end_stop_or_rollback(
     session: Session,
     rank_agreement: RankAgreement,
-    bad_steps: BadSteps,
+    bad_steps: BadStepHandler,
     hook: TrainingHook,
     exports: CheckpointExports,
     exit_stack: contextlib.ExitStack,
@@ -121,93 +132,108 @@ def _train_until_end(
     recipe = session.recipe
     group = session.group
     engine = session.engine
-    state = _load_start_state(session)
-    saving = _create_saver(session, state, hook, exports)
-    if best.early_stop_message(recipe, state.step, state.best):
+    state = _load_newest_checkpoint_or_fresh_state(session)
+    saving = _create_checkpoint_saver_with_callbacks(session, state, hook, exports)
+    if best.early_stop_reason_or_none(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
-        evaluate_without_training(session, state, hook)
-        saving.best_step = best.best_checkpoint_step(state.best)
-        saving.finish_and_remove_old()
+        report_no_steps_and_evaluate_if_missing(session, state, hook)
+        saving.best_step = best.kept_best_step_or_none(state.best)
+        saving.wait_for_save_and_remove_old()
         return state
-    metrics = _open_batches_and_metrics(session, state.step, exit_stack)
+    metrics = _read_ahead_and_open_metrics_on_rank_0(session, state.step, exit_stack)
     meter = TrainingMeter(session)
-    compared_steps = create_parity_steps(session, state.step)
+    compared_steps = create_parity_steps_or_note_why_not(session, state.step)
     profiler = StepProfiler(session, state.step + 1)
-    bad_steps.prepare_for_rollback(saving, state)
+    bad_steps.ensure_checkpoint_for_rollback(saving, state)
     progress = session.progress
-    progress.mark_forward_passes(
-        engine.stepper.module, create_forward_timer(group.device)
+    progress.register_forward_pass_hooks(
+        engine.stepper.module, create_gpu_forward_timer_or_none(group.device)
     ) if group.size > 1 else None
-    report_rebuilding(engine.record.engine.used, progress.pulse)
-    progress.begin_steps(state.step, recipe.train.steps)
+    register_rebuild_reports(engine.record.engine.used, progress.shared_progress)
+    progress.begin_steps_and_show_bar(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
-        progress.show_activity("compiling in the first step")
-    engine.plain.hook("on_train_start", engine.stepper.returned_values)
+        progress.begin_and_show_activity("compiling in the first step")
+    engine.plain.call_lightning_hook("on_train_start", engine.stepper.returned_values)
     if state.owes_evaluation:
-        with meter.pause_clock():
-            rank_request = _evaluate_step(session, state, saving, rank_agreement, hook, metrics)
+        with meter.exclude_from_training_time():
+            rank_request = _evaluate_and_agree_on_request(
+                session, state, saving, rank_agreement, hook, metrics
+            )
         # This step's checkpoint exists already.
-        saving.best_step = best.best_checkpoint_step(state.best)
-        rank_agreement.agreed_stop = record_stop(session, rank_request, state.step)
+        saving.best_step = best.kept_best_step_or_none(state.best)
+        rank_agreement.agreed_stop = write_stop_record_if_stopped(session, rank_request, state.step)
     while state.step < saving.last_step and not rank_agreement.agreed_stop.stops:
         if compared_steps is not None:
-            with meter.pause_clock():
-                compared_steps.compare_step(state.step)
-        saving.request_save_when_due(rank_agreement)
-        exports.end_and_start_exports()
-        loss, stepped, learning_rate = _train_or_skip_step(
+            with meter.exclude_from_training_time():
+                compared_steps.compare_and_record_step_if_due(state.step)
+        saving.request_save_by_clock_on_rank_0(rank_agreement)
+        exports.report_ended_and_start_next_export()
+        loss, stepped, learning_rate = _train_step_or_handle_bad_one(
             session, state, rank_agreement, bad_steps, profiler
         )
-        state.end_step(session.batches)
+        state.count_step_and_release_samples(session.batches)
         meter.count_step(loss)
-        engine.plain.end_step(state.step, state.samples, engine.stepper.returned_values)
-        progress.count_step()
+        engine.plain.end_lightning_step(state.step, state.samples, engine.stepper.returned_values)
+        progress.count_step_and_update_bar()
         is_last_step = state.step == recipe.train.steps
-        rank_request = rank_agreement.finish_agreement()
+        rank_request = rank_agreement.wait_for_agreed_request()
 
         if state.step % recipe.log.every_steps == 0 or is_last_step or rank_request.stops:
-            _log_step(session, state, meter, (stepped, learning_rate), hook, metrics)
+            _require_finite_loss_and_log_step(
+                session, state, meter, (stepped, learning_rate), hook, metrics
+            )
 
         state.owes_evaluation = session.data.evaluation is not None and (
             is_last_step
             or _is_step_due(state.step, recipe.train.evaluate_every_steps)
-            or session.batches.completes_interval(state.step, recipe.train.evaluate_every_epochs)
+            or session.batches.does_step_complete_interval(
+                state.step, recipe.train.evaluate_every_epochs
+            )
         )
         if state.owes_evaluation and not rank_request.stops:
-            with meter.pause_clock():
+            with meter.exclude_from_training_time():
                 _require_finite_losses(session, state, meter)
                 rank_request = max(
                     rank_request,
-                    _evaluate_step(session, state, saving, rank_agreement, hook, metrics),
+                    _evaluate_and_agree_on_request(
+                        session, state, saving, rank_agreement, hook, metrics
+                    ),
                 )
 
         if (
             rank_request
-            or saving.is_due(state.step)
-            or best.best_checkpoint_step(state.best) == state.step
+            or saving.is_checkpoint_due_after(state.step)
+            or best.kept_best_step_or_none(state.best) == state.step
         ):
-            with meter.pause_clock(), progress.show_during("saving a checkpoint"):
+            with (
+                meter.exclude_from_training_time(),
+                progress.show_activity_during("saving a checkpoint"),
+            ):
                 _require_finite_losses(session, state, meter)
-                rank_request = _save_step(session, state, saving, rank_agreement, rank_request)
-        rank_agreement.agreed_stop = record_stop(session, rank_request, state.step)
-    engine.plain.hook("on_train_end", engine.stepper.returned_values)
-    rank_agreement.agreed_stop = _finish_saves(session, saving, rank_agreement, state.step)
-    profiler.write_profile_once()
+                rank_request = _save_checkpoint_and_agree_on_request(
+                    session, state, saving, rank_agreement, rank_request
+                )
+        rank_agreement.agreed_stop = write_stop_record_if_stopped(session, rank_request, state.step)
+    engine.plain.call_lightning_hook("on_train_end", engine.stepper.returned_values)
+    rank_agreement.agreed_stop = _wait_for_saves_and_record_stop(
+        session, saving, rank_agreement, state.step
+    )
+    profiler.write_profile_or_say_why_not_once()
     if metrics:
-        write_json_atomically(session.run.engine, engine.engine_report().to_json())
+        write_json_atomically(session.run.engine, engine.engine_report_so_far().to_json())
     return state
 
 
-def _create_saver(
-    session: Session, state: TrainState, hook: TrainingHook, exports: CheckpointExports
+def _create_checkpoint_saver_with_callbacks(
+    session: Session, train_state: TrainState, hook: TrainingHook, exports: CheckpointExports
 ) -> checkpoint.CheckpointSaver:
-    """Return the checkpoints of a training that begins at `state`."""
+    """Return the checkpoints of a training that begins at `train_state`."""
     epochs_between_saves = session.recipe.checkpoint.every_epochs
 
     def notify_completed(step: int) -> None:
         hook.on_checkpoint(step)
-        exports.request_exports(step)
+        exports.queue_exports_on_rank_0(step)
 
     saving = checkpoint.CheckpointSaver(
         session.run,
@@ -216,21 +242,21 @@ def _create_saver(
         session.engine.stepper,
         session.identity,
     )
-    saving.best_step = best.best_checkpoint_step(state.best)
+    saving.best_step = best.kept_best_step_or_none(train_state.best)
     saving.nan_buffers = {*nan_buffer_names(session.model)}
-    saving.completes_pass = lambda step: session.batches.completes_interval(
+    saving.completes_pass = lambda step: session.batches.does_step_complete_interval(
         step, epochs_between_saves
     )
     saving.on_completed = notify_completed
     model = session.engine.plain.model
     named_state = session.engine.stepper.named_state()
-    require_storable(
+    require_storable_in_checkpoint(
         [*((part.name, part.master) for part in named_state.parts), *named_state.buffers.items()]
     )
     trained_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    saving.before_save = lambda: require_same_parameters(model, trained_parameters)
-    saving.steps_in_use = exports.steps_in_use
-    exports.on_export_ended = saving.remove_old_checkpoints
+    saving.before_save = lambda: require_same_trained_parameters(model, trained_parameters)
+    saving.steps_in_use = exports.steps_being_exported
+    exports.on_export_ended = saving.remove_old_checkpoints_on_rank_0
     return saving
 
 
@@ -243,45 +269,45 @@ def _require_finite_losses(session: Session, state: TrainState, meter: TrainingM
     # Reading a loss waits for the GPU, so that other steps leave it to the next log line.
     if losses := meter.losses:
         first = state.step - len(losses)
-        require_finite_loss(meter.mean_loss(), session.group, session.batches, first, losses)
+        require_finite_mean_loss(meter.mean_loss(), session.group, session.batches, first, losses)
 
 
-def _log_step(
+def _require_finite_loss_and_log_step(
     session: Session,
-    state: TrainState,
+    train_state: TrainState,
     meter: TrainingMeter,
-    outcome_and_rate: tuple[Any, float],
+    outcome_and_learning_rate: tuple[Any, float],
     hook: TrainingHook,
     metrics: MetricsWriter | None,
 ) -> None:
     """Write a line of metrics.jsonl (collective)."""
     losses, step_values, (outcome, learning_rate) = (
         meter.losses,
-        meter.read_and_restart(),
-        outcome_and_rate,
+        meter.read_loss_and_speed_and_restart(),
+        outcome_and_learning_rate,
     )
-    require_finite_loss(
-        step_values["loss"], session.group, session.batches, state.step - len(losses), losses
+    require_finite_mean_loss(
+        step_values["loss"], session.group, session.batches, train_state.step - len(losses), losses
     )
     values = {
         **step_values,
         "learning_rate": learning_rate,
         "gradient_norm": outcome.gradient_norm,
-        "samples": state.samples,
-        "epoch": session.batches.passes_over_data(state.samples),
-        "skipped_steps": state.skipped,
-        "left_out_steps": state.left_out,
+        "samples": train_state.samples,
+        "epoch": session.batches.passes_over_data_after(train_state.samples),
+        "skipped_steps": train_state.skipped,
+        "left_out_steps": train_state.left_out,
     }
-    session.progress.show_loss(values["loss"])
+    session.progress.show_loss_beside_bar(values["loss"])
     if metrics:
-        metrics.write_step(state.step, values)
-        hook.on_step(state.step, values)
-        write_json_atomically(session.run.engine, session.engine.engine_report().to_json())
+        metrics.write_and_print_step(train_state.step, values)
+        hook.on_step(train_state.step, values)
+        write_json_atomically(session.run.engine, session.engine.engine_report_so_far().to_json())
 
 
-def _evaluate_step(
+def _evaluate_and_agree_on_request(
     session: Session,
-    state: TrainState,
+    train_state: TrainState,
     saving: checkpoint.CheckpointSaver,
     rank_agreement: RankAgreement,
     hook: TrainingHook,
@@ -289,74 +315,85 @@ def _evaluate_step(
 ) -> RankRequest:
     """Run the evaluation of a step, until its end or a stop; return the agreed request after it."""
     assert session.data.evaluation is not None
-    with session.progress.show_during("evaluating"):
-        evaluation_metrics = evaluate(session, session.data.evaluation, rank_agreement)
+    with session.progress.show_activity_during("evaluating"):
+        evaluation_metrics = evaluate_loss_and_metrics(
+            session, session.data.evaluation, rank_agreement
+        )
         if evaluation_metrics is not None:
-            state.owes_evaluation = False
-            _record_best_evaluation(session, state, saving, evaluation_metrics)
+            train_state.owes_evaluation = False
+            _update_best_and_set_early_last_step(session, train_state, saving, evaluation_metrics)
             if metrics:
-                metrics.write_step(state.step, prefixed_metrics(evaluation_metrics))
-                hook.on_evaluation(state.step, evaluation_metrics)
+                metrics.write_and_print_step(
+                    train_state.step, metrics_with_evaluation_prefix(evaluation_metrics)
+                )
+                hook.on_evaluation(train_state.step, evaluation_metrics)
         # A request may have come during the evaluation.
-        return rank_agreement.agree_now()
+        return rank_agreement.agree_on_request_now()
 
 
-def _record_best_evaluation(
+def _update_best_and_set_early_last_step(
     session: Session,
-    state: TrainState,
+    train_state: TrainState,
     saving: checkpoint.CheckpointSaver,
     evaluation_metrics: dict[str, float],
 ) -> None:
     """Record the best evaluation, and end the training if no better one is expected."""
     notes = best.missing_metric_messages(
         session.recipe, evaluation_metrics
-    ) + best.non_finite_messages(session.recipe, evaluation_metrics)
-    session.group.print_once(*(f"{note}: this one is not the best" for note in notes))
-    best.update_best_memory(session.recipe, state.best, state.step, evaluation_metrics)
-    if best.early_stop_message(session.recipe, state.step, state.best):
-        saving.last_step = state.step
+    ) + best.non_finite_metric_messages(session.recipe, evaluation_metrics)
+    session.group.print_on_rank_0(*(f"{note}: this one is not the best" for note in notes))
+    best.update_best_evaluations(
+        session.recipe, train_state.best, train_state.step, evaluation_metrics
+    )
+    if best.early_stop_reason_or_none(session.recipe, train_state.step, train_state.best):
+        saving.last_step = train_state.step
 
 
-def _save_step(
+def _save_checkpoint_and_agree_on_request(
     session: Session,
-    state: TrainState,
+    train_state: TrainState,
     saving: checkpoint.CheckpointSaver,
     rank_agreement: RankAgreement,
     rank_request: RankRequest,
 ) -> RankRequest:
     """Save a checkpoint; return the agreed request after it."""
-    with answer_save_request(session, saving, rank_request):
-        require_finite_weights(state.step, session.engine.stepper.trained_weights())
-        require_buffers_without_nan(state.step, session.model, saving.nan_buffers)
-        saving.save_or_start_saving(state.step, asdict(state), rank_request)
+    with remove_save_request_after_save(session, saving, rank_request):
+        require_finite_weights(train_state.step, session.engine.stepper.trained_weights())
+        require_buffers_without_nan(train_state.step, session.model, saving.nan_buffers)
+        saving.save_or_start_background_save(train_state.step, asdict(train_state), rank_request)
     # A save in the background fulfils no request.
     rank_request = max(
         rank_request,
-        rank_agreement.clear_save_and_agree()
-        if saving.is_request_answered(rank_request)
-        else rank_agreement.agree_now(),
+        rank_agreement.clear_save_request_and_agree()
+        if saving.does_save_answer_request(rank_request)
+        else rank_agreement.agree_on_request_now(),
     )
     # A stop may have been requested during the save, which may still be written in the background.
     if rank_request.stops:
-        with answer_save_request(session, saving, rank_request):
-            saving.wait_for_save()
+        with remove_save_request_after_save(session, saving, rank_request):
+            saving.wait_for_background_save()
     return rank_request
 
 
-def _finish_saves(
-    session: Session, saving: checkpoint.CheckpointSaver, rank_agreement: RankAgreement, step: int
+def _wait_for_saves_and_record_stop(
+    session: Session,
+    saving: checkpoint.CheckpointSaver,
+    rank_agreement: RankAgreement,
+    completed_steps: int,
 ) -> RankRequest:
     """Wait for the last checkpoint; return the agreed stop, which may have come meanwhile."""
-    with session.progress.show_during("saving a checkpoint"):
-        saving.finish_and_remove_old()
+    with session.progress.show_activity_during("saving a checkpoint"):
+        saving.wait_for_save_and_remove_old()
     return (
         rank_agreement.agreed_stop
         if rank_agreement.agreed_stop.stops
-        else record_stop(session, rank_agreement.agree_now(), step)
+        else write_stop_record_if_stopped(
+            session, rank_agreement.agree_on_request_now(), completed_steps
+        )
     )
 
 
-def _open_batches_and_metrics(
+def _read_ahead_and_open_metrics_on_rank_0(
     session: Session, first_step: int, exit_stack: contextlib.ExitStack
 ) -> MetricsWriter | None:
     """Read batches ahead from this step on; return rank 0's metrics. `exit_stack` closes both."""
@@ -367,64 +404,71 @@ def _open_batches_and_metrics(
     metrics = MetricsWriter(session.recipe, session.run, first_step)
     exit_stack.push(
         lambda error_type, *_: metrics.close_file_and_trackers(
-            has_failed=error_type not in (None, RollBack)
+            training_failed=error_type not in (None, RollBack)
         )
     )
     return metrics
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
+def random_seed_of_step(recipe_seed: int, step_index: int, rank: int) -> int:
     """Return the random seed of a step on a rank: a resumed run has the same dropout masks."""
     # A hash, so that neighbours are far apart. ONNX Runtime counts up from the seed, by one for
     # each Dropout. With a seed higher by one, each Dropout would have the mask of the next Dropout
     # in the step before, or on the rank before.
     return int.from_bytes(
-        hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "big"
+        hashlib.blake2b(f"{recipe_seed} {step_index} {rank}".encode(), digest_size=7).digest(),
+        "big",
     )
 
 
 def recipe_learning_rate(recipe: Recipe, step_index: int) -> float:
     """Return the recipe's learning rate at `step_index`, counted from 0."""
-    return recipe.optimizer.learning_rate * learning_rate_factor(
+    return recipe.optimizer.learning_rate * fraction_of_peak_learning_rate(
         recipe.schedule, step_index, recipe.train.steps
     )
 
 
-def _learning_rates(session: Session, step_index: int) -> Sequence[float]:
+def _learning_rates_of_parameter_groups(session: Session, step_index: int) -> Sequence[float]:
     """Return the learning rates at `step_index`: one for all parameters, or one for each group."""
     if session.engine.scheduler is None:
         return [recipe_learning_rate(session.recipe, step_index)]
-    whole_epochs = session.batches.positions_passed(step_index) // len(session.batches.samples)
+    whole_epochs = session.batches.positions_before_step(step_index) // len(session.batches.samples)
     return [
         scheduled_rate * session.recipe.optimizer.learning_rate
-        for scheduled_rate in session.engine.scheduler.rates_at_step(step_index, whole_epochs)
+        for scheduled_rate in session.engine.scheduler.advance_and_read_rates(
+            step_index, whole_epochs
+        )
     ]
 
 
-def _train_or_skip_step(
+def _train_step_or_handle_bad_one(
     session: Session,
-    state: TrainState,
+    train_state: TrainState,
     rank_agreement: RankAgreement,
-    bad_steps: BadSteps,
+    bad_steps: BadStepHandler,
     profiler: StepProfiler,
 ) -> tuple[torch.Tensor | None, StepOutcome, float]:
     """Run `train_step`; return None instead of the loss if the step was left out."""
     try:
-        with profiler.measure_step(state.step + 1):
-            return train_step(session, state, rank_agreement, bad_steps)
+        with profiler.time_or_profile_step(train_state.step + 1):
+            return train_step(session, train_state, rank_agreement, bad_steps)
     except BadStepError as error:
         # The agreement of this step has begun: end it before the collectives of the answer.
-        rank_agreement.finish_agreement()
-        bad_steps.skip_or_roll_back_step(error, state)
-        rank_agreement.send_request()
-        return None, StepOutcome(None, skipped=True), _learning_rates(session, state.step)[0]
+        rank_agreement.wait_for_agreed_request()
+        bad_steps.skip_roll_back_or_end_run(error, train_state)
+        rank_agreement.start_request_all_reduce()
+        return (
+            None,
+            StepOutcome(None, skipped=True),
+            _learning_rates_of_parameter_groups(session, train_state.step)[0],
+        )
 
 
 def train_step(
     session: Session,
-    state: TrainState,
+    train_state: TrainState,
     rank_agreement: RankAgreement | None = None,
-    bad_steps: BadSteps | None = None,
+    bad_steps: BadStepHandler | None = None,
 ) -> tuple[torch.Tensor, StepOutcome, float]:
     """Run one optimizer step.
 
@@ -436,91 +480,103 @@ def train_step(
     """
     engine = session.engine
     group = session.group
-    learning_rates = _learning_rates(session, state.step)
-    state.learning_rate = learning_rates[0]
+    learning_rates = _learning_rates_of_parameter_groups(session, train_state.step)
+    train_state.learning_rate = learning_rates[0]
     if bad_steps is not None:
         bad_steps.copy_buffers_before_step()
-    engine.plain.begin_step(
-        state.step, session.batches.positions_passed(state.step), engine.stepper.returned_values
+    engine.plain.begin_lightning_step(
+        train_state.step,
+        session.batches.positions_before_step(train_state.step),
+        engine.stepper.returned_values,
     )
-    losses = _run_passes(session, state.step)
+    losses = _run_forward_and_backward_passes(session, train_state.step)
     # Between passes and update, where the ranks have just waited for each other.
     if rank_agreement is not None:
-        rank_agreement.send_request()
-    session.progress.pulse.begin_stage(STEPPING)
+        rank_agreement.start_request_all_reduce()
+    session.progress.shared_progress.begin_stage(STEPPING)
     if engine.memory_use:
-        engine.memory_use.count_live_tensors(engine.stepper)
+        engine.memory_use.count_live_tensors_in_first_two_steps(engine.stepper)
     if bad_steps is not None:
-        bad_steps.raise_if_step_is_bad(state.step, losses)
-    outcome = engine.stepper.clip_and_step(*learning_rates)
+        bad_steps.raise_if_step_is_bad(train_state.step, losses)
+    outcome = engine.stepper.clip_step_and_clear_gradients(*learning_rates)
     if engine.memory_use:
-        engine.memory_use.count_live_tensors(engine.stepper)
+        engine.memory_use.count_live_tensors_in_first_two_steps(engine.stepper)
     if outcome.skipped or outcome.failed:
-        step_bad_losses = gather_bad_losses(group, losses)
+        step_bad_losses = gather_non_finite_losses(group, losses)
         if outcome.failed or step_bad_losses:
             # The gradients are cleared: compute them again to name the bad ones.
-            _run_passes(session, state.step)
-            raise non_finite_error(
+            _run_forward_and_backward_passes(session, train_state.step)
+            raise build_non_finite_step_error(
                 group,
                 session.batches,
-                state.step,
+                train_state.step,
                 step_bad_losses,
                 engine.stepper.named_gradients(),
             )
-    state.skipped += int(outcome.skipped)
+    train_state.skipped += int(outcome.skipped)
     return sum_losses(losses) / len(losses), outcome, learning_rates[0]
 
 
-def _run_passes(session: Session, step_index: int) -> list[torch.Tensor]:
+def _run_forward_and_backward_passes(session: Session, step_index: int) -> list[torch.Tensor]:
     """Run forward and backward of each micro batch of this rank; return the weighted losses."""
     engine = session.engine
     group = session.group
-    seed_generators(step_seed(session.recipe.seed, step_index, group.rank))
+    seed_all_random_generators(random_seed_of_step(session.recipe.seed, step_index, group.rank))
     last_pass = session.plan.batch.accumulation_steps - 1
     engine.stepper.returned_values.begin_step()
     return [
-        engine.stepper.micro_step(engine.to_device(batch), pass_index == last_pass, loss_weight)
+        engine.stepper.run_micro_batch(
+            engine.to_device(batch), pass_index == last_pass, loss_weight
+        )
         for pass_index, (batch, loss_weight) in enumerate(
-            session.progress.mark_reading(
+            session.progress.iterate_marking_read_time(
                 engine.loss_weight.weighted_micro_batches(session.batches, step_index, group)
             )
         )
     ]
 
 
-def evaluate_without_training(session: Session, state: TrainState, hook: TrainingHook) -> None:
+def report_no_steps_and_evaluate_if_missing(
+    session: Session, train_state: TrainState, hook: TrainingHook
+) -> None:
     """Report that all steps are done; run the last evaluation if it is missing."""
     # The run may have been stopped before the end of its last evaluation.
     if session.group.rank == 0:
-        early_stop_text = best.early_stop_message(session.recipe, state.step, state.best)
-        done_text = f"{state.step} of {session.recipe.train.steps} steps are done"
+        early_stop_text = best.early_stop_reason_or_none(
+            session.recipe, train_state.step, train_state.best
+        )
+        done_text = f"{train_state.step} of {session.recipe.train.steps} steps are done"
         print(f"nothing to train: {early_stop_text or done_text}", flush=True)
     if session.data.evaluation is None:
         return
     evaluation_lines = [
         r
-        for r in readable_metrics_lines(session.run)
-        if r["step"] == state.step and "evaluation_loss" in r
+        for r in readable_metrics_records(session.run)
+        if r["step"] == train_state.step and "evaluation_loss" in r
     ]
     if not session.group.gather_numbers([len(evaluation_lines)])[0][0]:
-        with session.progress.show_during("evaluating"):
-            evaluation_metrics = evaluate(session, session.data.evaluation)
+        with session.progress.show_activity_during("evaluating"):
+            evaluation_metrics = evaluate_loss_and_metrics(session, session.data.evaluation)
         if evaluation_metrics is not None:
-            best.update_best_memory(session.recipe, state.best, state.step, evaluation_metrics)
+            best.update_best_evaluations(
+                session.recipe, train_state.best, train_state.step, evaluation_metrics
+            )
         if session.group.rank == 0 and evaluation_metrics is not None:
-            metrics = MetricsWriter(session.recipe, session.run, state.step)
-            metrics.write_step(state.step, prefixed_metrics(evaluation_metrics))
+            metrics = MetricsWriter(session.recipe, session.run, train_state.step)
+            metrics.write_and_print_step(
+                train_state.step, metrics_with_evaluation_prefix(evaluation_metrics)
+            )
             metrics.close_file_and_trackers()
-            hook.on_evaluation(state.step, evaluation_metrics)
+            hook.on_evaluation(train_state.step, evaluation_metrics)
 
 
 def _is_step_due(step: int, every_steps: int | None) -> bool:
     return every_steps is not None and step % every_steps == 0
 
 
-def _load_start_state(session: Session) -> TrainState:
+def _load_newest_checkpoint_or_fresh_state(session: Session) -> TrainState:
     batches = session.batches
-    own_newest = checkpoint.agreed_newest_checkpoint(session.run, session.group)
+    own_newest = checkpoint.newest_checkpoint_seen_by_rank_0(session.run, session.group)
     # After a rollback the run folder has a newer checkpoint than the session.
     start_checkpoint = (
         checkpoint.CompleteCheckpoint(*own_newest) if own_newest else session.checkpoint
@@ -534,42 +590,44 @@ def _load_start_state(session: Session) -> TrainState:
             "raise train.max_steps or train.epochs"
         )
     # The samples of so many steps at the present batch size, for the note.
-    batches.begin_at(0, 0)
-    usual_samples = batches.positions_passed(step)
-    loaded_state = checkpoint.load_checkpoint(
+    batches.begin_step_after_positions(0, 0)
+    usual_samples = batches.positions_before_step(step)
+    loaded_state = checkpoint.load_checkpoint_and_return_loop_state(
         folder, session.engine.stepper.named_state(), session.group
     )
     state = TrainState(**{"samples": start_checkpoint.samples, **loaded_state})
-    state.best = best.valid_best_memory(session, state.best)
+    state.best = best.best_evaluations_without_stale_ones(session, state.best)
     # A best evaluation must have its checkpoint in this folder.
     state.owes_evaluation &= folder.parent == session.run.checkpoints
-    batches.begin_at(state.step, state.samples)
+    batches.begin_step_after_positions(state.step, state.samples)
     batches.seek_streams(state.streams)
     if session.group.rank == 0:
         notes = (
-            *_batch_notes(state, batches.batch, usual_samples),
-            *_schedule_notes(session.recipe, state),
+            *_changed_batch_size_notes(state, batches.batch, usual_samples),
+            *_learning_rate_jump_notes(session.recipe, state),
         )
         print(f"resumed after step {step} from {folder}", *notes, sep="\n", flush=True)
     return state
 
 
-def _batch_notes(state: TrainState, batch: BatchPlan, usual_samples: int) -> Iterator[str]:
+def _changed_batch_size_notes(
+    train_state: TrainState, batch_plan: BatchPlan, samples_at_present_batch_size: int
+) -> Iterator[str]:
     """Yield a note if earlier steps had other batch sizes.
 
-    `usual_samples` is the number of samples that equally many steps take now.
+    `samples_at_present_batch_size` is the number of samples that equally many steps take now.
     """
-    if state.samples != usual_samples:
+    if train_state.samples != samples_at_present_batch_size:
         yield (
-            f"a step now has {batch.global_samples:,} samples; the {state.step:,} steps so far "
-            f"used {state.samples:,} samples, and the next continues after them"
+            f"a step now has {batch_plan.global_samples:,} samples; the {train_state.step:,} steps so far "
+            f"used {train_state.samples:,} samples, and the next continues after them"
         )
 
 
-def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
+def _learning_rate_jump_notes(recipe: Recipe, train_state: TrainState) -> Iterator[str]:
     """Yield a note if a changed length or schedule makes the learning rate jump."""
-    step = state.step
-    previous_rate = state.learning_rate
+    step = train_state.step
+    previous_rate = train_state.learning_rate
     if (
         previous_rate is None
         # The module's own scheduler computes them.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ortlaunch.errors import EngineError
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.worker.engine.memory_limits import RankLimits
+from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
-from ortlaunch.worker.training.parity_steps import ParitySteps, create_parity_steps
+from ortlaunch.worker.training.parity_steps import ParitySteps, create_parity_steps_or_note_why_not
 
 # fp16 skips steps until its loss scale fits, and the first step that is not skipped makes the
 # optimizer state.
@@ -25,17 +25,17 @@ def run(session: Session) -> None:
     """
     group = session.group
     group.barrier()
-    limits = RankLimits(group.device, group.local.local_world_size)
+    limits = RankMemoryLimits(group.device, group.local.local_world_size)
     # No rank may allocate more before all ranks have read their limits.
     group.barrier()
     state = TrainState()
-    parity = create_parity_steps(session, first_step=0)
+    parity = create_parity_steps_or_note_why_not(session, first_step=0)
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
         if parity is not None and state.step < parity.end_step:
-            _compare_for_memory_use(parity, state.step)
+            _run_comparison_and_raise_its_error(parity, state.step)
         train_step(session, state)
         state.step += 1
-    used_share, limit = limits.tightest_limit()
+    used_share, limit = limits.used_fraction_and_tightest_limit()
     memory_record = {"share": used_share, "taken": limit.used_bytes(), "free": limit.free}
     rank_record = {
         **memory_record,
@@ -51,8 +51,8 @@ def run(session: Session) -> None:
         )
 
 
-def _compare_for_memory_use(parity: ParitySteps, step: int) -> None:
+def _run_comparison_and_raise_its_error(parity: ParitySteps, step_index: int) -> None:
     """Run a comparison for its memory use; the training itself judges the result."""
-    record = parity.compare_on_rank(step)
+    record = parity.compare_step_on_this_rank(step_index)
     if "error" in record and not record.get("random"):
         raise EngineError(record["error"])

@@ -24,9 +24,13 @@ from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.data.left_out import recorded_bad_steps
+from ortlaunch.worker.data.left_out import read_bad_step_records
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.training.finite import gather_bad_losses, non_finite_error, samples_text
+from ortlaunch.worker.training.finite import (
+    build_non_finite_step_error,
+    gather_non_finite_losses,
+    shortened_sample_indices_text,
+)
 
 # The standard deviation of normal noise is 1.4826 times its median absolute deviation.
 _NORMAL_DEVIATION_FACTOR = 1.4826
@@ -38,7 +42,7 @@ class RollBack(Exception):
     """A request to load the newest checkpoint; all ranks raise it together."""
 
 
-class BadSteps:
+class BadStepHandler:
     """The bad steps of one training, over all its starts."""
 
     def __init__(self, session: Session) -> None:
@@ -49,9 +53,9 @@ class BadSteps:
         self.spikes = SpikeDetector(self.train.on_spike) if self.train.on_spike else None
         self.rollbacks = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._restore_left_out_samples(list(recorded_bad_steps(session.run)))
+        self._skip_samples_of_earlier_rollbacks(list(read_bad_step_records(session.run)))
 
-    def _restore_left_out_samples(self, earlier_bad_steps: list[BadStep]) -> None:
+    def _skip_samples_of_earlier_rollbacks(self, earlier_bad_steps: list[BadStep]) -> None:
         """Leave out the samples that earlier starts left out.
 
         Samples whose positions hold others in today's order (--allow data) are left out no more.
@@ -64,7 +68,9 @@ class BadSteps:
             if (
                 earlier_step.places
                 and earlier_step.places[1] > samples_seen
-                and not session.batches.has_samples_at(earlier_step.places, earlier_step.samples)
+                and not session.batches.are_samples_in_position_range(
+                    earlier_step.places, earlier_step.samples
+                )
             ):
                 earlier_step.places = (
                     [earlier_step.places[0], samples_seen]
@@ -72,13 +78,13 @@ class BadSteps:
                     else None
                 )
                 changed = True
-                session.group.print_once(
+                session.group.print_on_rank_0(
                     f"the samples that step {earlier_step.step} was rolled back for are no longer left "
                     "out: the order of samples has changed"
                 )
             # Skipped steps need no more: the checkpoint has their count.
             if earlier_step.action == "rollback":
-                self._leave_out_samples(earlier_step)
+                self._count_rollback_and_skip_its_samples(earlier_step)
         if changed and session.group.rank == 0:
             write_text_atomically(
                 session.run.bad_steps,
@@ -87,19 +93,23 @@ class BadSteps:
                 ),
             )
 
-    def prepare_for_rollback(self, saving: checkpoint.CheckpointSaver, train_state: Any) -> None:
+    def ensure_checkpoint_for_rollback(
+        self, checkpoint_saver: checkpoint.CheckpointSaver, train_state: Any
+    ) -> None:
         """Prepare for steps on `train_state` (collective).
 
         If a rollback may come and there is no checkpoint yet, one is saved.
         """
-        self._saving = saving
+        self._saving = checkpoint_saver
         session = self.session
         if (
             "rollback" in bad_step_actions(self.train)
-            and checkpoint.agreed_newest_checkpoint(session.run, session.group) is None
+            and checkpoint.newest_checkpoint_seen_by_rank_0(session.run, session.group) is None
         ):
-            with session.progress.show_during("saving a checkpoint"):
-                saving.save_or_start_saving(train_state.step, asdict(train_state))
+            with session.progress.show_activity_during("saving a checkpoint"):
+                checkpoint_saver.save_or_start_background_save(
+                    train_state.step, asdict(train_state)
+                )
 
     def copy_buffers_before_step(self) -> None:
         """Copy the buffers before a step: a bad batch changes them even if it is skipped."""
@@ -124,8 +134,8 @@ class BadSteps:
             float(sum(pass_losses, start=torch.zeros(()))) / len(pass_losses)
         )
         if not math.isfinite(mean_loss):
-            bad = gather_bad_losses(group, pass_losses)
-            raise non_finite_error(
+            bad = gather_non_finite_losses(group, pass_losses)
+            raise build_non_finite_step_error(
                 group,
                 session.batches,
                 step_index,
@@ -133,21 +143,24 @@ class BadSteps:
                 session.engine.stepper.named_gradients(),
                 passes_were_repeated=False,
             )
-        if self.spikes and (spike_reason := self.spikes.spike_reason(mean_loss)):
-            samples = session.batches.indices_of_step(step_index)
-            message = f"step {step_index + 1}: {spike_reason}; samples {samples_text(samples)} of data.train"
+        if self.spikes and (spike_reason := self.spikes.explain_spike_or_add_loss(mean_loss)):
+            samples = session.batches.sample_indices_of_step(step_index)
+            message = (
+                f"step {step_index + 1}: {spike_reason}; samples "
+                f"{shortened_sample_indices_text(samples)} of data.train"
+            )
             bad_step_record = BadStep(step_index + 1, "spike", message, samples, None)
             raise LossSpikeError(f"{message}\n{_END_MESSAGE}", bad_step_record)
 
-    def skip_or_roll_back_step(self, error: BadStepError, train_state: Any) -> None:
+    def skip_roll_back_or_end_run(self, bad_step_error: BadStepError, train_state: Any) -> None:
         """Leave the step out (collective).
 
         Raises:
             BadStepError: the recipe requires an end, or the limit of such steps is reached.
             RollBack: the newest checkpoint is to be loaded.
         """
-        bad_step_record: BadStep = error.bad_step
-        bad_step_record.action = self._configured_action(error)
+        bad_step_record: BadStep = bad_step_error.bad_step
+        bad_step_record.action = self._recipe_action_for_bad_step(bad_step_error)
         limit = ""
         newest_checkpoint = None
         if bad_step_record.action == "skip" and train_state.left_out >= self.train.max_skips:
@@ -155,65 +168,72 @@ class BadSteps:
         if bad_step_record.action == "rollback" and self.rollbacks >= self.train.max_rollbacks:
             limit = f"train.max_rollbacks ({self.train.max_rollbacks}) rollbacks have been made"
         if bad_step_record.action == "rollback":
-            newest_checkpoint = self._wait_for_newest_checkpoint()
+            newest_checkpoint = self._wait_for_save_and_newest_checkpoint()
         if bad_step_record.action == "rollback" and newest_checkpoint is None:
             limit = f"{_recipe_field(bad_step_record)} is rollback, but no checkpoint could be saved to return to"
         if limit or bad_step_record.action == "stop":
             bad_step_record.action = "stop"
-            self._record_bad_step(bad_step_record)
+            self._append_and_print_bad_step_on_rank_0(bad_step_record)
             with contextlib.suppress(CheckpointError):
                 # A checkpoint that a thread is still writing must be complete before the run ends.
-                self._wait_for_newest_checkpoint()
-            raise type(error)(
-                f"{error}\n{limit}" if limit else str(error), bad_step_record
+                self._wait_for_save_and_newest_checkpoint()
+            raise type(bad_step_error)(
+                f"{bad_step_error}\n{limit}" if limit else str(bad_step_error), bad_step_record
             ) from None
         self.session.engine.stepper.drop_gradients()
-        self._start_rollback(
+        self._record_and_raise_rollback(
             bad_step_record, train_state, newest_checkpoint
-        ) if newest_checkpoint else self._skip_step(bad_step_record, train_state)
+        ) if newest_checkpoint else self._restore_buffers_and_record_skip(
+            bad_step_record, train_state
+        )
 
-    def _configured_action(self, error: BadStepError) -> str:
-        spike = isinstance(error, LossSpikeError) and self.train.on_spike
+    def _recipe_action_for_bad_step(self, bad_step_error: BadStepError) -> str:
+        spike = isinstance(bad_step_error, LossSpikeError) and self.train.on_spike
         return spike.action if spike else self.train.on_nonfinite
 
-    def _skip_step(self, bad_step_record: BadStep, train_state: Any) -> None:
+    def _restore_buffers_and_record_skip(self, bad_step_record: BadStep, train_state: Any) -> None:
         # The gradients are dropped already; the forward passes also changed the buffers.
         for buffer, kept in self._buffers:
             buffer.copy_(kept)
         train_state.left_out += 1
         count = f"{train_state.left_out} of at most {self.train.max_skips}"
-        self._record_bad_step(
+        self._append_and_print_bad_step_on_rank_0(
             bad_step_record,
             f"{_recipe_field(bad_step_record)} is skip: its update is left out ({count})",
         )
 
-    def _wait_for_newest_checkpoint(self) -> tuple[int, Path] | None:
+    def _wait_for_save_and_newest_checkpoint(self) -> tuple[int, Path] | None:
         """Wait for a save in progress, then return the newest checkpoint (collective)."""
-        with self.session.progress.show_during("saving a checkpoint"):
-            self._saving.wait_for_save()
-            return checkpoint.agreed_newest_checkpoint(self.session.run, self.session.group)
+        with self.session.progress.show_activity_during("saving a checkpoint"):
+            self._saving.wait_for_background_save()
+            return checkpoint.newest_checkpoint_seen_by_rank_0(self.session.run, self.session.group)
 
-    def _start_rollback(
-        self, bad_step_record: BadStep, train_state: Any, newest_checkpoint: tuple[int, Path]
+    def _record_and_raise_rollback(
+        self,
+        bad_step_record: BadStep,
+        train_state: Any,
+        step_and_checkpoint_folder: tuple[int, Path],
     ) -> None:
-        bad_step_record.checkpoint = newest_checkpoint[0]
+        bad_step_record.checkpoint = step_and_checkpoint_folder[0]
         bad_step_record.places = list(self.session.batches.position_range_of_step(train_state.step))
-        self._leave_out_samples(bad_step_record)
-        where = f"the checkpoint after step {newest_checkpoint[0]}"
+        self._count_rollback_and_skip_its_samples(bad_step_record)
+        where = f"the checkpoint after step {step_and_checkpoint_folder[0]}"
         count = f"{self.rollbacks} of at most {self.train.max_rollbacks}"
-        self._record_bad_step(
+        self._append_and_print_bad_step_on_rank_0(
             bad_step_record,
             f"{_recipe_field(bad_step_record)} is rollback: back to {where}, without these samples ({count})",
         )
-        self._saving.finish_and_remove_old()
+        self._saving.wait_for_save_and_remove_old()
         raise RollBack
 
-    def _leave_out_samples(self, bad_step_record: BadStep) -> None:
+    def _count_rollback_and_skip_its_samples(self, bad_step_record: BadStep) -> None:
         self.rollbacks += 1
         if bad_step_record.places:
-            self.session.batches.left_out.skip_range(*bad_step_record.places)
+            self.session.batches.left_out.skip_position_range(*bad_step_record.places)
 
-    def _record_bad_step(self, bad_step_record: BadStep, printed_note: str = "") -> None:
+    def _append_and_print_bad_step_on_rank_0(
+        self, bad_step_record: BadStep, printed_note: str = ""
+    ) -> None:
         if self.session.group.rank == 0:
             append_json_line(self.session.run.bad_steps, asdict(bad_step_record))
             if printed_note:
@@ -229,13 +249,13 @@ class SpikeDetector:
         self.above = 0
         """Successive losses above the limit."""
 
-    def spike_reason(self, loss: float) -> str | None:
+    def explain_spike_or_add_loss(self, mean_loss: float) -> str | None:
         """Return why this loss is a spike, or None; a normal loss joins the window."""
         limit = self.spike.limit
-        self.above = self.above + 1 if limit is not None and loss > limit else 0
+        self.above = self.above + 1 if limit is not None and mean_loss > limit else 0
         if self.above >= self.spike.patience:
             times = f" for {self.above} steps" if self.above > 1 else ""
-            return f"the loss is {loss:.6g}, and was above {limit:g}{times} (train.on_spike.limit)"
+            return f"the loss is {mean_loss:.6g}, and was above {limit:g}{times} (train.on_spike.limit)"
         if self.spike.deviations and len(self.losses) == self.spike.window:
             median = statistics.median(self.losses)
             deviation = _NORMAL_DEVIATION_FACTOR * statistics.median(
@@ -244,13 +264,13 @@ class SpikeDetector:
             deviation = max(deviation, _LEAST_DEVIATION_SHARE * abs(median))
             most = median + self.spike.deviations * deviation
             # A loss far below the median is no spike.
-            if loss > most:
+            if mean_loss > most:
                 return (
-                    f"the loss jumped to {loss:.6g}: the last {self.spike.window} have median "
+                    f"the loss jumped to {mean_loss:.6g}: the last {self.spike.window} have median "
                     f"{median:.6g} and deviation {deviation:.3g}, so that {most:.6g} is the most "
                     "(train.on_spike)"
                 )
-        self.losses.append(loss)
+        self.losses.append(mean_loss)
         return None
 
 

@@ -24,10 +24,10 @@ from ortlaunch import tasks
 from ortlaunch.errors import MissingDependency
 from ortlaunch.run_folder.export_records import ExportLine
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import append_json_line, read_json_lines
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
+from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.tasks import ExportRequest
-from ortlaunch.worker.checkpoint.saving import automatic_exports
+from ortlaunch.worker.checkpoint.saving import automatic_export_folders
 from ortlaunch.worker.session import Session
 
 # Seconds between two checks while the end of a run waits.
@@ -69,35 +69,37 @@ class CheckpointExports:
         self.writes = session.group.rank == 0
         # Those whose writer was killed, too.
         for step, _ in self.run.complete_checkpoints() if self.writes else ():
-            self.request_exports(step, only_missing=True)
+            self.queue_exports_on_rank_0(step, only_missing=True)
 
-    def request_exports(self, step: int, only_missing: bool = False) -> None:
+    def queue_exports_on_rank_0(self, checkpoint_step: int, only_missing: bool = False) -> None:
         """Request the exports of a complete checkpoint."""
         for export_format in self.formats if self.writes else ():
-            if not (only_missing and self.run.export_folder(step, export_format).exists()):
-                self.queued_exports.append((step, export_format))
+            if not (
+                only_missing and self.run.export_folder(checkpoint_step, export_format).exists()
+            ):
+                self.queued_exports.append((checkpoint_step, export_format))
 
-    def steps_in_use(self) -> tuple[int, ...]:
+    def steps_being_exported(self) -> tuple[int, ...]:
         """Return the steps of checkpoints that must stay until their export is complete."""
         return (self.running_export.request.step,) if self.running_export else ()
 
-    def end_and_start_exports(self) -> None:
+    def report_ended_and_start_next_export(self) -> None:
         """Record an export that has ended, and start the next one."""
         if self.running_export is not None and self.running_export.process.poll() is not None:
-            self._end_export(self.running_export)
+            self._report_ended_export_and_clean_up(self.running_export)
         while self.running_export is None and self.queued_exports:
-            self._start_export(*self.queued_exports.popleft())
+            self._start_export_or_report_why_not(*self.queued_exports.popleft())
 
-    def wait_for_exports(self) -> None:
+    def wait_until_all_exports_end(self) -> None:
         """Wait until every requested export has ended, on rank 0."""
-        self.end_and_start_exports()
+        self.report_ended_and_start_next_export()
         if self.running_export is not None:
-            self.progress.show_activity("exporting checkpoints")
+            self.progress.begin_and_show_activity("exporting checkpoints")
         while self.running_export is not None:
             time.sleep(_POLL_SECONDS)
             # The training's rank works, although it makes no step.
-            self.progress.pulse.record_activity()
-            self.end_and_start_exports()
+            self.progress.shared_progress.restart_stall_clock()
+            self.report_ended_and_start_next_export()
 
     def close(self) -> None:
         """End an export that is still being written, and remove its files."""
@@ -112,27 +114,29 @@ class CheckpointExports:
             flush=True,
         )
 
-    def _start_export(self, step: int, export_format: str) -> None:
-        folder = self.run.export_folder(step, export_format)
+    def _start_export_or_report_why_not(self, checkpoint_step: int, export_format: str) -> None:
+        folder = self.run.export_folder(checkpoint_step, export_format)
         request = ExportRequest(
-            str(self.run), step, str(folder.absolute()), export_format, automatic=True
+            str(self.run), checkpoint_step, str(folder.absolute()), export_format, automatic=True
         )
-        if step not in dict(self.run.complete_checkpoints()):
+        if checkpoint_step not in dict(self.run.complete_checkpoints()):
             print(f"{_export_name(request)}: left out: checkpoint.keep has removed it", flush=True)
             return
         # An earlier start trained another checkpoint of this step.
-        if folder in automatic_exports(self.run, step):
+        if folder in automatic_export_folders(self.run, checkpoint_step):
             shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            self._record_failure(request, f"{folder} exists already, by `ortlaunch export`")
+            self._print_and_append_export_failure(
+                request, f"{folder} exists already, by `ortlaunch export`"
+            )
             return
         try:
             self.running_export = _start_export_process(request)
         # No process, or no file for its output: a full disk, or too little memory.
         except OSError as error:
-            self._record_failure(request, str(error))
+            self._print_and_append_export_failure(request, str(error))
 
-    def _end_export(self, ended_export: _RunningExport) -> None:
+    def _report_ended_export_and_clean_up(self, ended_export: _RunningExport) -> None:
         self.running_export = None
         with ended_export.files:
             ended_export.output.seek(0)
@@ -142,14 +146,14 @@ class CheckpointExports:
             else:
                 lines = ended_export.errors.read().strip().splitlines() or ["no message"]
                 reason = lines[-1].removeprefix("ortlaunch: ")
-                self._record_failure(
+                self._print_and_append_export_failure(
                     ended_export.request,
                     f"{reason} (exit status {ended_export.process.returncode})",
                 )
                 shutil.rmtree(_partial_export_folder(ended_export.request), ignore_errors=True)
         self.on_export_ended()
 
-    def _record_failure(self, request: ExportRequest, reason: str) -> None:
+    def _print_and_append_export_failure(self, request: ExportRequest, reason: str) -> None:
         print(
             f"NOT EXPORTED: {_export_name(request)}: {reason}; training is not affected", flush=True
         )
@@ -158,7 +162,7 @@ class CheckpointExports:
         )
         # On a full disk the log alone has it.
         with contextlib.suppress(OSError):
-            append_json_line(self.run.exports, as_json(line))
+            append_json_line(self.run.exports, json_values_of_record(line))
 
 
 def _start_export_process(request: ExportRequest) -> _RunningExport:
@@ -178,9 +182,9 @@ def _start_export_process(request: ExportRequest) -> _RunningExport:
         return _RunningExport(request, process, output, errors, opened.pop_all())
 
 
-def failed_export_count(run: RunDir) -> int:
+def unrepeated_failed_export_count(run: RunDir) -> int:
     """Return how many automatic exports failed and were not repeated."""
-    lines = read_json_lines(run.exports, "step", "format", "folder").values
+    lines = read_json_lines_with_keys(run.exports, "step", "format", "folder").values
     newest = {(line["step"], line["format"]): line for line in lines if line.get("automatic")}
     return sum(bool(line.get("error")) for line in newest.values())
 

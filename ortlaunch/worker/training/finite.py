@@ -31,7 +31,7 @@ _LOSS_END = (
 )
 
 
-class BadLoss(NamedTuple):
+class NonFiniteLoss(NamedTuple):
     """A loss that is not finite: its rank, its value, and its `place` in the caller's list."""
 
     rank: int
@@ -39,9 +39,9 @@ class BadLoss(NamedTuple):
     loss: float
 
 
-def gather_bad_losses(
+def gather_non_finite_losses(
     group: DistributedContext, rank_losses: Sequence[torch.Tensor]
-) -> list[BadLoss]:
+) -> list[NonFiniteLoss]:
     """Return the non-finite losses of all ranks, with their place in `rank_losses` (collective)."""
     indexed_losses = [
         (loss_index, loss)
@@ -51,26 +51,28 @@ def gather_bad_losses(
     # Python's JSON also reads and writes nan and inf.
     losses_by_rank = group.gather(indexed_losses)
     return [
-        BadLoss(rank, *indexed_loss)
+        NonFiniteLoss(rank, *indexed_loss)
         for rank, rank_losses in enumerate(losses_by_rank)
         for indexed_loss in rank_losses
     ]
 
 
-def bad_loss_line(step_index: int, bad: BadLoss, sample_indices: list[int]) -> str:
+def non_finite_loss_line(
+    step_index: int, non_finite_loss: NonFiniteLoss, sample_indices: list[int]
+) -> str:
     """Return the line about one loss; `step_index` counts from 0."""
     return (
-        f"step {step_index + 1}: the loss is {bad.loss} on rank {bad.rank}, "
-        f"samples {samples_text(sample_indices)} of data.train"
+        f"step {step_index + 1}: the loss is {non_finite_loss.loss} on rank {non_finite_loss.rank}, "
+        f"samples {shortened_sample_indices_text(sample_indices)} of data.train"
     )
 
 
-def non_finite_error(
+def build_non_finite_step_error(
     group: DistributedContext,
     batches: Batches,
     step_index: int,
-    step_bad_losses: list[BadLoss],
-    gradients: NamedTensors,
+    non_finite_losses: list[NonFiniteLoss],
+    named_gradients: NamedTensors,
     *,
     passes_were_repeated: bool = True,
 ) -> NonFiniteError:
@@ -80,26 +82,30 @@ def non_finite_error(
         group: all ranks.
         batches: the order of the samples.
         step_index: counted from 0.
-        step_bad_losses: the non-finite losses of its passes.
-        gradients: the parameters' gradients, by name.
+        non_finite_losses: the non-finite losses of its passes.
+        named_gradients: the parameters' gradients, by name.
         passes_were_repeated: whether the passes were repeated to get these gradients.
     """
     lines = [
-        bad_loss_line(step_index, bad, batches.sample_indices(step_index, bad.loss_index, bad.rank))
-        for bad in step_bad_losses[:_MAX_SHOWN]
+        non_finite_loss_line(
+            step_index,
+            bad,
+            batches.sample_indices_of_micro_batch(step_index, bad.loss_index, bad.rank),
+        )
+        for bad in non_finite_losses[:_MAX_SHOWN]
     ]
-    sample_indices = batches.indices_of_step(step_index)
-    if not step_bad_losses:
+    sample_indices = batches.sample_indices_of_step(step_index)
+    if not non_finite_losses:
         lines = [
             f"step {step_index + 1}: every loss is finite, and a gradient is not; "
-            f"samples {samples_text(sample_indices)} of data.train"
+            f"samples {shortened_sample_indices_text(sample_indices)} of data.train"
         ]
-    bad_parameter = _first_bad_parameter(group, gradients)
+    bad_parameter = _first_non_finite_gradient_name(group, named_gradients)
     no_parameter_text = _NOT_REPRODUCED if passes_were_repeated else "every gradient is finite"
     lines.append(f"{FIRST_PARAMETER}: {bad_parameter}" if bad_parameter else no_parameter_text)
     bad_step_record = BadStep(
         step_index + 1,
-        "loss" if step_bad_losses else "gradient",
+        "loss" if non_finite_losses else "gradient",
         "\n".join(lines),
         sample_indices,
         bad_parameter,
@@ -107,12 +113,12 @@ def non_finite_error(
     return NonFiniteError(f"{bad_step_record.message}\n{_END_MESSAGE}", bad_step_record)
 
 
-def require_finite_loss(
+def require_finite_mean_loss(
     mean_loss: float | None,
     group: DistributedContext,
     batches: Batches,
     first_step_index: int,
-    step_losses: Sequence[torch.Tensor],
+    loss_by_step: Sequence[torch.Tensor],
 ) -> None:
     """Check the mean of all ranks' losses, for a non-finite one with finite gradients (collective).
 
@@ -121,7 +127,7 @@ def require_finite_loss(
         group: all ranks.
         batches: the order of the samples.
         first_step_index: the step of the first loss, from 0.
-        step_losses: this rank's losses, one for each step from `first_step_index` on.
+        loss_by_step: this rank's losses, one for each step from `first_step_index` on.
 
     Raises:
         NonFiniteError: a loss is not finite; all ranks raise the same.
@@ -130,19 +136,21 @@ def require_finite_loss(
         return
     lines = []
     sorted_bad_losses = sorted(
-        gather_bad_losses(group, step_losses), key=lambda bad: bad.loss_index
+        gather_non_finite_losses(group, loss_by_step), key=lambda bad: bad.loss_index
     )
     for bad in sorted_bad_losses[:_MAX_DESCRIBED_STEPS]:
         step_index = first_step_index + bad.loss_index
         passes = range(batches.batch.accumulation_steps)
         lines.append(
-            bad_loss_line(
+            non_finite_loss_line(
                 step_index,
                 bad,
                 [
                     index
                     for pass_index in passes
-                    for index in batches.sample_indices(step_index, pass_index, bad.rank)
+                    for index in batches.sample_indices_of_micro_batch(
+                        step_index, pass_index, bad.rank
+                    )
                 ],
             )
         )
@@ -156,19 +164,19 @@ def require_finite_loss(
     )
 
 
-def require_finite_weights(step: int, weights: NamedTensors) -> None:
-    """Check trained weights after `step` steps.
+def require_finite_weights(completed_steps: int, named_weights: NamedTensors) -> None:
+    """Check trained weights after `completed_steps` steps.
 
     Raises:
         NonFiniteError: a weight of this rank is not finite: the step's gradients were finite, and
             the update was too large.
     """
-    named = [(name, tensor) for name, tensor in weights if tensor is not None]
+    named = [(name, tensor) for name, tensor in named_weights if tensor is not None]
     # One sum of squares reads all weights fast; the loop over them only searches for the name.
     if named and not float64_sum_of_squares([tensor for _, tensor in named]).isfinite():
-        name = next(_bad_tensors(named))[1]
+        name = next(_index_and_name_of_non_finite(named))[1]
         raise NonFiniteError(
-            f"step {step}: the weights of {name} are not finite after this step, "
+            f"step {completed_steps}: the weights of {name} are not finite after this step, "
             f"whose gradients were\n{_END_MESSAGE}"
         )
 
@@ -181,9 +189,9 @@ def nan_buffer_names(model: torch.nn.Module) -> Iterator[str]:
 
 
 def require_buffers_without_nan(
-    step: int, model: torch.nn.Module, known_nan_buffers: set[str]
+    completed_steps: int, model: torch.nn.Module, known_nan_buffers: set[str]
 ) -> None:
-    """Check the buffers of a model after `step` steps, such as statistics of a normalization.
+    """Check the buffers of a model after `completed_steps` steps, such as statistics of a normalization.
 
     Raises:
         NonFiniteError: a buffer has nan and is not known to have it.
@@ -192,7 +200,7 @@ def require_buffers_without_nan(
         (name for name in nan_buffer_names(model) if name not in known_nan_buffers), None
     ):
         raise NonFiniteError(
-            f"step {step}: the buffer {name} has nan after this step\n{_END_MESSAGE}"
+            f"step {completed_steps}: the buffer {name} has nan after this step\n{_END_MESSAGE}"
         )
 
 
@@ -201,10 +209,12 @@ _NOT_REPRODUCED = (
 )
 
 
-def _first_bad_parameter(group: DistributedContext, gradients: NamedTensors) -> str | None:
+def _first_non_finite_gradient_name(
+    group: DistributedContext, named_gradients: NamedTensors
+) -> str | None:
     """Return the first bad parameter in the model's order on any rank (collective)."""
     # With sharded gradients, each rank has only a part of them.
-    rank_bad_tensor = next(_bad_tensors(gradients), None)
+    rank_bad_tensor = next(_index_and_name_of_non_finite(named_gradients), None)
     bad_of_ranks = [
         ranked_tensor
         for ranked_tensor in group.gather(rank_bad_tensor)
@@ -213,7 +223,7 @@ def _first_bad_parameter(group: DistributedContext, gradients: NamedTensors) -> 
     return str(min(bad_of_ranks)[1]) if bad_of_ranks else None
 
 
-def _bad_tensors(named_tensors: NamedTensors) -> Iterator[tuple[int, str]]:
+def _index_and_name_of_non_finite(named_tensors: NamedTensors) -> Iterator[tuple[int, str]]:
     """Yield (place in the model, name) of each tensor that is not finite."""
     for tensor_index, (name, tensor) in enumerate(named_tensors):
         # The values of a sparse gradient are a tensor of their own.
@@ -225,7 +235,7 @@ def _bad_tensors(named_tensors: NamedTensors) -> Iterator[tuple[int, str]]:
             yield tensor_index, name.removeprefix("model.")
 
 
-def samples_text(sample_indices: list[int]) -> str:
+def shortened_sample_indices_text(sample_indices: list[int]) -> str:
     """Return samples as text; of many, only the first ones."""
     shown = ", ".join(map(str, sample_indices[:_MAX_SHOWN]))
     return (

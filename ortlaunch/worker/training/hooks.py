@@ -16,7 +16,7 @@ import traceback
 
 from ortlaunch.errors import HookError, InputError
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.worker.data.own import call_user_function
+from ortlaunch.worker.data.own import seed_and_call_user_function
 from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.requests import RankRequest
@@ -34,47 +34,53 @@ class TrainingHook:
         self.last_step = session.recipe.train.steps
         self.hook_object = None
         if self.name is not None and session.group.rank == 0:
-            self.hook_object = call_user_function("train.hook", self.name, {}, session.recipe.seed)
-            _reject_unknown_methods(self.name, self.hook_object)
+            self.hook_object = seed_and_call_user_function(
+                "train.hook", self.name, {}, session.recipe.seed
+            )
+            _refuse_misnamed_hook_methods(self.name, self.hook_object)
 
     def on_step(self, step: int, metrics_line: dict[str, object]) -> None:
         """Call the hook for a logged step, with its line of metrics.jsonl."""
-        self._call_hook_method("on_step", step, dict(metrics_line))
+        self._call_hook_and_stop_if_asked("on_step", step, dict(metrics_line))
 
     def on_evaluation(self, step: int, evaluation_metrics: dict[str, float]) -> None:
         """Call the hook for an evaluation, with the loss and the task's metrics."""
-        self._call_hook_method("on_evaluation", step, dict(evaluation_metrics))
+        self._call_hook_and_stop_if_asked("on_evaluation", step, dict(evaluation_metrics))
 
     def on_checkpoint(self, step: int) -> None:
         """Call the hook for a complete checkpoint, with its folder."""
-        self._call_hook_method("on_checkpoint", step, str(self.run.checkpoint_folder(step)))
+        self._call_hook_and_stop_if_asked(
+            "on_checkpoint", step, str(self.run.checkpoint_folder(step))
+        )
 
-    def _call_hook_method(self, method_name: str, step: int, argument: object) -> None:
+    def _call_hook_and_stop_if_asked(
+        self, method_name: str, completed_steps: int, second_argument: object
+    ) -> None:
         # A hook may define any of the three methods.
         hook_method = getattr(self.hook_object, method_name, None)
         if hook_method is None:
             return
         try:
-            returned_value = hook_method(step, argument)
+            returned_value = hook_method(completed_steps, second_argument)
         except Exception as error:
             # The first frame is the call above, which is no help to the hook's author.
             frames = error.__traceback__ and error.__traceback__.tb_next
             where = "".join(traceback.format_exception(type(error), error, frames))
             raise HookError(
                 f"train.hook: {self.name}.{method_name} raised {type(error).__name__} "
-                f"after step {step}: {error}\n{where}"
+                f"after step {completed_steps}: {error}\n{where}"
             ) from error
         if returned_value == "stop":
-            self._request_stop(method_name, step)
+            self._write_stop_request_before_last_step(method_name, completed_steps)
         elif returned_value is not None:
             raise HookError(
                 f"train.hook: {self.name}.{method_name} returned {returned_value!r}; "
                 'it returns "stop", or nothing'
             )
 
-    def _request_stop(self, method_name: str, step: int) -> None:
+    def _write_stop_request_before_last_step(self, method_name: str, completed_steps: int) -> None:
         """Request a stop as `ortlaunch stop` does; after the last step, do nothing."""
-        if step < self.last_step:
+        if completed_steps < self.last_step:
             by = f"train.hook ({self.name}.{method_name})"
             write_json_atomically(
                 self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()}
@@ -82,7 +88,7 @@ class TrainingHook:
             self.agreement.add_request(RankRequest.STOP)
 
 
-def _reject_unknown_methods(hook_name: str, hook_object: object) -> None:
+def _refuse_misnamed_hook_methods(hook_name: str, hook_object: object) -> None:
     """Reject a method with a similar name that is never called, such as `on_train_end`.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ortlaunch.json_types import Json
-from ortlaunch.worker.engine.flops import measure_peak_flops, wait_for_device
+from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.session import Session
 
@@ -34,12 +34,14 @@ class TrainingMeter:
         self.has_numbers = session.engine.plain.has_numbers
         self.dtype = dtype_of(session.recipe.precision)
         self.peak_flops = (
-            measure_peak_flops(self.group.device, self.dtype) if self.flops_per_token else 0.0
+            measure_peak_flops_per_second(self.group.device, self.dtype)
+            if self.flops_per_token
+            else 0.0
         )
         self.restart_counts()
 
     @contextlib.contextmanager
-    def pause_clock(self) -> Iterator[None]:
+    def exclude_from_training_time(self) -> Iterator[None]:
         """Stop the clock while the context is open; the losses since the last reading stay."""
         # Work of earlier steps that is still queued on the device is training time.
         wait_for_device(self.group.device)
@@ -67,29 +69,31 @@ class TrainingMeter:
         taken = len(self.losses)
         return self.group.mean_over_ranks(float(sum_losses(self.losses)) / taken) if taken else None
 
-    def read_and_restart(self) -> Json:
+    def read_loss_and_speed_and_restart(self) -> Json:
         """Return the values since the last reading, and restart (collective)."""
         # Losses stay on the device until here, because reading one waits for the GPU.
         loss = self.mean_loss()
         seconds = (time.perf_counter() - self.started) / self.steps
         values: Json = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
-        ranks = self.group.gather_numbers([*self.batches.tokens.since(self.tokens)])
+        ranks = self.group.gather_numbers(
+            [*self.batches.tokens.difference_from_earlier(self.tokens)]
+        )
         tokens, padding = (sum(rank_counts) / self.steps for rank_counts in zip(*ranks))
         if tokens:
             values["tokens_per_second"] = tokens / seconds
             if padding:
                 values["padding_share"] = round(padding / (tokens + padding), 4)
             if self.flops_per_token:
-                values["mfu"] = self._share_of_peak_flops(
+                values["mfu"] = self._fraction_of_peak_flops(
                     # Padding is computed, too. Tokens are those of all ranks, and the peak is that
                     # of one device.
                     self.flops_per_token * (tokens + padding) / seconds / self.group.size
                 )
-        values |= self.numbers.read_over_ranks(self.group) if self.has_numbers else {}
+        values |= self.numbers.means_over_ranks_and_reset(self.group) if self.has_numbers else {}
         self.restart_counts()
         return values
 
-    def _share_of_peak_flops(self, flops_per_second: float) -> float:
+    def _fraction_of_peak_flops(self, flops_per_second: float) -> float:
         """Return the rate as a share of the device's measured peak.
 
         A higher rate shows that other work disturbed the measurement, so the peak is measured
@@ -97,6 +101,6 @@ class TrainingMeter:
         """
         if flops_per_second > self.peak_flops:
             self.peak_flops = max(
-                self.peak_flops, measure_peak_flops(self.group.device, self.dtype)
+                self.peak_flops, measure_peak_flops_per_second(self.group.device, self.dtype)
             )
         return flops_per_second / self.peak_flops

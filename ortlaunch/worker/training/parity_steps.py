@@ -12,7 +12,7 @@ from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.json_types import Json
-from ortlaunch.recipe.rules.parity import ParityStepCount, compared_steps
+from ortlaunch.recipe.rules.parity import ParityStepCount, parity_step_count_and_reason
 from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -20,17 +20,17 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.run_folder.lines import read_json_lines
-from ortlaunch.run_folder.records import ParityLine, as_json
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
+from ortlaunch.run_folder.records import ParityLine, json_values_of_record
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.comparison import (
-    active_dropouts,
-    compare_with_draws,
-    evaluation_losses,
+    active_dropout_attributes,
+    compare_replaying_random_numbers,
+    engine_and_reference_evaluation_losses,
 )
 from ortlaunch.worker.engine.differences import Comparison, Difference
 from ortlaunch.worker.engine.engine import TrainingEngine
-from ortlaunch.worker.model.precision import narrow_dtype_of
+from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
@@ -61,21 +61,21 @@ class ParitySteps:
         self.batches = session.batches
         self.with_table = with_table
         # `why` is set if the comparison was not requested, but chosen by `auto`.
-        steps, self.automatic_reason = parity_steps_choice(session)
+        steps, self.automatic_reason = compared_step_count_and_reason(session)
         self.end_step = min(steps, recipe.train.steps)
         self.tolerance = recipe.engine.parity_tolerance or recipe.format.tolerance
-        self.dropouts = len(active_dropouts(engine.plain))
+        self.dropouts = len(active_dropout_attributes(engine.plain))
         self.is_precision_lowered = recipe.engine.matmul_precision != "highest"
         self.comparison_module: Any = None
         self.replaying_module: Any = None
-        self.records = _earlier_records(run, first_step, session.group)
+        self.records = _comparison_records_of_earlier_starts(run, first_step, session.group)
         # The requested engine fell back to eager, which the recipe allows.
         if is_plain_pytorch(engine):
-            self._leave_out_comparison("plain PyTorch itself runs")
+            self._end_comparison_as_not_compared("plain PyTorch itself runs")
         elif self.records:
-            engine.record.parity = self._parity_summary()
+            engine.record.parity = self._parity_summary_of_all_steps()
 
-    def compare_step(self, step_index: int) -> None:
+    def compare_and_record_step_if_due(self, step_index: int) -> None:
         """Compare the first micro batch of `step_index` (from 0), if the step is chosen (collective).
 
         Raises:
@@ -85,11 +85,11 @@ class ParitySteps:
         if step_index >= self.end_step:
             return
         began = time.perf_counter()
-        records = self.group.gather(self.compare_on_rank(step_index))
+        records = self.group.gather(self.compare_step_on_this_rank(step_index))
         failed = next((record for record in records if "error" in record), None)
         # An automatic comparison that fails does not end the run.
         if failed and self.automatic_reason:
-            self._leave_out_comparison(failed["error"])
+            self._end_comparison_as_not_compared(failed["error"])
             return
         if failed:
             raise EngineError(
@@ -97,18 +97,21 @@ class ParitySteps:
                 f"{failed['error']}"
                 f"{'; leave engine.parity_steps out' if failed.get('random') else ''}"
             )
-        record = {**_worst_record(records), "seconds": round(time.perf_counter() - began, 3)}
+        record = {
+            **_failed_or_most_different_record(records),
+            "seconds": round(time.perf_counter() - began, 3),
+        }
         self.records.append(record)
-        self.engine.record.parity = self._parity_summary()
+        self.engine.record.parity = self._parity_summary_of_all_steps()
         if self.group.rank == 0:
             # Rewritten whole: lines of steps after the resumed checkpoint disappear.
             write_text_atomically(
                 self.run.parity,
                 "".join(json_text(earlier_record) + "\n" for earlier_record in self.records),
             )
-            write_json_atomically(self.run.engine, self.engine.engine_report().to_json())
+            write_json_atomically(self.run.engine, self.engine.engine_report_so_far().to_json())
         if not record["passed"]:
-            raise ParityError(self._failure_message(record))
+            raise ParityError(self._parity_failure_message(record))
         if record.get("not_judged"):
             line = f"parity, step {record['step']}: not judged: {record['not_judged']}"
         else:
@@ -117,17 +120,17 @@ class ParitySteps:
                 if self.automatic_reason
                 else _requested_comparison_line(record)
             )
-        self.group.print_once(line)
+        self.group.print_on_rank_0(line)
         if step_index + 1 == self.end_step:
             self._free_comparison_graphs()
             if not self.automatic_reason:
-                self.group.print_once(self._passed_message())
+                self.group.print_on_rank_0(self._passed_or_unjudged_message())
 
-    def _leave_out_comparison(self, reason: str) -> None:
+    def _end_comparison_as_not_compared(self, reason: str) -> None:
         self.end_step = 0
         self._free_comparison_graphs()
         self.engine.record.parity = Parity("not compared", reason)
-        self.group.print_once(f"parity: not compared: {reason}")
+        self.group.print_on_rank_0(f"parity: not compared: {reason}")
 
     def _free_comparison_graphs(self) -> None:
         """Free the graphs of the comparison, which training does not use."""
@@ -136,60 +139,64 @@ class ParitySteps:
         gc.collect()
         trim_heap()
 
-    def compare_on_rank(self, step_index: int) -> ParityRecord:
+    def compare_step_on_this_rank(self, step_index: int) -> ParityRecord:
         """Return this rank's record of the step, or the error that prevented it."""
         engine = self.engine
         recipe = self.recipe
         try:
             batch = engine.to_device(self.batches.micro_batch(step_index, 0, self.group.rank))
             # The comparison's passes and compilations do not belong in the counts of engine.json.
-            with engine.exclude_from_counts(
+            with engine.exclude_passes_from_counts(
                 with_compilations=bool(self.dropouts) or self.is_precision_lowered
             ):
-                comparison = compare_with_draws(
+                comparison = compare_replaying_random_numbers(
                     engine.plain,
-                    self._module_without_dropout(),
+                    self._engine_module_without_dropout(),
                     batch,
-                    self._module_with_given_draws if engine.record.engine.used == "ort" else None,
+                    self._engine_module_replaying_random_numbers
+                    if engine.record.engine.used == "ort"
+                    else None,
                     precision=recipe.precision,
                     uses_autocast=recipe.zero is None,
                     tolerance=self.tolerance,
                 )
-                if step_index + 1 == self.end_step and self._is_evaluation_compared():
-                    dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
-                    losses = evaluation_losses(engine.plain, engine.eval_module, batch, dtype)
+                if step_index + 1 == self.end_step and self._compares_evaluation_loss():
+                    dtype = narrow_dtype_or_none(recipe.precision) if recipe.zero is None else None
+                    losses = engine_and_reference_evaluation_losses(
+                        engine.plain, engine.eval_module, batch, dtype
+                    )
                     comparison = comparison._replace(evaluation=losses)
         # Any exception is gathered, because the other ranks are waiting.
         except Exception as error:
             message = str(error) or type(error).__name__
             has_random_cause = isinstance(error, EngineError)
             return {"rank": self.group.rank, "error": message, "random": has_random_cause}
-        return self._rank_record(step_index + 1, comparison)
+        return self._json_record_of_comparison(step_index + 1, comparison)
 
-    def _is_evaluation_compared(self) -> bool:
+    def _compares_evaluation_loss(self) -> bool:
         """Return whether the run evaluates on the engine, in the precision of the comparison."""
         differs_in_evaluation = self.recipe.model.traits.wrapper or self.is_precision_lowered
         return self.recipe.data.evaluation is not None and not differs_in_evaluation
 
-    def _module_without_dropout(self) -> Any:
+    def _engine_module_without_dropout(self) -> Any:
         """Return the engine's module without dropout.
 
         It is the run's own module if that has no dropout, else one that is exported for the
         comparison.
         """
         if self.comparison_module is None:
-            self.comparison_module = self.engine.module_to_compare()
+            self.comparison_module = self.engine.module_without_dropout_for_comparison()
         return self.comparison_module
 
-    def _module_with_given_draws(self, model_with_given_draws: Any) -> Any:
+    def _engine_module_replaying_random_numbers(self, model_with_given_random_numbers: Any) -> Any:
         """Return the engine's module of a model with given random numbers; it is exported once."""
         if self.replaying_module is None:
-            self.replaying_module = self.engine.wrap_another_model(model_with_given_draws)
+            self.replaying_module = self.engine.wrap_another_model(model_with_given_random_numbers)
         return self.replaying_module
 
-    def _rank_record(self, step: int, comparison: Comparison) -> ParityRecord:
+    def _json_record_of_comparison(self, step_number: int, comparison: Comparison) -> ParityRecord:
         line = ParityLine(
-            step=step,
+            step=step_number,
             rank=self.group.rank,
             loss=comparison.loss,
             reference_loss=comparison.reference_loss,
@@ -201,7 +208,7 @@ class ParitySteps:
             else None,
             worst=[
                 [_parameter_name(difference.name), *difference[1:4]]
-                for difference in _largest_differences(comparison, self.tolerance)
+                for difference in _state_then_gradient_differences(comparison, self.tolerance)
             ],
             rounding=[_parameter_name(name) for name in comparison.rounding] or None,
             draws=comparison.draws or None,
@@ -210,11 +217,11 @@ class ParitySteps:
             tolerance=self.tolerance,
             passed=comparison.largest_difference <= self.tolerance,
         )
-        return dict(as_json(line))
+        return dict(json_values_of_record(line))
 
-    def _parity_summary(self) -> Parity:
+    def _parity_summary_of_all_steps(self) -> Parity:
         """Return the record for engine.json; its parameters are those of the worst step."""
-        worst = _worst_record(self.records)
+        worst = _failed_or_most_different_record(self.records)
         return Parity(
             steps=[record["step"] for record in self.records],
             loss_difference=max(record["loss_difference"] for record in self.records),
@@ -237,19 +244,19 @@ class ParitySteps:
             else "not compared",
         )
 
-    def _failure_message(self, record: ParityRecord) -> str:
+    def _parity_failure_message(self, record: ParityRecord) -> str:
         used = self.engine.record.engine.used
         return (
             f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} "
             f"in step {record['step']}, on the same weights and batch (rank {record['rank']})\n"
             f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
-            f"{_evaluation_line(record)}"
-            f"{gradient_differences_table(record, used)}{_unjudged_line(record)}\n"
-            f"{self._postprocess_suspicion_line()}{_ADVICE}"
+            f"{_evaluation_difference_line_or_empty(record)}"
+            f"{gradient_differences_table(record, used)}{_unjudged_reason_line_or_empty(record)}\n"
+            f"{self._postprocess_suspicion_line_or_empty()}{_ADVICE}"
             f"{_SWITCH_OFF_ADVICE if self.automatic_reason else ''}"
         )
 
-    def _postprocess_suspicion_line(self) -> str:
+    def _postprocess_suspicion_line_or_empty(self) -> str:
         """Return a line that names the user's function on the graph, if there is one."""
         function = self.recipe.engine.postprocess
         return (
@@ -264,12 +271,12 @@ class ParitySteps:
         return (
             f"parity: step 1 in plain PyTorch: loss within {record['loss_difference']:.2g}, "
             f"gradients within {record['gradient_difference']:.2g}; "
-            f"took {record['seconds']:.1f} s, once{_rounding_lines(record)}"
+            f"took {record['seconds']:.1f} s, once{_rounding_and_random_number_lines(record)}"
         )
 
-    def _passed_message(self) -> str:
+    def _passed_or_unjudged_message(self) -> str:
         """Return the last line of a passed comparison, after a table if requested."""
-        worst = _worst_record(self.records)
+        worst = _failed_or_most_different_record(self.records)
         table_text = (
             f"{gradient_differences_table(worst, self.engine.record.engine.used)}\n"
             if self.with_table
@@ -293,12 +300,12 @@ def is_plain_pytorch(engine: TrainingEngine) -> bool:
     return engine.record.engine.used == "eager" and not engine.record.chunked_loss.rows
 
 
-def create_parity_steps(session: Session, first_step: int) -> ParitySteps | None:
+def create_parity_steps_or_note_why_not(session: Session, first_step: int) -> ParitySteps | None:
     """Return the comparison of a training's first steps, or None.
 
     engine.json has the reason if `auto` leaves the comparison out.
     """
-    step_count, reason = parity_steps_choice(session)
+    step_count, reason = compared_step_count_and_reason(session)
     if step_count:
         return ParitySteps(session, first_step)
     if reason:
@@ -306,10 +313,10 @@ def create_parity_steps(session: Session, first_step: int) -> ParitySteps | None
     return None
 
 
-def parity_steps_choice(session: Session) -> ParityStepCount:
+def compared_step_count_and_reason(session: Session) -> ParityStepCount:
     """Return how many steps are compared, by the recipe and the built model's own config."""
     config = getattr(getattr(session.engine.plain, "model", None), "config", None)
-    return compared_steps(session.recipe, getattr(config, "model_type", None))
+    return parity_step_count_and_reason(session.recipe, getattr(config, "model_type", None))
 
 
 def gradient_differences_table(record: ParityRecord, engine_name: str) -> str:
@@ -330,11 +337,11 @@ def _requested_comparison_line(record: ParityRecord) -> str:
     return (
         f"parity, step {record['step']}: loss within {record['loss_difference']:.2g}, "
         f"gradients within {record['gradient_difference']:.2g} ({name}); "
-        f"tolerance {record['tolerance']:g}{_rounding_lines(record)}"
+        f"tolerance {record['tolerance']:g}{_rounding_and_random_number_lines(record)}"
     )
 
 
-def _worst_record(records: list[ParityRecord]) -> ParityRecord:
+def _failed_or_most_different_record(records: list[ParityRecord]) -> ParityRecord:
     def badness(record: ParityRecord) -> tuple[bool, float]:
         differences = (
             record["loss_difference"],
@@ -348,7 +355,7 @@ def _worst_record(records: list[ParityRecord]) -> ParityRecord:
     return max(records, key=badness)
 
 
-def _largest_differences(comparison: Comparison, tolerance: float) -> list[Difference]:
+def _state_then_gradient_differences(comparison: Comparison, tolerance: float) -> list[Difference]:
     """Return the gradients that differ most.
 
     Weights and buffers that a pass changed come first, if the difference is no rounding.
@@ -364,7 +371,7 @@ def _largest_differences(comparison: Comparison, tolerance: float) -> list[Diffe
     ][:_MAX_NAMED]
 
 
-def _evaluation_line(record: ParityRecord) -> str:
+def _evaluation_difference_line_or_empty(record: ParityRecord) -> str:
     difference = record.get("evaluation_difference")
     if difference is None:
         return ""
@@ -375,7 +382,7 @@ def _judged_records(records: list[ParityRecord]) -> list[ParityRecord]:
     return [record for record in records if not record.get("not_judged")]
 
 
-def _rounding_lines(record: ParityRecord) -> str:
+def _rounding_and_random_number_lines(record: ParityRecord) -> str:
     names = record.get("rounding")
     draws = record.get("draws")
     judged = f"\n  rounding, as float64 shows: {', '.join(names[:_MAX_NAMED])}" if names else ""
@@ -384,7 +391,7 @@ def _rounding_lines(record: ParityRecord) -> str:
     )
 
 
-def _unjudged_line(record: ParityRecord) -> str:
+def _unjudged_reason_line_or_empty(record: ParityRecord) -> str:
     reason = record.get("not_judged")
     return f"\nfloat64 could not show whether this is rounding: {reason}" if reason else ""
 
@@ -394,8 +401,10 @@ def _parameter_name(prefixed_name: str) -> str:
     return prefixed_name.removeprefix("model.")
 
 
-def _earlier_records(run: RunDir, last_step: int, group: DistributedContext) -> list[ParityRecord]:
+def _comparison_records_of_earlier_starts(
+    run: RunDir, resumed_step: int, group: DistributedContext
+) -> list[ParityRecord]:
     """Return the comparisons of earlier starts up to the checkpoint that the run resumes from."""
-    lines = read_json_lines(run.parity, *_REQUIRED_KEYS)
-    group.print_once(*lines.unreadable)
-    return [record for record in lines.values if record["step"] <= last_step]
+    lines = read_json_lines_with_keys(run.parity, *_REQUIRED_KEYS)
+    group.print_on_rank_0(*lines.unreadable)
+    return [record for record in lines.values if record["step"] <= resumed_step]

@@ -29,10 +29,15 @@ from ortlaunch.run_folder.profile_record import (
     READING,
     WAITING,
     Profile,
-    profile_lines,
+    profile_text_lines,
 )
-from ortlaunch.worker.engine.flops import measure_peak_flops
-from ortlaunch.worker.engine.spans import LineMarks, ProfiledSessions, Span, torch_spans
+from ortlaunch.worker.engine.flops import measure_peak_flops_per_second
+from ortlaunch.worker.engine.spans import (
+    ProfiledOrtSessions,
+    Span,
+    TorchCallMarker,
+    spans_of_torch_events,
+)
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision import pulse
@@ -67,7 +72,7 @@ class StepProfiler:
         first_profiled_step, last_profiled_step = session.recipe.log.profile_steps or (0, 0)
         self.steps = range(max(first_profiled_step, next_step), min(last_profiled_step, end) + 1)
         if first_profiled_step and not self.steps:
-            session.group.print_once(
+            session.group.print_on_rank_0(
                 f"log.profile_steps: no step is profiled: the profile is of steps {first_profiled_step} to "
                 f"{last_profiled_step} on cpu, and this run has steps {next_step} to {session.recipe.train.steps} on "
                 f"{session.group.device.type}"
@@ -76,46 +81,49 @@ class StepProfiler:
         self._seconds: dict[bool, dict[int, float]] = {True: {}, False: {}}
         self._spans = list[Span]()
         self._ort = (
-            ProfiledSessions(session.engine.eval_module, session.engine.witness.exclude_from_counts)
+            ProfiledOrtSessions(
+                session.engine.eval_module, session.engine.witness.exclude_passes_from_counts
+            )
             if self.steps and session.engine.witness and self._engine_name == "ort"
             else None
         )
 
     @contextlib.contextmanager
-    def measure_step(self, step: int) -> Iterator[None]:
+    def time_or_profile_step(self, step_number: int) -> Iterator[None]:
         """Measure a step if it is one of the profiler's, and profile every other one.
 
         After the last one, `finish`.
         """
-        profiled = step in self.steps[::2]
-        with self._collect_spans() if profiled else contextlib.nullcontext():
+        profiled = step_number in self.steps[::2]
+        with self._profile_and_collect_spans() if profiled else contextlib.nullcontext():
             began = time.perf_counter()
             yield
-            if step in self.steps:
-                self._seconds[profiled][step] = time.perf_counter() - began
-        if step == max(self.steps, default=0):
-            self.write_profile_once()
+            if step_number in self.steps:
+                self._seconds[profiled][step_number] = time.perf_counter() - began
+        if step_number == max(self.steps, default=0):
+            self.write_profile_or_say_why_not_once()
 
-    def write_profile_once(self) -> None:
+    def write_profile_or_say_why_not_once(self) -> None:
         """Print the table and write profile.json and the trace, unless that is done.
 
         A training may end before the last of the profiler's steps.
         """
         if self.steps and self._seconds[True]:
-            with self.session.progress.show_during("writing the profile"):
-                self._write_profile(self.session)
+            with self.session.progress.show_activity_during("writing the profile"):
+                self._write_and_print_profile(self.session)
         elif self.steps:
-            self.session.group.print_once(
+            self.session.group.print_on_rank_0(
                 f"log.profile_steps: the training ended before step {self.steps[0]}"
             )
         self.steps = range(0)
 
     @contextlib.contextmanager
-    def _collect_spans(self) -> Iterator[None]:
+    def _profile_and_collect_spans(self) -> Iterator[None]:
         stages = list[tuple[int, int]]()
 
         def begin_and_note_stage(
-            stage: int, begin_stage: Callable[[int], None] = self.session.progress.pulse.begin_stage
+            stage: int,
+            begin_stage: Callable[[int], None] = self.session.progress.shared_progress.begin_stage,
         ) -> None:
             stages.append((time.time_ns(), stage))
             begin_stage(stage)
@@ -126,12 +134,14 @@ class StepProfiler:
         marks = (
             contextlib.nullcontext()
             if self._engine_name == "inductor"
-            else LineMarks(self.session.model.model).mark_calls()
+            else TorchCallMarker(self.session.model.model).mark_torch_calls_with_layer_and_line()
         )
         with (
             self._ort.use_profiled_sessions() if self._ort else contextlib.nullcontext(),
             marks,
-            mock.patch.object(self.session.progress.pulse, "begin_stage", begin_and_note_stage),
+            mock.patch.object(
+                self.session.progress.shared_progress, "begin_stage", begin_and_note_stage
+            ),
             torch.profiler.profile(
                 activities=[torch.profiler.ProfilerActivity.CPU],
                 record_shapes=True,
@@ -151,19 +161,21 @@ class StepProfiler:
             )
             for (start, stage), (end, _) in zip(stages, stages[1:])
         ]
-        self._spans += torch_spans(profiler.profiler.kineto_results.experimental_event_tree())
-
-    def _write_profile(self, session: Session) -> None:
-        spans = set_span_details(
-            [*self._spans, *(self._ort.end_and_read_spans() if self._ort else ())]
+        self._spans += spans_of_torch_events(
+            profiler.profiler.kineto_results.experimental_event_tree()
         )
-        peak_flops_per_second = measure_peak_flops(
+
+    def _write_and_print_profile(self, session: Session) -> None:
+        spans = classify_spans_and_set_exclusive_time(
+            [*self._spans, *(self._ort.end_profiles_and_read_node_spans() if self._ort else ())]
+        )
+        peak_flops_per_second = measure_peak_flops_per_second(
             session.group.device, dtype_of(session.recipe.precision)
         )
         # 256 MiB each: larger than the caches.
         pair = torch.ones(2, 2**26)
         copying = min(timeit.repeat(lambda: pair[0].copy_(pair[1]), number=1))
-        operator_costs = costs_by_operator(
+        operator_costs = operator_cost_rows(
             spans, len(self._seconds[True]), peak_flops_per_second, pair.nbytes / copying
         )
         share_by_kind = {
@@ -192,7 +204,10 @@ class StepProfiler:
         write_bytes = session.run.trace.write_bytes
         write_bytes(gzip.compress(json.dumps({"traceEvents": chrome_trace_events(spans)}).encode()))
         print(
-            *profile_lines(vars(measured)), f"timeline: {session.run.trace}", sep="\n", flush=True
+            *profile_text_lines(vars(measured)),
+            f"timeline: {session.run.trace}",
+            sep="\n",
+            flush=True,
         )
 
 
@@ -217,7 +232,7 @@ def chrome_trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def set_span_details(spans: list[Span]) -> list[Span]:
+def classify_spans_and_set_exclusive_time(spans: list[Span]) -> list[Span]:
     """Set kind, phase, layer, line and time alone of a step's spans, and return them.
 
     Each moment counts for the innermost operator that runs; if none does, for a collective of
@@ -233,16 +248,16 @@ def set_span_details(spans: list[Span]) -> list[Span]:
     callers = dict[int, Span]()
     for (time_ns, starts, _, span), (next_time_ns, *_) in zip(edges, edges[1:]):
         if starts:
-            _set_inherited_details(span, running, callers)
+            _classify_span(span, running, callers)
             running.append(span)
         else:
             running.remove(span)
         if running:
-            max(running, key=_span_precedence).own_ns += next_time_ns - time_ns
+            max(running, key=_innermost_operator_sort_key).own_ns += next_time_ns - time_ns
     return spans
 
 
-def _span_precedence(span: Span) -> tuple[object, ...]:
+def _innermost_operator_sort_key(span: Span) -> tuple[object, ...]:
     return (
         span.name != PYTHON,
         not span.name.startswith(_COLLECTIVE_PREFIXES),
@@ -251,8 +266,8 @@ def _span_precedence(span: Span) -> tuple[object, ...]:
     )
 
 
-def _set_inherited_details(
-    span: Span, running_spans: Sequence[Span], forward_spans: dict[int, Span]
+def _classify_span(
+    span: Span, running_spans: Sequence[Span], forward_span_by_sequence: dict[int, Span]
 ) -> None:
     """Set a span's kind, phase, layer and line by its name and by the spans around it."""
     span.cost_kind = next(
@@ -272,16 +287,16 @@ def _set_inherited_details(
         else span.cost_kind
     )
     if span.name.startswith("autograd::engine::evaluate_function: "):
-        caller = forward_spans.get(span.sequence, span)
+        caller = forward_span_by_sequence.get(span.sequence, span)
         span.phase, span.module, span.source = "backward", caller.module, caller.source
     elif span.sequence >= 0:
         # The last operator with a number is the one that is differentiated.
-        forward_spans[span.sequence] = span
+        forward_span_by_sequence[span.sequence] = span
     for name in ("phase", "module", "source"):
         setattr(span, name, getattr(span, name) or getattr(outer_spans[-1], name))
 
 
-def costs_by_operator(
+def operator_cost_rows(
     spans: Sequence[Span],
     step_count: int,
     peak_flops_per_second: float,

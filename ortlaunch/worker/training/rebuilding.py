@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import contextlib
 
-from ortlaunch.worker.supervision.pulse import Pulse
+from ortlaunch.worker.supervision.pulse import SharedProgress
 
 EXPORTING = "exporting to ONNX Runtime"
 COMPILING = "compiling"
 
 
-def report_rebuilding(engine_name: str, pulse: Pulse) -> None:
+def register_rebuild_reports(engine_name: str, pulse: SharedProgress) -> None:
     """Let the pulse show when engine `engine_name` builds again, for example for another batch shape."""
     if engine_name == "ort":
         # Imported late: the other engines do not need this module.
         from ortlaunch.ortmodule.base import counters
 
-        counters.while_building = lambda: pulse.show_long_operation(EXPORTING)
+        counters.while_building = lambda: pulse.show_long_operation_without_mark(EXPORTING)
     if engine_name == "inductor":
-        _report_inductor_compilation(pulse)
+        _register_compilation_callbacks(pulse)
 
 
-def _report_inductor_compilation(pulse: Pulse) -> None:
+def _register_compilation_callbacks(pulse: SharedProgress) -> None:
     # Imported late: only engine inductor needs torch._dynamo.
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
@@ -33,7 +33,7 @@ def _report_inductor_compilation(pulse: Pulse) -> None:
     def show_compilation(*_: object) -> None:
         # An older torch calls this for nested compilations, too.
         open_phase.close()
-        open_phase.enter_context(pulse.show_long_operation(COMPILING))
+        open_phase.enter_context(pulse.show_long_operation_without_mark(COMPILING))
 
     on_compile_start(show_compilation)
     on_compile_end(lambda *_: open_phase.close())

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import CheckpointError, NotSaved
 from ortlaunch.run_folder.folder import COMPLETE, read_own_json, write_json_atomically
-from ortlaunch.run_folder.records import Stopped, as_json
+from ortlaunch.run_folder.records import Stopped, json_values_of_record
 from ortlaunch.worker.checkpoint import CheckpointSaver
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.requests import RankRequest
 
 
-def record_stop(session: Session, rank_request: RankRequest, step: int) -> RankRequest:
+def write_stop_record_if_stopped(
+    session: Session, rank_request: RankRequest, completed_steps: int
+) -> RankRequest:
     """Write stopped.json on rank 0, if a stop was requested and this step's checkpoint is complete.
 
     Raises:
@@ -22,17 +24,21 @@ def record_stop(session: Session, rank_request: RankRequest, step: int) -> RankR
     if not rank_request.stops:
         return rank_request
     steps = session.recipe.train.steps
-    folder = session.run.checkpoint_folder(step)
+    folder = session.run.checkpoint_folder(completed_steps)
     # Rank 0's answer counts: hosts may see a shared file system in different states.
     if not session.group.gather_numbers([(folder / COMPLETE).exists()])[0][0]:
         raise _not_saved_error(session, rank_request, "see NOT SAVED above")
     if session.group.rank == 0:
         stop_record = Stopped(
-            step, steps, _requester_text(session, rank_request), rank_request.exit_status
+            completed_steps,
+            steps,
+            _stop_requester_text(session, rank_request),
+            rank_request.exit_status,
         )
-        write_json_atomically(session.run.stopped, as_json(stop_record))
+        write_json_atomically(session.run.stopped, json_values_of_record(stop_record))
         print(
-            f"stopped by {stop_record.by} after step {step} of {steps}, saved: {folder}", flush=True
+            f"stopped by {stop_record.by} after step {completed_steps} of {steps}, saved: {folder}",
+            flush=True,
         )
     # No rank exits before stopped.json is written.
     session.group.barrier()
@@ -40,7 +46,7 @@ def record_stop(session: Session, rank_request: RankRequest, step: int) -> RankR
 
 
 @contextlib.contextmanager
-def answer_save_request(
+def remove_save_request_after_save(
     session: Session, saving: CheckpointSaver, rank_request: RankRequest
 ) -> Iterator[None]:
     """Context of a checkpoint's save: answer its request, and end the run if a stop's save fails.
@@ -54,19 +60,19 @@ def answer_save_request(
         if not rank_request.stops:
             raise
         raise _not_saved_error(session, rank_request, str(error)) from error
-    if session.group.rank == 0 and saving.is_request_answered(rank_request):
+    if session.group.rank == 0 and saving.does_save_answer_request(rank_request):
         session.run.save_request.unlink(missing_ok=True)
 
 
 def _not_saved_error(session: Session, rank_request: RankRequest, reason: str) -> NotSaved:
     return NotSaved(
         # 128 + N is a shell's status for an end by signal N.
-        f"stopped by {_requester_text(session, rank_request)}, and nothing was saved: {reason}",
+        f"stopped by {_stop_requester_text(session, rank_request)}, and nothing was saved: {reason}",
         128 + rank_request.signal,
     )
 
 
-def _requester_text(session: Session, rank_request: RankRequest) -> str:
+def _stop_requester_text(session: Session, rank_request: RankRequest) -> str:
     """Return who requested it, as text."""
     # `ortlaunch stop` and a hook write this file; without it, a signal was the request.
     with contextlib.suppress(OSError, ValueError, KeyError):

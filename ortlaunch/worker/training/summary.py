@@ -13,20 +13,23 @@ from ortlaunch.run_folder.engine_report import (
     OnnxRuntime,
     OptimizerGroup,
 )
-from ortlaunch.units import align_columns, count_with_noun
-from ortlaunch.worker.data.mixture import streamed_parts
-from ortlaunch.worker.data_audit import audit_parts, require_no_severe_findings
-from ortlaunch.worker.length import length_line
+from ortlaunch.units import aligned_table_lines, count_with_noun
+from ortlaunch.worker.data.mixture import streamed_sources_of_samples
+from ortlaunch.worker.data_audit import (
+    audit_training_and_evaluation_samples,
+    require_no_severe_findings,
+)
+from ortlaunch.worker.length import run_length_line
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.module_copies import copy_user_modules
-from ortlaunch.worker.supervision.progress import print_wrapped
+from ortlaunch.worker.supervision.module_copies import copy_user_modules_into_run_folder
+from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width
 
 
-def print_plan_and_data(session: Session) -> None:
+def print_plan_and_copy_user_modules(session: Session) -> None:
     """Before step 1, print on rank 0 the plan, the data, and notes on copies of the user's code."""
     engine = session.engine
     start_checkpoint = session.checkpoint
-    length = length_line(
+    length = run_length_line(
         session.recipe,
         session.plan.batch,
         len(session.data.train),
@@ -35,33 +38,38 @@ def print_plan_and_data(session: Session) -> None:
     )
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
-        streams = bool(session.data.train and streamed_parts(session.data.train))
+        streams = bool(session.data.train and streamed_sources_of_samples(session.data.train))
         data += [
             line
-            for part in audit_parts(session.data, streams=streams)
+            for part in audit_training_and_evaluation_samples(session.data, audits_streams=streams)
             for line in part.summary_lines()
         ]
         lines = [
-            *plan_lines(engine.engine_report()),
+            *engine_plan_lines(engine.engine_report_so_far()),
             *engine.notes,
             *data,
-            *copy_user_modules(session.run),
+            *copy_user_modules_into_run_folder(session.run),
         ]
-        print_wrapped(*lines)
+        print_wrapped_to_terminal_width(*lines)
         if streams:
             require_no_severe_findings(session.data, streams)
 
 
-def print_outcome(session: Session, further_lines: Sequence[str] = ()) -> None:
+def print_outcome_and_copy_late_modules(
+    session: Session, further_lines: Sequence[str] = ()
+) -> None:
     """After the last step, print on rank 0 late notes, the outcome and further lines."""
     if session.group.rank == 0:
-        report = session.engine.engine_report()
+        report = session.engine.engine_report_so_far()
         late_and_outcome_lines = [
-            *late_notes(report, session.engine.notes),
-            *outcome_lines(report),
+            *notes_not_yet_shown(report, session.engine.notes),
+            *engine_outcome_lines(report),
             *further_lines,
         ]
-        print_wrapped(*late_and_outcome_lines, *copy_user_modules(session.run, keeps_existing=True))
+        print_wrapped_to_terminal_width(
+            *late_and_outcome_lines,
+            *copy_user_modules_into_run_folder(session.run, keeps_existing=True),
+        )
 
 
 # Names, and ranks, that a line has at most.
@@ -69,7 +77,7 @@ _MOST_NAMES = 6
 _MOST_RANKS = 8
 
 
-def plan_lines(engine_report: EngineReport) -> list[str]:
+def engine_plan_lines(engine_report: EngineReport) -> list[str]:
     """Return the plan of the run, with each part that replaces another."""
     engine = engine_report.engine
     optimizer = engine_report.optimizer
@@ -90,12 +98,12 @@ def plan_lines(engine_report: EngineReport) -> list[str]:
     lines += [
         *_matmul_precision_lines(engine_report),
         *_chunked_loss_lines(engine_report.chunked_loss),
-        *_engine_setting_lines(engine_report.onnxruntime),
+        *_ort_setting_lines(engine_report.onnxruntime),
     ]
     lines += _binding_lines(engine_report.binding)
     if optimizer.why:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
-    lines += _parameter_group_table(optimizer.groups)
+    lines += _parameter_group_table_lines(optimizer.groups)
     if fp16.applied:
         fp16_reason = f" ({fp16.why})" if fp16.why else ""
         lines.append(
@@ -111,7 +119,7 @@ def _shortened_name(name: str) -> str:
     return name if len(name) <= 48 else f"...{name[-45:]}"
 
 
-def _parameter_group_table(groups: Sequence[OptimizerGroup]) -> list[str]:
+def _parameter_group_table_lines(groups: Sequence[OptimizerGroup]) -> list[str]:
     """Return a table of the parameter groups, if the trained ones differ in more than decay."""
     kinds = {(group.optimizer, group.learning_rate) for group in groups if group.optimizer}
     if len(kinds) < 2:
@@ -128,7 +136,7 @@ def _parameter_group_table(groups: Sequence[OptimizerGroup]) -> list[str]:
         )
         for group in groups
     ]
-    return align_columns(rows)
+    return aligned_table_lines(rows)
 
 
 def _matmul_precision_lines(engine_report: EngineReport) -> list[str]:
@@ -143,7 +151,7 @@ def _matmul_precision_lines(engine_report: EngineReport) -> list[str]:
     no_gain_reason = precision_report.gains_nothing
     # On a CPU the setting applies to torch's matmuls only, not to ONNX Runtime's own.
     graph = engine_report.onnxruntime and engine_report.onnxruntime.training_graph
-    if graph and engine_report.device == "cpu" and not torch_matmul_count(graph):
+    if graph and engine_report.device == "cpu" and not torch_matmuls_in_ort_graph(graph):
         no_gain_reason = (
             no_gain_reason
             or "torch computes no matmul of ONNX Runtime's graph, because every weight is "
@@ -191,12 +199,12 @@ def _chunked_loss_lines(chunked_loss: ChunkedLoss) -> list[str]:
     )
 
 
-def torch_matmul_count(graph: GraphReport) -> int:
+def torch_matmuls_in_ort_graph(graph: GraphReport) -> int:
     """Return the number of matmuls for which ONNX Runtime's graph calls torch."""
     return sum(graph.aten.get(name, 0) for name in ("linear", "matmul", "tensordot"))
 
 
-def _engine_setting_lines(ort_report: OnnxRuntime | None) -> list[str]:
+def _ort_setting_lines(ort_report: OnnxRuntime | None) -> list[str]:
     """Return the settings of engine ort that differ from their defaults.
 
     They include the decision on the copy before the export, where the recipe leaves it open.
@@ -226,7 +234,7 @@ def _engine_setting_lines(ort_report: OnnxRuntime | None) -> list[str]:
     return lines
 
 
-def late_notes(engine_report: EngineReport, shown_notes: Collection[str]) -> list[str]:
+def notes_not_yet_shown(engine_report: EngineReport, shown_notes: Collection[str]) -> list[str]:
     """Return notes that were raised after step 1, such as one on another export."""
     return [
         note
@@ -235,7 +243,7 @@ def late_notes(engine_report: EngineReport, shown_notes: Collection[str]) -> lis
     ]
 
 
-def outcome_lines(engine_report: EngineReport) -> list[str]:
+def engine_outcome_lines(engine_report: EngineReport) -> list[str]:
     """Return lines on the engine that ran."""
     # ONNX Runtime counts the passes of its own module, of which there are none.
     if engine_report.engine.fallback:
@@ -260,13 +268,13 @@ def outcome_lines(engine_report: EngineReport) -> list[str]:
     ran = f"ran on engine {engine_report.engine.used}: {passes}, {count_with_noun(ort_report.fallbacks, 'fallback')}"
     return [
         ran,
-        *_graph_lines(ort_report),
+        *_training_graph_lines(ort_report),
         f"optimizer {engine_report.optimizer.used}",
-        *_torch_call_lines(ort_report),
+        *_torch_in_graph_lines(ort_report),
     ]
 
 
-def _torch_call_lines(ort_report: OnnxRuntime) -> list[str]:
+def _torch_in_graph_lines(ort_report: OnnxRuntime) -> list[str]:
     """Return the torch calls inside the graph, with advice if they took most of the time."""
     if not ort_report.torch_calls:
         return []
@@ -284,7 +292,7 @@ def _torch_call_lines(ort_report: OnnxRuntime) -> list[str]:
     ]
 
 
-def _graph_lines(ort_report: OnnxRuntime) -> list[str]:
+def _training_graph_lines(ort_report: OnnxRuntime) -> list[str]:
     """Return the content of one forward and backward pass; nothing if no graph was built."""
     graph = ort_report.training_graph
     if graph is None:

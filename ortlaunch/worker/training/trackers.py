@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.text.place import leaf_values
+from ortlaunch.recipe.text.place import path_and_leaf_value_pairs
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 # Seconds for sending the rest at the end.
@@ -31,10 +31,10 @@ class Tracker(Protocol):
         """Send the values of one step."""
 
     def close(self, has_failed: bool) -> None:
-        """Send all that is left; `has_other_rank_ended` marks a training that did not reach its end."""
+        """Send all that is left; `has_another_rank_recorded_end` marks a training that did not reach its end."""
 
 
-class MirrorTracker:
+class TrackerThread:
     """A tracker in its own thread."""
 
     def __init__(self, name: str, recipe: Recipe, run: RunDir, first_step: int) -> None:
@@ -42,19 +42,21 @@ class MirrorTracker:
         self._queued_values = queue.SimpleQueue[Any]()
         # A daemon thread: a server that hangs must not keep the process alive.
         self._thread = threading.Thread(
-            target=self._run_tracker, args=(recipe, run, first_step), daemon=True
+            target=self._send_queued_values_until_closed,
+            args=(recipe, run, first_step),
+            daemon=True,
         )
         self._thread.start()
 
-    def log(self, step: int, values: Json) -> None:
+    def queue_values(self, step: int, values: Json) -> None:
         """Queue the values of a step, without waiting."""
         # Trackers accept numbers only.
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         self._queued_values.put((step, numbers))
 
-    def close(self, has_failed: bool) -> None:
+    def end_and_wait_for_limited_time(self, training_failed: bool) -> None:
         """Wait for the tracker, for a limited time."""
-        self._queued_values.put(has_failed)
+        self._queued_values.put(training_failed)
         self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
             print(
@@ -62,7 +64,9 @@ class MirrorTracker:
                 f"{_LEAVE_SECONDS:.0f} s; metrics.jsonl has all values"
             )
 
-    def _run_tracker(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
+    def _send_queued_values_until_closed(
+        self, recipe: Recipe, run: RunDir, first_step: int
+    ) -> None:
         try:
             tracker = TRACKERS[self.name](recipe, run, first_step)
             # close() puts a bool into the queue, as the last item.
@@ -79,7 +83,7 @@ class MirrorTracker:
             )
 
 
-class TensorBoard:
+class TensorBoardTracker:
     """Event files in the run folder.
 
     Events that an earlier start wrote after its checkpoint are no longer shown.
@@ -105,7 +109,7 @@ class TensorBoard:
         self._board.close()
 
 
-class WeightsAndBiases:
+class WandbTracker:
     """One wandb run for all starts in a run folder.
 
     Account, server and mode come from WANDB_* or `wandb login`.
@@ -118,7 +122,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=recipe.log.project or recipe.name,
             name=run.path.name,
-            id=_load_or_create_id(run.trackers / "wandb_id", lambda: os.urandom(6).hex()),
+            id=_read_or_create_id_file(run.trackers / "wandb_id", lambda: os.urandom(6).hex()),
             # Continue the run of this id if it exists.
             resume="allow",
             dir=str(run.trackers),
@@ -136,7 +140,7 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(has_failed))
 
 
-class Mlflow:
+class MlflowTracker:
     """One MLflow run for all starts in a run folder.
 
     It is stored at MLFLOW_TRACKING_URI, else in files of the run folder.
@@ -151,7 +155,7 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri or (run.trackers / "mlruns").absolute().as_uri())
-        self._run = _load_or_create_id(
+        self._run = _read_or_create_id_file(
             run.trackers / "mlflow_id", lambda: self._create_mlflow_run(recipe, run)
         )
         self._client.update_run(self._run, "RUNNING")
@@ -159,7 +163,7 @@ class Mlflow:
             # Some versions of MLflow limit a parameter's value to 500 characters.
             settings = {
                 f"{name}": str(value)[:500]
-                for name, value in leaf_values(_recipe_without_secrets(recipe))
+                for name, value in path_and_leaf_value_pairs(_recipe_without_secrets(recipe))
             }
             # MLflow refuses another value for a parameter that an earlier start has set.
             with contextlib.suppress(Exception):
@@ -192,13 +196,13 @@ class Mlflow:
 
 
 TRACKERS: dict[str, Callable[[Recipe, RunDir, int], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": Mlflow,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
 }
 
 
-def _load_or_create_id(id_path: Path, create_id: Callable[[], str]) -> str:
+def _read_or_create_id_file(id_path: Path, create_id: Callable[[], str]) -> str:
     """Return the id in this file; the first start in a run folder makes and stores it."""
     if not id_path.exists():
         id_path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 import ortlaunch
-from ortlaunch.api.detached import launch_option_arguments, start_detached_command
+from ortlaunch.api.detached import (
+    launch_options_as_command_arguments,
+    start_detached_and_await_job_file,
+)
 from ortlaunch.errors import InputError, PlanError, RecipeError, RunError
 from ortlaunch.run_folder.folder import RunDir
 from tests.makers import CUSTOM
@@ -83,14 +86,14 @@ def test_a_rank_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_as_words() -> None:
     """The options of a run are those of the command that is started."""
     options = ortlaunch.LaunchOptions("mpi", 2, "hosts", include="a", exclude="b")
-    assert launch_option_arguments(options) == [
+    assert launch_options_as_command_arguments(options) == [
         "--launcher=mpi",
         "--nproc-per-node=2",
         "--hostfile=hosts",
         "--include=a",
         "--exclude=b",
     ]
-    assert launch_option_arguments(ortlaunch.LaunchOptions()) == []
+    assert launch_options_as_command_arguments(ortlaunch.LaunchOptions()) == []
 
 
 def test_a_command_that_ends_at_once() -> None:
@@ -98,7 +101,7 @@ def test_a_command_that_ends_at_once() -> None:
     Path("bad.yaml").write_text(yaml.safe_dump({**CUSTOM, "seed": "x"}))
     run = RunDir("run")
     with pytest.raises(RunError, match=r"bad\.yaml:\d+:\d+: seed: got") as caught:
-        start_detached_command(["train", "bad.yaml", "--run-dir=run"], run, {})
+        start_detached_and_await_job_file(["train", "bad.yaml", "--run-dir=run"], run, {})
     assert caught.value.exit_status == 2
 
 

@@ -15,7 +15,7 @@ from ortlaunch.api import trial_starts, trials
 from ortlaunch.api.starts import submit
 from ortlaunch.api.sweeps import Sweep, sweep
 from ortlaunch.errors import InputError, PlanError, RunError
-from ortlaunch.planning.hosts import Host, parse_hostfile, select_hosts
+from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, parse_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
@@ -146,7 +146,7 @@ def test_a_pruned_trial(planted: Any) -> None:
     starts = planted(lambda run, start: (0, [1.0]))
     sweep({**swept(pruner="asha", trials=1), "train": train})
     study = trials.Study(trials.SweepDir(Path("sweeps/made")), recipe(**swept(pruner="asha")), True)
-    study.report_and_ask_to_prune(study.draw_trial(), {1: 5.0})
+    study.report_values_and_decide_to_prune(study.draw_trial_values_and_return_number(), {1: 5.0})
     study.set_attributes(1, pruned=1)
     del study
     found = sweep({**swept(pruner="asha", trials=2), "train": train})
@@ -169,8 +169,8 @@ def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(trials, "start_or_queue_trial", start)
     monkeypatch.setattr(
         trials.requests,
-        "request_stop",
-        lambda run, should_wait, sender: stopped.append(f"{run.path.name} by {sender}"),
+        "request_stop_and_wait_if_asked",
+        lambda run, waits_for_end, sender: stopped.append(f"{run.path.name} by {sender}"),
     )
     train = {"max_steps": 20, "evaluate_every_steps": 5}
     found = sweep({**swept(pruner="asha"), "train": train})
@@ -193,7 +193,9 @@ def test_no_trial_is_pruned_after_its_last_step(
         return process
 
     monkeypatch.setattr(trials, "start_or_queue_trial", start)
-    monkeypatch.setattr(trials.requests, "request_stop", lambda *_, **__: pytest.fail("stopped"))
+    monkeypatch.setattr(
+        trials.requests, "request_stop_and_wait_if_asked", lambda *_, **__: pytest.fail("stopped")
+    )
     train = {"max_steps": 5, "evaluate_every_steps": 5}
     found = sweep({**swept(pruner="asha"), "train": train})
     assert [one.state for one in found.trials()] == ["complete"] * 3
@@ -250,7 +252,7 @@ def test_refusals(planted: Any, tmp_path: Path) -> None:
 def shares(parallel: int, environ: dict[str, str], **launch: Any) -> list[Any]:
     """Return the variables of each trial at the same time."""
     made = recipe(**swept(parallel=parallel), launch=launch)
-    found = trial_starts.shares_of_machine(made, LaunchOptions(), environ)
+    found = trial_starts.resources_of_parallel_trials(made, LaunchOptions(), environ)
     return [one.environ for one in found]
 
 
@@ -277,8 +279,11 @@ def test_shares_of_hosts(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nme@b slots=2\n[::1] slots=1\nc slots=2\nd slots=2\n")
     options = LaunchOptions(hostfile=str(file), exclude="c@b:0")
-    found = trial_starts.shares_of_machine(recipe(**swept(parallel=2)), options)
+    found = trial_starts.resources_of_parallel_trials(recipe(**swept(parallel=2)), options)
     assert [one.options.include for one in found] == ["a:0,1@b:1", "[::1]:0@d:0,1"]
     hosts = parse_hostfile(file.read_text(), "hosts").hosts
-    assert select_hosts(hosts, found[0].options.include) == (hosts[0], Host("me@b", 1, (1,)))
+    assert filter_hosts_by_include_or_exclude(hosts, found[0].options.include) == (
+        hosts[0],
+        Host("me@b", 1, (1,)),
+    )
     assert {one.options.exclude for one in found} == {None}

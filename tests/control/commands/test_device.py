@@ -10,7 +10,7 @@ import pytest
 from ortlaunch import tasks
 from ortlaunch.commands import device
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.recipe import dump_recipe_yaml, parse_resolved
+from ortlaunch.recipe import dump_recipe_yaml, parse_resolved_recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.tasks import DeviceRequest
 from tests import makers
@@ -44,11 +44,13 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tasks, "run_task_alone", lambda request: started.append(request) or 3)
     mine = ("data.train.format=text", "data.train.path=[mine.txt]", "train.max_steps=7")
     assert (
-        device.start_device_verb(DeviceRequest("train", str(artifacts), to="after", steps=5), mine)
+        device.run_device_verb_in_process(
+            DeviceRequest("train", str(artifacts), to="after", steps=5), mine
+        )
         == 3
     )
     (given,) = started
-    recipe = parse_resolved(given.recipe)
+    recipe = parse_resolved_recipe(given.recipe)
     assert (recipe.data.tokenizer, recipe.train.max_steps) == (str(artifacts), 7)
     assert (given.checkpoint, given.to, given.steps) == (str(artifacts.checkpoint), "after", 5)
 
@@ -92,15 +94,15 @@ def test_the_folder_of_a_result_is_made_before_any_step(
     monkeypatch.setattr(tasks, "run_task_alone", run)
     clients = (str(artifacts.checkpoint),) * 2
     earlier = tmp_path / "rounds/2/mean"
-    device.start_device_verb(
+    device.run_device_verb_in_process(
         DeviceRequest("train", str(artifacts), to=str(tmp_path / "out/client")), ()
     )
-    device.average_checkpoints(
+    device.average_client_checkpoints(
         DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients)
     )
     # The mark of onnxruntime's checkpoints, in bytes 4 to 7.
     earlier.write_bytes(b"\x14\0\0\0ODTC")
-    device.average_checkpoints(
+    device.average_client_checkpoints(
         DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients)
     )
     assert there == [True, True, True]
@@ -113,9 +115,9 @@ def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:
         InputError,
         match=r"it lacks eval_model\.onnx; ortlaunch export RUN --format ondevice writes",
     ):
-        device.start_device_verb(DeviceRequest("train", str(artifacts)), ())
+        device.run_device_verb_in_process(DeviceRequest("train", str(artifacts)), ())
     artifacts.eval.touch()
     with pytest.raises(RecipeError, match=r"did you mean data\.sequence_length"):
-        device.start_device_verb(
+        device.run_device_verb_in_process(
             DeviceRequest("train", str(artifacts)), ("data.sequence_lenght=8",)
         )

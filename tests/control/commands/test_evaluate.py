@@ -12,13 +12,13 @@ from ortlaunch import tasks
 from ortlaunch.commands import evaluate as evaluations
 from ortlaunch.commands import evaluate_model
 from ortlaunch.errors import InputError, PlanError
-from ortlaunch.planning.describe import describe_plan
+from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import dump_recipe_yaml, parse_resolved
+from ortlaunch.recipe import dump_recipe_yaml, parse_resolved_recipe
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
-from ortlaunch.run_folder.origin import ORIGIN, checkpoint_origin
+from ortlaunch.run_folder.origin import ORIGIN, origin_of_run_to_start
 from tests import makers
 
 EVALUATION = ("data.evaluation.format=custom", "data.evaluation.factory=mine:data")
@@ -43,10 +43,12 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     # The global batch of 8 is not divisible by 3 ranks.
     started: list[Any] = []
     monkeypatch.setattr(
-        evaluations.control, "run_training_command", lambda *given: started.append(given) or 3
+        evaluations.control,
+        "lock_folder_and_run_training",
+        lambda *given: started.append(given) or 3,
     )
     options = LaunchOptions("torchrun", 3)
-    assert evaluations.evaluate_checkpoint(run, None, EVALUATION, options) == 3
+    assert evaluations.evaluate_checkpoint_in_own_run(run, None, EVALUATION, options) == 3
     ((resolved, folder, resume),) = started
     assert (resolved.plan.task, resolved.plan.world_size, resolved.plan.batch.global_samples) == (
         "evaluate",
@@ -60,27 +62,29 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_said_of_it(run: RunDir) -> None:
     """The printed changes are those that concern an evaluation: neither batches nor steps."""
-    trained = parse_resolved(run.recipe.read_text())
+    trained = parse_resolved_recipe(run.recipe.read_text())
     write_json_atomically(run.checkpoint_folder(10) / "manifest.json", {"step": 10})
     write_json_atomically(
         run.checkpoint_folder(10) / ORIGIN,
-        checkpoint_origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None),
+        origin_of_run_to_start(trained, makers.plan(trained).batch, 1, "cpu", {}, None),
     )
-    found = evaluations._resolve_evaluation(
+    found = evaluations._resolve_evaluation_run_or_refuse(
         run, (*EVALUATION, "log.every_steps=7"), LaunchOptions("torchrun", 3)
     )
     options = ResumeOptions(str(run.checkpoint_folder(10)))
-    lines = resume.plan_run_beginning(run.evaluation_folder(10), found, None, options).text_lines
+    lines = resume.choose_checkpoint_and_list_changes(
+        run.evaluation_folder(10), found, None, options
+    ).text_lines
     assert lines[0] == f"evaluating after step 10 from {run.checkpoint_folder(10)}"
     assert "  changed: log.every_steps: 10 -> 7: applied" in lines
     assert [line for line in lines if "batch" in line or "world" in line] == []
     assert (
-        describe_plan(found.plan, found.recipe_file.recipe).splitlines()[0]
+        plan_description_text(found.plan, found.recipe_file.recipe).splitlines()[0]
         == "made: 3 ranks on 1 host, cpu, launcher torchrun"
     )
     assert [
         line
-        for line in describe_plan(found.plan, found.recipe_file.recipe).splitlines()
+        for line in plan_description_text(found.plan, found.recipe_file.recipe).splitlines()
         if line[0] != " "
     ][1:] == []
 
@@ -92,7 +96,7 @@ def _words(run: RunDir) -> RunDir:
     write_json_atomically(run.checkpoint_folder(10) / "manifest.json", {"step": 10})
     write_json_atomically(
         run.checkpoint_folder(10) / ORIGIN,
-        checkpoint_origin(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None),
+        origin_of_run_to_start(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None),
     )
     # With its own vocabulary, the training data no longer determine the tokens.
     write_json_atomically(run.vocabulary, {})
@@ -106,8 +110,8 @@ def _other_text(run: RunDir) -> str:
 
 
 def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
-    found = evaluations._resolve_evaluation(run, overrides, LaunchOptions("local"))
-    return resume.plan_run_beginning(
+    found = evaluations._resolve_evaluation_run_or_refuse(run, overrides, LaunchOptions("local"))
+    return resume.choose_checkpoint_and_list_changes(
         run.evaluation_folder(10), found, None, ResumeOptions(str(run.checkpoint_folder(10)))
     ).text_lines
 
@@ -147,7 +151,7 @@ def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
 def test_refusals(step: int | None, overrides: tuple[str, ...], message: str, run: RunDir) -> None:
     """An absent step and an absent evaluation corpus are refused before a process starts."""
     with pytest.raises(InputError, match=message):
-        evaluations.evaluate_checkpoint(run, step, overrides, LaunchOptions("local"))
+        evaluations.evaluate_checkpoint_in_own_run(run, step, overrides, LaunchOptions("local"))
 
 
 @pytest.fixture
@@ -185,10 +189,12 @@ def test_a_model_is_measured_by_its_runs_recipe(
         # parents[1] is the run itself, whose checkpoints are evaluated in another way.
         False,
     )
-    assert evaluate_model.evaluate_model(model, None, corpus, as_json=False) == 3
+    assert (
+        evaluate_model.evaluate_exported_model_in_process(model, None, corpus, as_json=False) == 3
+    )
     given = started[0]
     assert (given.model, given.modules) == (str(model / "model.onnx"), str(model.parents[2]))
-    recipe = parse_resolved(given.recipe)
+    recipe = parse_resolved_recipe(given.recipe)
     assert (recipe.engine.name, recipe.data.tokenizer, recipe.model.pretrained) == (
         "eager",
         str(model),
@@ -197,8 +203,8 @@ def test_a_model_is_measured_by_its_runs_recipe(
 
     # Without a graph, transformers loads the weights.
     (model / "model.onnx").unlink()
-    evaluate_model.evaluate_model(model, None, corpus, as_json=False)
-    assert parse_resolved(started[1].recipe).model.pretrained == str(model)
+    evaluate_model.evaluate_exported_model_in_process(model, None, corpus, as_json=False)
+    assert parse_resolved_recipe(started[1].recipe).model.pretrained == str(model)
     elsewhere = model.parents[2] / "elsewhere"
     for wrong, overrides, message in (
         (model, (), "has no data.evaluation; set it"),
@@ -210,7 +216,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
         if wrong == elsewhere:
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
-            evaluate_model.evaluate_model(wrong, None, overrides, as_json=False)
+            evaluate_model.evaluate_exported_model_in_process(wrong, None, overrides, as_json=False)
 
 
 CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
@@ -247,19 +253,22 @@ def test_the_advice_can_be_typed(
     RunDir(model.parents[1]).recipe.write_text(dump_recipe_yaml(made))
     # The recipe has no evaluation corpus.
     with pytest.raises(InputError) as caught:
-        evaluate_model.evaluate_model(model, None, (), as_json=False)
+        evaluate_model.evaluate_exported_model_in_process(model, None, (), as_json=False)
     advice = str(caught.value).partition("set it, as ")[2]
     assert (
-        evaluate_model.evaluate_model(model, None, tuple(shlex.split(advice)), as_json=False) == 3
+        evaluate_model.evaluate_exported_model_in_process(
+            model, None, tuple(shlex.split(advice)), as_json=False
+        )
+        == 3
     )
 
 
 def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
     """The suggested evaluation function for samples of the user's own is valid."""
     with pytest.raises(InputError) as caught:
-        evaluations.evaluate_checkpoint(run, None, (), LaunchOptions("local"))
+        evaluations.evaluate_checkpoint_in_own_run(run, None, (), LaunchOptions("local"))
     advice = tuple(shlex.split(str(caught.value).partition("set it, as ")[2]))
     (Path(run.path).parent / "mine.py").write_text(f"{makers.OWN_MODULE}\n\ndef held_out(): ...\n")
-    assert evaluations._resolve_evaluation(
+    assert evaluations._resolve_evaluation_run_or_refuse(
         run, advice, LaunchOptions("local")
     ).recipe_file.recipe.data.evaluation

@@ -66,9 +66,9 @@ def test_which_model(
         write_json_atomically(run.export / "config.json", {})
 
     monkeypatch.setattr(
-        tasks, "run_task_for_answer", lambda request, _: started.append(request) or "The\n"
+        tasks, "run_task_and_capture_output", lambda request, _: started.append(request) or "The\n"
     )
-    assert generation.generate_text(asked(run.path, step)) == "The"
+    assert generation.generate_text_in_process(asked(run.path, step)) == "The"
     (given,) = started
     assert (given.model, given.step) == (str(tmp_path / taken[0]), taken[1])
 
@@ -78,20 +78,20 @@ def test_refusals(tmp_path: Path) -> None:
     for task in ("masked-lm", "pretraining"):
         run = run_of(tmp_path / task, task)
         with pytest.raises(InputError, match=f"trains task {task}; only causal-lm generates text"):
-            generation.generate_text(asked(run.path))
+            generation.generate_text_in_process(asked(run.path))
     write_json_atomically(tmp_path / "bert/config.json", {"architectures": ["BertForMaskedLM"]})
     with pytest.raises(
         InputError, match="bert contains a BertForMaskedLM; only causal models generate text"
     ):
-        generation.generate_text(asked(tmp_path / "bert"))
+        generation.generate_text_in_process(asked(tmp_path / "bert"))
     # A folder with neither a plan.json nor a config.json.
     with pytest.raises(
         InputError,
         match=r"is neither a run folder \(plan.json\) nor a folder of a transformers model",
     ):
-        generation.generate_text(asked(tmp_path / "nothing"))
+        generation.generate_text_in_process(asked(tmp_path / "nothing"))
     with pytest.raises(
         InputError,
         match=r"--step: .* is not a run folder, and has no checkpoints",
     ):
-        generation.generate_text(asked(tmp_path / "bert", 10))
+        generation.generate_text_in_process(asked(tmp_path / "bert", 10))

@@ -37,18 +37,23 @@ def place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(selftest, "check_hosts_or_this_machine", lambda *_: [CHECKED])
     monkeypatch.setattr(
-        selftest, "_measure_rates_and_links", lambda *_: [Finding("a", "link", OK, "to b")]
+        selftest, "_measure_fabric_and_judge", lambda *_: [Finding("a", "link", OK, "to b")]
     )
     monkeypatch.setattr(selftest, "_has_mpirun", lambda: True)
-    monkeypatch.setattr(selftest, "_slurm_node_count", lambda: 3)
-    monkeypatch.setattr(selftest, "_run_training", train)
+    monkeypatch.setattr(selftest, "_slurm_node_count_or_zero", lambda: 3)
+    monkeypatch.setattr(selftest, "_train_and_summarize_result", train)
     return names
 
 
 def run(folder: Path, answer: bool = False, **launch: str | int) -> dict[str, Finding]:
     """Run the selftest, and return its findings by their check."""
     request = SelftestRequest(folder, launch_options=LaunchOptions(**launch))  # type: ignore[arg-type]
-    return {one.check: one for one in selftest.run_selftest(request, lambda question: answer, {})}
+    return {
+        one.check: one
+        for one in selftest.train_with_each_launcher_and_compare(
+            request, lambda question: answer, {}
+        )
+    }
 
 
 def test_a_backend_with_other_losses_fails_it(place: list[str], tmp_path: Path) -> None:
@@ -110,7 +115,9 @@ def test_a_launcher_of_choice(place: list[str], tmp_path: Path) -> None:
 )
 def test_verdicts(losses: tuple[float, ...], wrong: str, start: str) -> None:
     """Losses within 1e-5, as many steps, and ranks as planned count as equal."""
-    found = TrainingResult("mpi", "a:0-1", losses, 1.0, Path("log"), wrong).compared_finding(LOSSES)
+    found = TrainingResult(
+        "mpi", "a:0-1", losses, 1.0, Path("log"), wrong
+    ).finding_compared_with_first_losses(LOSSES)
     assert found.what.startswith(start)
     assert found.verdict == (OK if start == "equal: " else FAILED)
 
@@ -135,9 +142,9 @@ def test_a_signal_leaves_no_job_and_no_process(
             raise SystemExit(143)
         return 0
 
-    monkeypatch.setattr(selftest, "_run_and_log", call)
+    monkeypatch.setattr(selftest, "_run_command_with_output_in_log", call)
     with pytest.raises(SystemExit):
-        selftest._run_training(tmp_path, Training("slurm", (), "submit"), ())
+        selftest._train_and_summarize_result(tmp_path, Training("slurm", (), "submit"), ())
     assert called == ["submit", "status", "cancel"]
 
 
@@ -147,7 +154,7 @@ def test_a_signal_ends_the_command_that_runs(tmp_path: Path) -> None:
         "import signal, sys\nfrom pathlib import Path\nfrom ortlaunch.commands import selftest\n"
         "signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.3)\n"
-        "selftest._run_and_log((sys.executable, '-c', "
+        "selftest._run_command_with_output_in_log((sys.executable, '-c', "
         "'import os,time;print(os.getpid(),flush=True);time.sleep(60)'), "
         "Path('log'))\n"
     )

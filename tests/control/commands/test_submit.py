@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.commands.submit import job_request, submit_run
+from ortlaunch.commands.submit import scheduler_request_of_run, write_submission_and_queue_job
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs import ended, listing, queued, registry
-from ortlaunch.other_runs.cancel import cancel_run
-from ortlaunch.other_runs.logs import iterate_output
-from ortlaunch.other_runs.requests import request_stop
-from ortlaunch.other_runs.runs_table import format_runs_table
+from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
+from ortlaunch.other_runs.logs import iterate_rank_output_text
+from ortlaunch.other_runs.requests import request_stop_and_wait_if_asked
+from ortlaunch.other_runs.runs_table import runs_table_text
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.schedulers import QueueState, slurm
 from tests.makers import BERT, CUSTOM, WORDS
@@ -46,20 +46,22 @@ OPTIONS = LaunchOptions(planned_only=True, declared=True)
 def resolved(*overrides: str, **sections: Any) -> ResolvedRun:
     """Resolve a recipe of a custom model in the current folder, for a scheduler."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve_command(
+    return load_and_resolve_recipe(
         Path("recipe.yaml"), overrides, OPTIONS, {"PATH": "/bin", "WANDB_API_KEY": "s3cret"}
     )
 
 
 def script(*overrides: str, **sections: Any) -> str:
     """Return the batch script."""
-    return job_request(resolved(*overrides, **sections), RunDir(WHERE), "slurm").files[0][1]
+    return scheduler_request_of_run(resolved(*overrides, **sections), RunDir(WHERE), "slurm").files[
+        0
+    ][1]
 
 
 def test_a_thousand_nodes() -> None:
     """The script for 1,024 nodes is as expected, made in a second, and has no secret."""
     began = time.process_time()
-    request = job_request(resolved(**LARGE), RunDir(WHERE), "slurm")
+    request = scheduler_request_of_run(resolved(**LARGE), RunDir(WHERE), "slurm")
     # Work for each rank of 8,192 would take longer.
     assert time.process_time() - began < 1
     text = request.files[0][1].replace(str(Path.cwd()), "/here")
@@ -132,9 +134,9 @@ def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str
             LaunchError,
             match="Slurm says OUT_OF_ME as the job's state, which ortlaunch does not know",
         ):
-            slurm.state_in_lines(text)
+            slurm.state_in_squeue_or_sacct_output(text)
     else:
-        assert slurm.state_in_lines(text) == QueueState(state, words)
+        assert slurm.state_in_squeue_or_sacct_output(text) == QueueState(state, words)
 
 
 def test_what_scontrol_says() -> None:
@@ -143,8 +145,10 @@ def test_what_scontrol_says() -> None:
         "JobId=2 JobName=bert\n   UserId=root(0)\n   "
         "JobState=PENDING Reason=BeginTime Dependency=(null)\n"
     )
-    assert slurm.state_in_record(text) == QueueState(JobState.PENDING, "PENDING (BeginTime)")
-    assert slurm.state_in_record("") is None
+    assert slurm.state_in_scontrol_output(text) == QueueState(
+        JobState.PENDING, "PENDING (BeginTime)"
+    )
+    assert slurm.state_in_scontrol_output("") is None
 
 
 # When the turn of a job began; this is later than any turn of the tests.
@@ -159,21 +163,21 @@ class Queue:
         for module in (queued, __import__("ortlaunch.commands.submit", fromlist=["submit"])):
             monkeypatch.setattr(module, "load_scheduler", lambda name: self)
 
-    def request(self, job: Any) -> Any:
-        return slurm.request(job)
+    def submission_request_of_job(self, job: Any) -> Any:
+        return slurm.submission_request_of_job(job)
 
-    def submit(self, request: Any) -> str:
+    def write_files_and_queue_job(self, request: Any) -> str:
         for path, text in request.files:
             write_text_atomically(Path(path), text)
         return "12"
 
-    def states(self) -> dict[str, QueueState]:
+    def states_of_user_jobs(self) -> dict[str, QueueState]:
         return {} if self.seen is None else {"12": self.seen}
 
-    def state(self, job: str) -> QueueState | None:
+    def queue_state_or_none(self, job: str) -> QueueState | None:
         return self.seen
 
-    def cancel(self, job: str) -> None:
+    def request_end_of_job(self, job: str) -> None:
         self.seen = QueueState(JobState.CANCELLED, "CANCELLED")
 
 
@@ -186,14 +190,14 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 def test_a_run_folder_with_a_blank() -> None:
     """A run folder's path with special characters is escaped in the script."""
     # sbatch splits its options at blanks, reads # as a comment and % as a pattern.
-    text = job_request(resolved(), RunDir("/my runs/50%#1"), "slurm").files[0][1]
+    text = scheduler_request_of_run(resolved(), RunDir("/my runs/50%#1"), "slurm").files[0][1]
     assert "#SBATCH --output='/my runs/50%%#1/logs/slurm-%j.out'\n" in text
 
 
 def put(queue: Queue) -> RunDir:
     """Submit a run."""
     run = RunDir("one")
-    assert submit_run(resolved(), run.path, run, "slurm").job_id == "12"
+    assert write_submission_and_queue_job(resolved(), run.path, run, "slurm").job_id == "12"
     return run
 
 
@@ -203,17 +207,19 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
     assert str(read_status(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
     assert "job 12 of slurm" in str(read_status(run))
     assert (
-        format_runs_table(listing.newest_statuses(None), 80).split("\n")[1].startswith("pending ")
+        runs_table_text(listing.newest_statuses_that_match(None), 80)
+        .split("\n")[1]
+        .startswith("pending ")
     )
     with pytest.raises(PlanError, match="its run has not ended, or is queued"):
-        submit_run(resolved(), run.path, run, "slurm")
+        write_submission_and_queue_job(resolved(), run.path, run, "slurm")
     write_text_atomically(run.logs / "slurm-12.out", "hello\n")
-    assert "".join(iterate_output(run, 0, follows_until_end=False)) == "hello\n"
-    assert cancel_run(run).startswith("cancelled\n")
+    assert "".join(iterate_rank_output_text(run, 0, follows_until_end=False)) == "hello\n"
+    assert cancel_run_and_wait_for_its_end(run).startswith("cancelled\n")
     # The queue forgets its jobs after some time; job.json has the end.
     queue.seen = None
     assert (read_status(run).state, read_status(run).job.exit_status) == (JobState.CANCELLED, 1)
-    assert cancel_run(run).startswith("nothing to cancel")
+    assert cancel_run_and_wait_for_its_end(run).startswith("nothing to cancel")
 
 
 def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
@@ -223,7 +229,7 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
     for path in (run.plan, run.request):
         write_text_atomically(path, "")
     write_json_atomically(run.stopped, {"step": 7, "steps": 9, "by": "SIGTERM", "exit_status": 85})
-    queue.cancel("12")
+    queue.request_end_of_job("12")
     status = read_status(run)
     assert (status.state, status.job.exit_status) == (JobState.CANCELLED, 143)
     assert "saved after step 7 of 9" in str(status)
@@ -256,8 +262,8 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     run = put(queue)
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.main() == 85
-    record = JobRecord.read(run)
+    assert ended.record_end_and_requeue() == 85
+    record = JobRecord.read_or_none(run)
     assert record is not None
     assert (record.backend, record.id, record.state) == ("slurm", "12", JobState.PREEMPTED)
     queue.seen = QueueState(JobState.PENDING, "PENDING (BeginTime)")
@@ -288,8 +294,8 @@ def test_a_turn_without_a_step(
     write_json_atomically(run.rank_error_path(0), STOPPED)
     monkeypatch.setenv("SLURM_RESTART_COUNT", turn)
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.main() == status
-    record = JobRecord.read(run)
+    assert ended.record_end_and_requeue() == status
+    record = JobRecord.read_or_none(run)
     assert record is not None
     assert (record.state, "not requeued" in str(record.verdict)) == (state, turn == "1")
 
@@ -304,8 +310,8 @@ def test_restarts_of_a_queued_run_are_counted(
     # Status 137 is that of SIGKILL, which may repeat without being deterministic.
     for turn, status, requeued in ((1, 137, True), (2, 137, True), (3, 137, False)):
         monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status), BEGAN])
-        assert ended.main() == status
-        record = JobRecord.read(run)
+        assert ended.record_end_and_requeue() == status
+        record = JobRecord.read_or_none(run)
         assert record is not None
         assert [one.number for one in record.attempts] == list(range(1, turn + 1))
         assert run.requeue_request.exists() == requeued
@@ -324,11 +330,11 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
     write_text_atomically(run.request, "")
     write_json_atomically(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.main() == 85
+    assert ended.record_end_and_requeue() == 85
     # As the script does with `touch`, when a start begins.
     os.utime(run.job_script, (later := time.time() + 1, later))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1", BEGAN])
-    assert ended.main() == 1
+    assert ended.record_end_and_requeue() == 1
     assert read_status(run).state is JobState.FAILED
 
 
@@ -355,7 +361,9 @@ def test_what_goes_back_into_the_queue(
     for name, body in (("srun", f"exit {status}"), ("scontrol", f"echo $* > {tools}/asked")):
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
         (tools / name).chmod(0o755)
-    text = job_request(resolved(f"launch.max_restarts={restarts}"), run, "slurm").files[0][1]
+    text = scheduler_request_of_run(
+        resolved(f"launch.max_restarts={restarts}"), run, "slurm"
+    ).files[0][1]
     write_text_atomically(run.job_script, text)
     if stop:
         write_json_atomically(run.stop_request, {"by": stop})
@@ -378,7 +386,7 @@ def test_a_turn_whose_node_was_taken_for_dead(
     began = int(run.job_script.stat().st_mtime)
     os.utime(run.job_script, (began + 60, began + 60))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "2", "85", str(began)])
-    assert ended.main() == 85
+    assert ended.record_end_and_requeue() == 85
     assert "a later turn of this job has the run" in capsys.readouterr().err
     assert (run.job.read_text(), run.requeue_request.exists()) == (record, False)
 
@@ -411,7 +419,7 @@ def test_a_requeue_that_is_not_answered(
 ) -> None:
     """A requeue is asked for until the controller answers, and a refusal is in the run's status."""
     run = RunDir(tmp_path / "run")
-    submit_run(resolved("launch.max_restarts=1"), run.path, run, "slurm")
+    write_submission_and_queue_job(resolved("launch.max_restarts=1"), run.path, run, "slurm")
     _controller(tmp_path, body.replace("{0}", str(tmp_path)))
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run(
@@ -446,8 +454,8 @@ def test_an_end_before_rank_0_prepared(
     turn = ["an earlier turn failed", f"{slurm.TURN_PREFIX}n1, turn 2", *lines]
     write_text_atomically(run.logs / "slurm-12.out", "\n".join(turn))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143", BEGAN])
-    assert ended.main() == status
-    record = JobRecord.read(run)
+    assert ended.record_end_and_requeue() == status
+    record = JobRecord.read_or_none(run)
     assert record is not None
     assert record.verdict is not None
     assert record.verdict.endswith(f"before rank 0 prepared {run}: {said}")
@@ -463,8 +471,8 @@ def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     write_text_atomically(run.logs / "slurm-12.out", f"{slurm.TURN_PREFIX}n1, turn 1\n{line}\n")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137", BEGAN])
-    assert ended.main() == 137
-    record = JobRecord.read(run)
+    assert ended.record_end_and_requeue() == 137
+    record = JobRecord.read_or_none(run)
     assert record is not None
     assert f"Slurm ended the ranks: {line}" in str(record.verdict)
     assert "memory" not in str(record.verdict)
@@ -477,11 +485,11 @@ def test_many_runs_ask_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
     answer = "".join(f"{n}|RUNNING|None\n" for n in range(20))
 
-    def squeue(*argv: str, advice: str) -> subprocess.CompletedProcess[str]:
+    def squeue(*argv: str, missing_command_advice: str) -> subprocess.CompletedProcess[str]:
         asked.append(argv)
         return subprocess.CompletedProcess(argv, int(not answer), answer, "Unable to contact")
 
-    monkeypatch.setattr(slurm, "run_command", squeue)
+    monkeypatch.setattr(slurm, "run_scheduler_command", squeue)
     shared = queued.SharedQueue()
     states = [shared(job) for job in jobs]
     assert [found and found.state for found in states] == [JobState.RUNNING] * 20 + [None]
@@ -500,7 +508,9 @@ def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
     home = Path.cwd() / "gone"
     home.mkdir()
     os.chdir(home)
-    write_text_atomically(run.job_script, job_request(resolved(), run, "slurm").files[0][1])
+    write_text_atomically(
+        run.job_script, scheduler_request_of_run(resolved(), run, "slurm").files[0][1]
+    )
     os.chdir(tmp_path)
     (home / "recipe.yaml").unlink()
     home.rmdir()
@@ -521,16 +531,20 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
     gone = "Invalid job id specified"
     for words in (away, gone):
         failed = subprocess.CompletedProcess(["squeue"], 1, "", f"slurm_load_jobs error: {words}\n")
-        monkeypatch.setattr(slurm, "run_command", lambda *argv, advice, failed=failed: failed)
-        monkeypatch.setattr(slurm, "_state_by_sacct", lambda job: None)
+        monkeypatch.setattr(
+            slurm,
+            "run_scheduler_command",
+            lambda *argv, missing_command_advice, failed=failed: failed,
+        )
+        monkeypatch.setattr(slurm, "_ask_sacct_for_state_or_none", lambda job: None)
         if words is gone:
-            assert slurm.state("12") is None
+            assert slurm.queue_state_or_none("12") is None
         else:
             with pytest.raises(
                 LaunchError,
                 match="squeue cannot report the job's state: slurm_load_jobs error: Unable",
             ):
-                slurm.state("12")
+                slurm.queue_state_or_none("12")
 
 
 def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +555,7 @@ def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPa
     def away(job: str) -> None:
         raise LaunchError("squeue cannot report the job's state: slurm_load_jobs error")
 
-    monkeypatch.setattr(queue, "state", away)
+    monkeypatch.setattr(queue, "queue_state_or_none", away)
     said = str(read_status(run)).splitlines()
     assert said[1].startswith("step 7, loss 2.5000")
     assert said[2] == "squeue cannot report the job's state: slurm_load_jobs error"
@@ -557,22 +571,24 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
     with pytest.raises(
         RecipeError, match=r"data\.train\.path: got gone\.txt, which matches no file here"
     ):
-        submit_run(resolved(**sections), Path("one"), RunDir("one"), "slurm")
+        write_submission_and_queue_job(resolved(**sections), Path("one"), RunDir("one"), "slurm")
     assert not Path("one").exists()
     inside = resolved("submit.container={image: a/b}", **sections)
-    assert submit_run(inside, Path("one"), RunDir("one"), "slurm").job_id == "12"
+    assert (
+        write_submission_and_queue_job(inside, Path("one"), RunDir("one"), "slurm").job_id == "12"
+    )
 
 
 def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
     """A stop of a waiting run is refused, with the step that is saved."""
     run = put(queue)
     with pytest.raises(InputError, match="is queued, and it has no checkpoint"):
-        request_stop(run)
+        request_stop_and_wait_if_asked(run)
     write_text_atomically(run.checkpoint_folder(86) / "COMPLETE", "")
     with pytest.raises(
         InputError, match="is queued, and its last checkpoint is of step 86; `ortlaunch cancel`"
     ):
-        request_stop(run)
+        request_stop_and_wait_if_asked(run)
 
 
 def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,12 +598,14 @@ def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingDependency,
         match="sbatch not found: submit on a host of the cluster; --dry-run prints",
     ):
-        submit_run(resolved(), Path("one"), RunDir("one"), "slurm")
+        write_submission_and_queue_job(resolved(), Path("one"), RunDir("one"), "slurm")
 
 
 def test_forgotten_folders_leave_the_list(queue: Queue) -> None:
     """A run whose folder was moved or deleted leaves the list."""
     run = put(queue)
-    assert [str(one) for one in registry.existing_runs()] == [str(run.path.resolve())]
+    assert [str(one) for one in registry.list_runs_and_remove_stale_entries()] == [
+        str(run.path.resolve())
+    ]
     run.path.rename("elsewhere")
-    assert registry.existing_runs() == []
+    assert registry.list_runs_and_remove_stale_entries() == []

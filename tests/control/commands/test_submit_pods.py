@@ -14,14 +14,18 @@ import pytest
 import yaml
 
 from ortlaunch import recipe
-from ortlaunch.commands.submit import job_request, notes_on_ignored_fields, submit_run
+from ortlaunch.commands.submit import (
+    notes_on_ignored_submit_fields,
+    scheduler_request_of_run,
+    write_submission_and_queue_job,
+)
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, LaunchRequest
-from ortlaunch.other_runs.cancel import cancel_run
-from ortlaunch.other_runs.logs import iterate_output
+from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
+from ortlaunch.other_runs.logs import iterate_rank_output_text
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import QueueState, azureml, kubernetes
 from tests.control.typed import Run
@@ -53,12 +57,14 @@ def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
     )
     chosen = (AZURE, "submit.scheduler=azureml") if kind == "azureml" else pods
     options = LaunchOptions(planned_only=True, declared=True)
-    return resolve_command(Path(RECIPES[name]), (*WORLD, *chosen, *overrides), options, SECRET)
+    return load_and_resolve_recipe(
+        Path(RECIPES[name]), (*WORLD, *chosen, *overrides), options, SECRET
+    )
 
 
 def requested(name: str, kind: str, *overrides: str) -> LaunchRequest:
     """Return the request for the scheduler."""
-    return job_request(
+    return scheduler_request_of_run(
         resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes"
     )
 
@@ -100,7 +106,7 @@ def test_jobs_to_the_letter(name: str, kind: str) -> None:
     if kind != "azureml":
         chosen = resolved(name, kind).recipe_file.recipe
         inside = documents(name, kind)[0]["data"]["recipe.yaml"]
-        assert recipe.parse_resolved(inside) == chosen
+        assert recipe.parse_resolved_recipe(inside) == chosen
         # The recipe was compared above; its text would make the expected files long.
         text = re.sub(r"(  recipe.yaml: \|\n)(    .*\n)+", r"\1    ...\n", text)
     assert text == (GOLDEN / f"{name}-{kind}.yaml").read_text(encoding="utf-8")
@@ -232,7 +238,7 @@ def test_names_fit_hosts() -> None:
     """A long name of a run is shortened to a valid name of a host."""
     # A host's name has at most 63 letters, and the pod's number is added.
     long = RunDir(f"/runs/2_{'Long.Name' * 10}-20260101-000000")
-    text = job_request(resolved("bert-large", "job"), long, "kubernetes").files[0][1]
+    text = scheduler_request_of_run(resolved("bert-large", "job"), long, "kubernetes").files[0][1]
     name = list(yaml.safe_load_all(text))[-1]["metadata"]["name"]
     assert re.fullmatch(r"run-2-long-name[a-z0-9-]*-20260101-000000", name)
     assert len(name) <= 50
@@ -278,10 +284,12 @@ def test_a_part_that_is_refused(fake: Path) -> None:
     (fake / "refused").write_text("Service")
     run = RunDir("x-20260101-000000")
     with pytest.raises(LaunchError, match="Forbidden: Service"):
-        submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes")
+        write_submission_and_queue_job(resolved("bert-large", "job"), run.path, run, "kubernetes")
     assert "kubectl delete job.batch/x-20260101-000000" in (fake / "calls").read_text()
     (fake / "refused").unlink()
-    assert submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes").job_id
+    assert write_submission_and_queue_job(
+        resolved("bert-large", "job"), run.path, run, "kubernetes"
+    ).job_id
 
 
 # What platform teams add; the third is of a cluster with RDMA.
@@ -383,7 +391,7 @@ def test_the_manifest_alone_is_printed(ortlaunch: Run, tmp_path: Path) -> None:
 def test_what_is_slurms_is_said() -> None:
     """Fields that only Slurm has are named for another scheduler."""
     asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
-    assert notes_on_ignored_fields(asked) == [
+    assert notes_on_ignored_submit_fields(asked) == [
         "ignored by kubernetes: submit.partition, submit.exclusive"
     ]
 
@@ -413,7 +421,7 @@ def test_what_kubectl_says(status: Any, seen: QueueState) -> None:
                 {"type": kind, "status": "True", "reason": "R", "message": "M"} for kind in status
             ]
         }
-    assert kubernetes.state_in_object({"metadata": {}, "status": status}) == seen
+    assert kubernetes.queue_state_of_job_object({"metadata": {}, "status": status}) == seen
 
 
 def test_a_failure_that_saved() -> None:
@@ -424,7 +432,9 @@ def test_a_failure_that_saved() -> None:
     )
     failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": said}
     assert (
-        kubernetes.state_in_object({"metadata": {}, "status": {"conditions": [failed]}}).state
+        kubernetes.queue_state_of_job_object(
+            {"metadata": {}, "status": {"conditions": [failed]}}
+        ).state
         is JobState.PREEMPTED
     )
 
@@ -465,15 +475,20 @@ def test_a_run_in_pods(fake: Path) -> None:
     # The run's folder here has the record of the job alone.
     run = RunDir("x-20260101-000000")
     named = "default/job.batch/x-20260101-000000"
-    assert submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes").job_id == named
+    assert (
+        write_submission_and_queue_job(
+            resolved("bert-large", "job"), run.path, run, "kubernetes"
+        ).job_id
+        == named
+    )
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4}}))
     assert str(read_status(run)).splitlines()[1:] == ["queued: no pod is ready"]
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4, "ready": 4}}))
     assert read_status(run).state is JobState.RUNNING
-    assert "".join(iterate_output(run, 0, follows_until_end=True)) == "hello\n"
+    assert "".join(iterate_rank_output_text(run, 0, follows_until_end=True)) == "hello\n"
     with pytest.raises(InputError, match="kubernetes shows only rank 0's node"):
-        list(iterate_output(run, 3, follows_until_end=False))
-    assert cancel_run(run).startswith("cancelled\n")
+        list(iterate_rank_output_text(run, 3, follows_until_end=False))
+    assert cancel_run_and_wait_for_its_end(run).startswith("cancelled\n")
     assert read_status(run).state is JobState.CANCELLED
     calls = (fake / "calls").read_text().splitlines()
     assert calls[:2] == ["kubectl create --namespace=default --filename=- --output=json"] * 2
@@ -501,13 +516,16 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
     """The state in the workspace is that of the run, and an end is recorded with it."""
     run = RunDir("one")
     assert (
-        submit_run(resolved("bert-large", "azureml"), run.path, run, "azureml").job_id == "//blue"
+        write_submission_and_queue_job(
+            resolved("bert-large", "azureml"), run.path, run, "azureml"
+        ).job_id
+        == "//blue"
     )
     (fake / "answer").write_text(f"{word}\n")
     seen = read_status(run)
     assert (seen.state.value, seen.job.exit_status) == (state, status)
     assert word in (seen.job.verdict or "")
-    assert azureml.logs("g/w/blue", follows_until_end=True)[-2:] == (
+    assert azureml.log_command_of_first_node("g/w/blue", follows_until_end=True)[-2:] == (
         "--resource-group=g",
         "--workspace-name=w",
     )
@@ -516,7 +534,7 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
 def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
     """The end of a job that the scheduler does not know any more is not guessed."""
     run = RunDir("one")
-    submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes")
+    write_submission_and_queue_job(resolved("bert-large", "job"), run.path, run, "kubernetes")
     assert (
         read_status(run).job.verdict
         == "kubernetes says: unknown to the scheduler, so its end is unknown"
@@ -534,8 +552,12 @@ def test_refused_or_absent(
         MissingDependency,
         match=f"{command} not found: use a host .*; --dry-run prints the job",
     ):
-        submit_run(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
+        write_submission_and_queue_job(
+            resolved("bert-large", kind), Path("one"), RunDir("one"), name
+        )
     (tmp_path / command).write_text("#!/bin/sh\necho it exists already >&2\nexit 1\n")
     (tmp_path / command).chmod(0o755)
     with pytest.raises(LaunchError, match=f"{command} .*: it exists already"):
-        submit_run(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
+        write_submission_and_queue_job(
+            resolved("bert-large", kind), Path("one"), RunDir("one"), name
+        )

@@ -14,7 +14,7 @@ import pytest
 
 from ortlaunch import doctor, machine
 from ortlaunch.doctor import here, probe
-from ortlaunch.doctor.fabric import judge_measurements
+from ortlaunch.doctor.fabric import findings_on_matmul_links_and_all_reduce
 from ortlaunch.doctor.finding import FAILED, OK, WARNING
 from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import MissingDependency, PlanError, RunError
@@ -31,14 +31,16 @@ NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1
 
 def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
     """Return (verdict, finding, remedy) of each check of this machine, by the name of the check."""
-    found = here.check_this_host(HostRequirements((), "cpu", None)._replace(**asked))
+    found = here.check_this_host_and_recipe_packages(
+        HostRequirements((), "cpu", None)._replace(**asked)
+    )
     return {one.check: (one.verdict, one.what, one.mend) for one in found}
 
 
 def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part has a finding; the finding on an absent package has the command to install it."""
     monkeypatch.setattr(
-        doctor, "missing_items_for_ort", lambda on_gpu: [("no wheel", "pip install it")]
+        doctor, "missing_ort_item_and_remedy_pairs", lambda on_gpu: [("no wheel", "pip install it")]
     )
     assert set(verdicts()) == {
         "python", "torch", "ort", "deepspeed", "mpi", "gpus", "cache", "disk", "temporary",
@@ -74,12 +76,12 @@ def test_python(version: tuple[int, int], verdict: str, monkeypatch: pytest.Monk
 
 
 def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without mpirun the finding and its remedy are those of the error of `find_mpirun`."""
+    """Without mpirun the finding and its remedy are those of the error of `require_mpirun_here_or_on_path`."""
 
     def absent() -> str:
         raise MissingDependency("mpirun not found: load your module")
 
-    monkeypatch.setattr(here, "find_mpirun", absent)
+    monkeypatch.setattr(here, "require_mpirun_here_or_on_path", absent)
     assert verdicts()["mpi"] == (WARNING, "mpirun not found", "load your module")
 
 
@@ -89,7 +91,7 @@ def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) 
         machine, "hardware_record", lambda: {"gpus": ["NVIDIA H200", "NVIDIA H200"]}
     )
     monkeypatch.setattr(probe, "gpu_device_count", lambda: 2)
-    monkeypatch.setattr(probe, "gpu_process_lines", lambda: ["7, 30 MiB"])
+    monkeypatch.setattr(probe, "gpu_process_lines_or_none", lambda: ["7, 30 MiB"])
     monkeypatch.setattr(probe, "installed_versions", lambda *_: {"torch": "2.13.0+cpu"})
     # Four slots, and the probe above counts two GPUs.
     found = verdicts(device="cuda", nodes=(Node("localhost", 4, 0, (0, 1, 2, 3)),))
@@ -103,7 +105,7 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(doctor, "_is_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
     # 1 << 60 bytes (1 EiB) fit on no disk.
-    found = here.check_this_host(
+    found = here.check_this_host_and_recipe_packages(
         HostRequirements((), "cpu", tmp_path, disk_bytes_needed=1 << 60), made, world_of(made)
     )
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]
@@ -124,7 +126,11 @@ def measured(**other: Any) -> dict[str, Any]:
 
 def slow(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the host and the check of each finding that is not ok."""
-    return [(one.host, one.check) for one in judge_measurements(found, NODES) if one.verdict != OK]
+    return [
+        (one.host, one.check)
+        for one in findings_on_matmul_links_and_all_reduce(found, NODES)
+        if one.verdict != OK
+    ]
 
 
 def test_a_slow_device_and_a_slow_host_are_named() -> None:
@@ -133,7 +139,9 @@ def test_a_slow_device_and_a_slow_host_are_named() -> None:
     assert slow(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11])) == [("b", "matrix rate")]
     assert (
         "(rank 3)"
-        in judge_measurements(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11]), NODES)[1].what
+        in findings_on_matmul_links_and_all_reduce(
+            measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11]), NODES
+        )[1].what
     )
     # A hundredth of the rate, then 200 times the latency. Both links below are those of host b.
     for wrong in ({"seconds": 1e-1}, {"latency": 1e-2}):
@@ -147,7 +155,9 @@ def test_a_slow_device_and_a_slow_host_are_named() -> None:
 
 def test_one_rank_has_no_links() -> None:
     """A single rank has a finding on its matmul rate only."""
-    found = judge_measurements({"dtype": "bfloat16", "flops": [7e14]}, [Node("a", 1, 0, (0,))])
+    found = findings_on_matmul_links_and_all_reduce(
+        {"dtype": "bfloat16", "flops": [7e14]}, [Node("a", 1, 0, (0,))]
+    )
     assert [(one.check, one.what, one.figures) for one in found] == [
         (
             "matrix rate",
@@ -190,7 +200,7 @@ def test_data_workers_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     Path("r.yaml").write_text(dump_recipe_yaml(recipe(data={**CUSTOM["data"], "workers": 3})))
 
     def of_data(answer: Callable[[], str]) -> Any:
-        monkeypatch.setattr(checkup_module, "run_task_for_answer", lambda request: answer())
+        monkeypatch.setattr(checkup_module, "run_task_and_capture_output", lambda request: answer())
         options = LaunchOptions(processes_per_node=2)
         found = check_hosts_or_this_machine(Path("r.yaml"), (), options, CheckupOptions(), {})
         return {one.check: (one.verdict, one.what) for one in found}
@@ -229,9 +239,9 @@ def test_ranks_of_this_user_alone_are_stale(
             rank.stdout.readline()
         numbers = ", ".join(str(number) for number in sorted(rank.pid for rank in ranks))
         mine = f"{tmp_path}/runs/x ({numbers})"
-        assert mine in probe.living_rank_processes()
+        assert mine in probe.living_rank_texts_of_runs()
         monkeypatch.setattr(os, "getuid", lambda: 4711)
-        assert mine not in probe.living_rank_processes()
+        assert mine not in probe.living_rank_texts_of_runs()
         # The end of its input ends a rank.
         for rank in ranks:
             rank.stdin.close()

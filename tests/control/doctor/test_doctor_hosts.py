@@ -14,7 +14,7 @@ import pytest
 from ortlaunch.doctor import host_probes, probe
 from ortlaunch.doctor.finding import FAILED, WARNING, format_findings
 from ortlaunch.doctor.host_probes import ConnectionResult, ProbeAnswer, ProbeFailure
-from ortlaunch.doctor.hosts import HostRequirements, check_hosts
+from ortlaunch.doctor.hosts import HostRequirements, probe_and_judge_all_hosts
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Node
 
@@ -46,14 +46,18 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def tell(answer: ProbeAnswer = WELL, **told: Any) -> None:
         def ask(request: host_probes.ProbeRequest) -> tuple[list[ProbeAnswer], str]:
-            # `check_hosts` has just written the token; a host that shares the folder answers with it.
-            seen = probe.read_token(str(request.run_folder)) if request.run_folder else None
+            # `probe_and_judge_all_hosts` has just written the token; a host that shares the folder answers with it.
+            seen = (
+                probe.read_run_folder_token_or_none(str(request.run_folder))
+                if request.run_folder
+                else None
+            )
             first = WELL._replace(
                 properties={**GOOD, "token": seen, "machine": "m"}, connections=()
             )
             return [first, answer._replace(properties={**GOOD, "token": seen, **told})], "a"
 
-        monkeypatch.setattr(host_probes, "query_hosts", ask)
+        monkeypatch.setattr(host_probes, "probe_hosts_and_their_connections", ask)
 
     return tell
 
@@ -126,11 +130,11 @@ def test_what_is_wrong(
     asked = HostRequirements(
         NODES, "cuda", tmp_path, 1024, interface="eth0", shared_memory_bytes=96 << 20
     )
-    wrong = [finding for finding in check_hosts(asked) if finding.verdict != "ok"]
+    wrong = [finding for finding in probe_and_judge_all_hosts(asked) if finding.verdict != "ok"]
     assert [(one.host, one.check, one.verdict) for one in wrong] == [("b", check, verdict)]
     assert what in wrong[0].what
     assert wrong[0].mend
-    quick = check_hosts(asked._replace(checks_failures_only=True))
+    quick = probe_and_judge_all_hosts(asked._replace(checks_failures_only=True))
     assert any(finding.verdict == FAILED for finding in quick) == (verdict == FAILED)
     # The token file is removed.
     assert list(tmp_path.iterdir()) == []
@@ -148,10 +152,12 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = {"a": (shut,), "b": (open_._replace(error="refused"),), "c": (open_, shut)}
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
     answers = [WELL._replace(connections=reached) for reached in tries.values()]
-    monkeypatch.setattr(host_probes, "query_hosts", lambda request: (answers, "a"))
+    monkeypatch.setattr(
+        host_probes, "probe_hosts_and_their_connections", lambda request: (answers, "a")
+    )
     wrong = [
         (one.host, one.what)
-        for one in check_hosts(HostRequirements(nodes, "cpu", None))
+        for one in probe_and_judge_all_hosts(HostRequirements(nodes, "cpu", None))
         if one.verdict == FAILED
     ]
     assert wrong == [("b", "no other host reaches its port 4001: timed out"),
@@ -161,7 +167,7 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_good_hosts(tells: Any, tmp_path: Path) -> None:
     """Good hosts have no warnings, and the printed result ends with "ready"."""
     tells()
-    found = check_hosts(HostRequirements(NODES, "cuda", tmp_path))
+    found = probe_and_judge_all_hosts(HostRequirements(NODES, "cuda", tmp_path))
     assert {finding.verdict for finding in found} == {"ok"}
     assert format_findings(found).endswith("\nready")
 
@@ -171,7 +177,8 @@ def test_a_clock_that_is_read_late_is_not_wrong(tells: Any, tmp_path: Path) -> N
     # Seconds: 7 of skew with a possible error of 3 is below the limit of 5.
     tells(WELL._replace(clock_skew_seconds=7.0, skew_error_seconds=3.0))
     assert {
-        finding.verdict for finding in check_hosts(HostRequirements(NODES, "cuda", tmp_path))
+        finding.verdict
+        for finding in probe_and_judge_all_hosts(HostRequirements(NODES, "cuda", tmp_path))
     } == {"ok"}
 
 
@@ -221,7 +228,7 @@ def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_remedies_of_ssh(name: str, mend: str, ssh: None, tmp_path: Path) -> None:
     """Each error of ssh has a remedy of its own."""
-    (answer,), _ = host_probes.query_hosts(
+    (answer,), _ = host_probes.probe_hosts_and_their_connections(
         host_probes.ProbeRequest((name,), tmp_path, None, False, 0)
     )
     assert isinstance(answer, ProbeFailure)
@@ -234,8 +241,12 @@ def test_a_host_called_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "sources_checksum", lambda: 7)
     nodes = (Node("localhost", 1, 0, (0,)), Node("b", 1, 1, (0,)))
     lost = WELL._replace(properties={**WELL.properties, "address": None})
-    monkeypatch.setattr(host_probes, "query_hosts", lambda request: ([WELL, lost], "localhost"))
-    found = check_hosts(HostRequirements(nodes, "cpu", None))
+    monkeypatch.setattr(
+        host_probes,
+        "probe_hosts_and_their_connections",
+        lambda request: ([WELL, lost], "localhost"),
+    )
+    found = probe_and_judge_all_hosts(HostRequirements(nodes, "cpu", None))
     (wrong,) = [one for one in found if one.check == "address" and one.verdict == FAILED]
     assert (wrong.host, wrong.mend) == (
         "b",
@@ -252,7 +263,7 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
     request = host_probes.ProbeRequest(
         ("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0
     )
-    (good, refuses, bare, hangs), meeting = host_probes.query_hosts(request)
+    (good, refuses, bare, hangs), meeting = host_probes.probe_hosts_and_their_connections(request)
     assert isinstance(good, ProbeAnswer)
     assert (good.properties["hostname"], good.properties["token"]) == (socket.gethostname(), "word")
     assert good.properties["packages"] == probe.installed_versions()
@@ -280,13 +291,13 @@ def test_a_port_that_is_taken() -> None:
     peers = [("127.0.0.1", *ports, 1500) for ports in there.ports]
     # Both sides run at once, because a host answers others while it is inside `reach`.
     answering = threading.Thread(
-        target=there.reach_peers, args=([("127.0.0.1", *here.ports[0], 1500)],)
+        target=there.try_tcp_and_udp_of_peers, args=([("127.0.0.1", *here.ports[0], 1500)],)
     )
     answering.start()
-    assert here.reach_peers(peers) == [("", True, True)] * 2
+    assert here.try_tcp_and_udp_of_peers(peers) == [("", True, True)] * 2
     answering.join()
     there.close_sockets()
-    assert here.reach_peers(peers) == [("Connection refused", False, False)] * 2
+    assert here.try_tcp_and_udp_of_peers(peers) == [("Connection refused", False, False)] * 2
     here.close_sockets()
 
 
@@ -294,10 +305,10 @@ def test_which_hosts_try_which() -> None:
     """In a small group each host tries all others; of 128 hosts each but the first tries a few."""
     few = range(5)
     many = range(128)
-    assert {at: host_probes._hosts_to_try(at, [*few]) for at in few} == {
+    assert {at: host_probes._calls_of_hosts_to_connect_to(at, [*few]) for at in few} == {
         at: [one for one in few if one != at] for at in few
     }  # type: ignore[arg-type, type-var]
-    chosen: Any = {at: host_probes._hosts_to_try(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
+    chosen: Any = {at: host_probes._calls_of_hosts_to_connect_to(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
     # The first host tries all others.
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
@@ -321,22 +332,24 @@ class SimulatedCall:
     def __init__(self, request: host_probes.ProbeRequest, seconds: float, host: str) -> None:
         kind = type(self)
         self.host_name = host
-        self.can_be_reached = not host.startswith("dead")
+        self.has_address_and_open_ports = not host.startswith("dead")
         kind.open_now.add(host)
         kind.most_open = max(kind.most_open, len(kind.open_now))
-        self.answer: Any = WELL if self.can_be_reached else ProbeFailure("reached", "no answer", "")
-        if self.can_be_reached:
+        self.answer: Any = (
+            WELL if self.has_address_and_open_ports else ProbeFailure("reached", "no answer", "")
+        )
+        if self.has_address_and_open_ports:
             kind.living -= 1
             kind.everyone_asked.set() if kind.living == 0 else None
         else:
             assert kind.everyone_asked.wait(20), "a dead host delays the others"
 
-    def try_others_in_group(self, group: list[SimulatedCall]) -> None:
+    def measure_clock_and_connect_to_group(self, group: list[SimulatedCall]) -> None:
         """Record the members of the group."""
         # One member of the group does it, so that each group is recorded once.
         self.groups.append([one.host_name for one in group]) if self is group[-1] else None
 
-    def end_or_kill(self) -> None:
+    def end_or_kill_probe(self) -> None:
         """Count this connection as closed."""
         self.open_now.discard(self.host_name)
 
@@ -349,7 +362,7 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(f"dead{at}" if at % 16 == 1 else f"host{at}" for at in range(1024))
     monkeypatch.setattr(host_probes, "_ProbeCall", SimulatedCall)
     monkeypatch.setattr(SimulatedCall, "living", 960)
-    answers, meeting = host_probes.query_hosts(
+    answers, meeting = host_probes.probe_hosts_and_their_connections(
         host_probes.ProbeRequest(names, None, None, False, 0)
     )
     assert [isinstance(answer, ProbeAnswer) for answer in answers] == [
@@ -373,11 +386,13 @@ def test_whose_port_is_taken(
     answers[host] = WELL._replace(
         properties={**GOOD, "listens": "Address already in use"}, connections=()
     )
-    monkeypatch.setattr(host_probes, "query_hosts", lambda request: (answers, None))
+    monkeypatch.setattr(
+        host_probes, "probe_hosts_and_their_connections", lambda request: (answers, None)
+    )
     monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
     found = [
         finding
-        for finding in check_hosts(HostRequirements(NODES, "cpu", None, port=29500))
+        for finding in probe_and_judge_all_hosts(HostRequirements(NODES, "cpu", None, port=29500))
         if finding.check == "port"
     ]
     assert [finding.verdict for finding in found] == verdicts
@@ -399,9 +414,9 @@ def test_versions_are_those_of_the_metadata() -> None:
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An absent ssh is a finding, and an absent folder an error of ours: no traceback."""
     monkeypatch.setenv("PATH", "/nowhere")
-    found = check_hosts(HostRequirements(NODES, "cpu", tmp_path))
+    found = probe_and_judge_all_hosts(HostRequirements(NODES, "cpu", tmp_path))
     assert {(one.verdict, one.what) for one in found} == {
         (FAILED, "cannot start ssh here: No such file or directory")
     }
     with pytest.raises(InputError, match="is not a folder; create it first"):
-        check_hosts(HostRequirements(NODES, "cpu", tmp_path / "no"))
+        probe_and_judge_all_hosts(HostRequirements(NODES, "cpu", tmp_path / "no"))

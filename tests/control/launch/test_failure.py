@@ -16,7 +16,7 @@ from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.supervision.surroundings import RunSurroundings
+from ortlaunch.worker.supervision.surroundings import RunFolderWatcher
 from tests.makers import host, plan, recipe
 
 TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"
@@ -281,7 +281,7 @@ def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
 
 def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a full disk, ranks without a record have not vanished, and memory is not blamed."""
-    monkeypatch.setattr(failure, "is_disk_full", lambda path: path == run.path)
+    monkeypatch.setattr(failure, "is_disk_nearly_full", lambda path: path == run.path)
     said = f"ortlaunch: no space left on device ({run}), so no rank could write its error record"
     assert shown(classify_run_end(run, 1)) == (1, said)
     ended(run, 3, time=2.0, exit_status=7)
@@ -422,7 +422,7 @@ def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
     # With 8,192 ranks a list of the earlier ones in each record would be too long.
     run = RunDir(tmp_path)
     run.errors.mkdir()
-    assert [run.count_error_record(rank) for rank in (4, -1, 12345)] == [0, 1, 2]
+    assert [run.append_rank_to_error_count(rank) for rank in (4, -1, 12345)] == [0, 1, 2]
     assert run.accounts.stat().st_size == 24
     assert run.first_failed_ranks() == [4, -1, 12345]
 
@@ -432,14 +432,17 @@ def test_a_failure_of_another_rank_is_seen_without_a_listing(tmp_path: Path) -> 
     # On a full disk no record can be counted, so the files are listed.
     run = RunDir(tmp_path / "run")
     other = RunDir(tmp_path / "full")
-    found = [RunSurroundings(run, 1).has_other_rank_ended()]
+    found = [RunFolderWatcher(run, 1).has_another_rank_recorded_end()]
     for rank in (1, 0):
-        run.count_error_record(rank)
-        found.append(RunSurroundings(run, 1).has_other_rank_ended())
+        run.append_rank_to_error_count(rank)
+        found.append(RunFolderWatcher(run, 1).has_another_rank_recorded_end())
     assert found == [False, False, True]
     write_text_atomically(other.accounts, "")
     write_text_atomically(other.rank_error_path(0), "")
-    assert [RunSurroundings(other, rank).has_other_rank_ended() for rank in (0, 1)] == [False, True]
+    assert [RunFolderWatcher(other, rank).has_another_rank_recorded_end() for rank in (0, 1)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_rank_that_comes_back_after_a_restart(run: RunDir) -> None:
@@ -451,7 +454,7 @@ def test_a_rank_that_comes_back_after_a_restart(run: RunDir) -> None:
     move_logs_and_errors_to_attempt(run)
     os.utime(run.request, ns=(1, run.start_number + 1))
     ended(late, 1, 2.0)
-    late.count_error_record(1)
+    late.append_rank_to_error_count(1)
     write_json_atomically(late.lost, {"rank": 0, "host": "a", "summary": "no heartbeat"})
     assert classify_run_end(run, 0) == RunEnd(0, f"done: {run}")
     assert run.first_failed_ranks() == []

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import RankError
-from ortlaunch.launch.node import node_index
+from ortlaunch.launch.node import require_node_index_in_environ
 from ortlaunch.rank import Rank
 
 NODE = [sys.executable, "-m", "ortlaunch.launch.node"]
@@ -128,7 +128,7 @@ def test_a_first_node_that_takes_its_time() -> None:
 def test_a_node_that_is_not_counted(environ: dict[str, str], said: str) -> None:
     """A node without a valid, unambiguous number is refused."""
     with pytest.raises(RankError, match=said):
-        node_index(2, environ)
+        require_node_index_in_environ(2, environ)
 
 
 DOCS = Path(__file__).parents[3] / "docs" / "cluster.md"

@@ -45,9 +45,11 @@ def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", ["plain", "ignores", "stopped"])
 def test_what_a_launcher_leaves_is_ended(how: str, tmp_path: Path) -> None:
     """The wait ends after every descendant has, also in other sessions and with SIGTERM ignored."""
-    job = processes.submit(LaunchRequest((sys.executable, "-c", LEAVES, str(tmp_path), how, "9")))
+    job = processes.write_files_and_start_job(
+        LaunchRequest((sys.executable, "-c", LEAVES, str(tmp_path), how, "9"))
+    )
     # The launcher ends itself with SIGKILL.
-    assert processes.wait(job) == 137
+    assert processes.forward_signals_until_job_ends(job) == 137
     assert (job.foreign_signal, job.user_signal) == (signal.SIGKILL, None)
     assert [pid for pid in os.listdir(tmp_path) if Path("/proc", pid).exists()] == []
 
@@ -56,17 +58,17 @@ def test_others_of_this_process_live_on(tmp_path: Path) -> None:
     """Other processes of this process, from before the job or of another job, live on."""
     # Neither a child from before the job nor another job's process may be reaped or ended.
     mine = subprocess.Popen(["sleep", "60"])
-    other = processes.submit(LaunchRequest(("sleep", "60")))
+    other = processes.write_files_and_start_job(LaunchRequest(("sleep", "60")))
     try:
-        job = processes.submit(
+        job = processes.write_files_and_start_job(
             LaunchRequest((sys.executable, "-c", LEAVES, str(tmp_path), "plain", "9"))
         )
-        assert processes.wait(job) == 137
+        assert processes.forward_signals_until_job_ends(job) == 137
         assert (mine.poll(), other.process.poll()) == (None, None)
     finally:
         mine.kill()
         mine.wait()
-        processes.cancel(other)
+        processes.end_job_and_its_processes(other)
     assert other.process.poll() == -signal.SIGTERM
 
 
@@ -87,7 +89,12 @@ def test_a_notice_goes_to_the_ranks(
         "os.waitpid(pid, 0) if pid else None\n"
     )
     words = (sys.executable, "-c", command, str(tmp_path), str(os.getpid()))
-    assert processes.wait(processes.submit(LaunchRequest(words, notifies_ranks=tells))) == 0
+    assert (
+        processes.forward_signals_until_job_ends(
+            processes.write_files_and_start_job(LaunchRequest(words, notifies_ranks=tells))
+        )
+        == 0
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["launcher" if tells else "child"]
     assert "ortlaunch: SIGUSR1 is forwarded to the ranks" in capfd.readouterr().err
 
@@ -95,8 +102,10 @@ def test_a_notice_goes_to_the_ranks(
 def test_a_launcher_ignores_notices_that_it_does_not_handle() -> None:
     """A launcher without handlers for SIGUSR1 and SIGUSR2 ignores them."""
     # torchrun has none, and would end by their default action.
-    job = processes.submit(LaunchRequest(("sh", "-c", "kill -USR1 $$; kill -USR2 $$; exit 5")))
-    assert processes.wait(job) == 5
+    job = processes.write_files_and_start_job(
+        LaunchRequest(("sh", "-c", "kill -USR1 $$; kill -USR2 $$; exit 5"))
+    )
+    assert processes.forward_signals_until_job_ends(job) == 5
 
 
 @pytest.mark.timeout(20)
@@ -109,8 +118,10 @@ def test_a_second_signal_means_now(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     begun = time.monotonic()
-    job = processes.submit(LaunchRequest((sys.executable, "-c", code, str(os.getpid()))))
-    assert processes.wait(job) == 143
+    job = processes.write_files_and_start_job(
+        LaunchRequest((sys.executable, "-c", code, str(os.getpid())))
+    )
+    assert processes.forward_signals_until_job_ends(job) == 143
     assert time.monotonic() - begun < 5
 
 
@@ -126,8 +137,10 @@ def test_the_grace_is_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     stop = StopRequest(str(tmp_path / "stop.json"), str(tmp_path / "cancel"), 1)
     code = f"{DEAF}os.kill(int(sys.argv[1]), 15); time.sleep(60)"
     begun = time.monotonic()
-    job = processes.submit(LaunchRequest((sys.executable, "-c", code, str(os.getpid())), stop=stop))
-    assert processes.wait(job) == 143
+    job = processes.write_files_and_start_job(
+        LaunchRequest((sys.executable, "-c", code, str(os.getpid())), stop=stop)
+    )
+    assert processes.forward_signals_until_job_ends(job) == 143
     assert (job.sent_sigkill, time.monotonic() - begun < 8) == (True, True)
     assert "SIGTERM: saves after this step, stops within 1 s" in capfd.readouterr().err
     assert json.loads((tmp_path / "stop.json").read_text())["by"] == "SIGTERM"
@@ -144,7 +157,7 @@ def test_a_signals_line_on_a_terminal(
     monkeypatch.setattr(processes.signal, "setitimer", lambda *_: None)
     stop: Any = SimpleNamespace(grace_seconds=120, write_unless_present=lambda name: None)
     job: Any = SimpleNamespace()
-    processes._request_ranks_to_save_and_stop(job, stop, signal.SIGTERM)
+    processes._request_save_and_start_kill_timer(job, stop, signal.SIGTERM)
     erased, line = capfd.readouterr().err.split("\x1b[K")
     assert (erased, line[:20]) == ("\r", "ortlaunch: SIGTERM: ")
     assert len(line) < 100
@@ -153,15 +166,15 @@ def test_a_signals_line_on_a_terminal(
 @pytest.mark.timeout(20)
 def test_a_signal_that_came_while_it_was_started() -> None:
     """A signal from before the wait counts once `wait` is called."""
-    job = processes.submit(LaunchRequest(("sleep", "60")))
+    job = processes.write_files_and_start_job(LaunchRequest(("sleep", "60")))
     job.early_signals.append(signal.SIGTERM)
-    assert processes.wait(job) == 143
+    assert processes.forward_signals_until_job_ends(job) == 143
 
 
 def test_a_good_end_in_spite_of_a_signal() -> None:
     """A job that ends with status 0 in spite of a signal returns 0, not 128 + the signal."""
-    job = processes.submit(
+    job = processes.write_files_and_start_job(
         LaunchRequest(("sh", "-c", f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 9 & wait"))
     )
-    assert processes.wait(job) == 0
+    assert processes.forward_signals_until_job_ends(job) == 0
     assert job.user_signal == signal.SIGTERM

@@ -19,8 +19,8 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs import listing, registry
 from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import write_and_announce_run
-from ortlaunch.resolve.resolve import resolve_command
+from ortlaunch.resolve.prepare import write_run_files_and_print_plan
+from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.search.folder import SweepDir
@@ -40,15 +40,15 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
         optimizer = {"name": "adamw", "learning_rate": 1.0 if name == "bad" else 0.1}
         Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, "optimizer": optimizer}))
         run = RunDir(tmp_path / "runs" / name)
-        write_and_announce_run(
-            resolve_command(Path("recipe.yaml"), (), LaunchOptions(), os.environ), run
+        write_run_files_and_print_plan(
+            load_and_resolve_recipe(Path("recipe.yaml"), (), LaunchOptions(), os.environ), run
         )
         record = JobRecord.for_this_process("local", JobState.RUNNING)
-        record.ended_record(state, int(name == "bad"), "the end", None).write(run)
+        record.copy_ended_now(state, int(name == "bad"), "the end", None).write(run)
         run.metrics.write_text(f'{{"step": 3, "loss": {loss}}}\n')
         # Rank 0 copies the modules.
         write_text_atomically(run.modules / "mine.py", OWN_MODULE + more)
-        registry.register_run(run)
+        registry.register_run_or_print_error(run)
     return Run("bad"), Run("good")
 
 
@@ -142,11 +142,13 @@ def test_a_fallback_is_named_after_the_end(two: tuple[Run, Run]) -> None:
 def started(folder: Path, task: str = "train") -> RunDir:
     """Return a run that this user has just started, and that has ended."""
     run = RunDir(folder)
-    resolved_run = resolve_command(Path("recipe.yaml"), (), LaunchOptions(task=task), os.environ)
-    write_and_announce_run(resolved_run, run)
+    resolved_run = load_and_resolve_recipe(
+        Path("recipe.yaml"), (), LaunchOptions(task=task), os.environ
+    )
+    write_run_files_and_print_plan(resolved_run, run)
     record = JobRecord.for_this_process("local", JobState.RUNNING)
-    record.ended_record(JobState.SUCCEEDED, 0, "the end", None).write(run)
-    registry.register_run(run)
+    record.copy_ended_now(JobState.SUCCEEDED, 0, "the end", None).write(run)
+    registry.register_run_or_print_error(run)
     return run
 
 
@@ -197,7 +199,7 @@ def test_the_table_of_runs(two: tuple[Run, Run], tmp_path: Path) -> None:
     bad = RunDir(tmp_path / "runs" / "bad")
     failure = Failure(Cause.RAISED, "ValueError: " + "long " * 30, 0, "h", status=1)
     record = JobRecord.for_this_process("local", JobState.RUNNING)
-    record.ended_record(JobState.FAILED, 1, "the end", failure).write(bad)
+    record.copy_ended_now(JobState.FAILED, 1, "the end", failure).write(bad)
     metrics = '{"step": 3, "evaluation_loss": 0.25, "evaluation_classification_accuracy": 0.915}'
     good = RunDir(tmp_path / "runs" / "good")
     good.metrics.write_text(f'{{"step": 3, "loss": 0.5}}\n{metrics}\n')

@@ -27,8 +27,8 @@ from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.other_runs import cancel as cancelling
 from ortlaunch.other_runs import logs, registry, requests
-from ortlaunch.other_runs.cancel import cancel_run
-from ortlaunch.other_runs.status import read_status, wait_for_end
+from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
+from ortlaunch.other_runs.status import poll_status_until_run_end, read_status
 from ortlaunch.process import Process
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
@@ -41,10 +41,10 @@ COMMAND = """
 import contextlib, os, pathlib, signal, sys, time
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run_folder.lock import RunLock, hold_rank_share
+from ortlaunch.run_folder.lock import RunLock, hold_shared_run_lock_until_exit
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
-lock.acquire(run)
+lock.acquire_or_refuse(run)
 stack = contextlib.ExitStack()
 if how != "measures":
     stack.enter_context(JobFile(run, "torchrun")).record_start_of_ranks()
@@ -57,7 +57,7 @@ if how == "deaf":
 if how == "deaf rank":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.fork() == 0:
-        hold_rank_share(run)
+        hold_shared_run_lock_until_exit(run)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path(sys.argv[1], "here").write_text("")
 with stack:
@@ -117,11 +117,11 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
         found = read_status(run)
         assert (found.state, found.step, found.steps, found.ranks) == (JobState.RUNNING, 2, 9, 2)
         assert re.search(r"step 2 of 9, loss 1\.5000, 1,000 tokens/s, 0:\d\d ago", str(found))
-        file.record_end(7, "ortlaunch: rank 1 failed")
+        file.record_end_or_print_disk_error(7, "ortlaunch: rank 1 failed")
     found = read_status(run)
     assert (found.state, found.job.exit_status, str(found).splitlines()[-1]) == (JobState.FAILED, 7,
                                                                                 "ortlaunch: rank 1 failed")  # fmt: skip
-    assert wait_for_end(run).job == found.job
+    assert poll_status_until_run_end(run).job == found.job
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_between_two_starts(run: RunDir) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
         signal.raise_signal(signal.SIGUSR2)
-        file.record_failed_attempts(
+        file.record_attempts_and_act_on_signal(
             [Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)]
         )
         signal.raise_signal(signal.SIGTERM)
@@ -185,20 +185,20 @@ def test_between_two_starts(run: RunDir) -> None:
 def test_while_ranks_are_started(run: RunDir) -> None:
     """Signals during a start are kept for the ranks, and end the command after a failure."""
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
-        kept = file.keep_signals_for_ranks()
+        kept = file.start_collecting_signals_for_ranks()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert kept == [signal.SIGINT, signal.SIGTERM]
         # One was handled by the ranks; the other is left for the command.
         kept.pop(0)
-        file.record_failed_attempts(
+        file.record_attempts_and_act_on_signal(
             [Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)]
         )
     assert read_status(run).state is JobState.PREEMPTED
     with JobFile(run, "mpi") as file:
-        file.keep_signals_for_ranks()
+        file.start_collecting_signals_for_ranks()
         signal.raise_signal(signal.SIGTERM)
-        file.record_end(0, "done")
+        file.record_end_or_print_disk_error(0, "done")
     assert read_status(run).state is JobState.SUCCEEDED
 
 
@@ -212,7 +212,7 @@ def test_a_full_disk_hides_no_verdict(
 
     with JobFile(run, "mpi") as file:
         monkeypatch.setattr(JobRecord, "write", full)
-        file.record_end(1, "ortlaunch: why")
+        file.record_end_or_print_disk_error(1, "ortlaunch: why")
     assert (
         capsys.readouterr().err
         == f"ortlaunch: {run.job} has no record of the run's end: No space left on device\n"
@@ -264,11 +264,11 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
 def test_a_command_that_measures_is_pending(run: RunDir) -> None:
     """A command that measures makes the run pending, and its end leaves the earlier record."""
     with JobFile(run, "torchrun") as file:
-        file.record_end(0, "done")
+        file.record_end_or_print_disk_error(0, "done")
     with command(run, "measures") as process:
         found = read_status(run)
         assert (found.state, found.job.id) == (JobState.PENDING, str(process.pid))
-        said = cancel_run(run)
+        said = cancel_run_and_wait_for_its_end(run)
         assert said.startswith(f"ended process {process.pid}, which had not started a run here\n")
         assert process.wait() == -signal.SIGTERM
     assert read_status(run).state is JobState.SUCCEEDED
@@ -293,7 +293,7 @@ def test_cancel(
         # It ends by itself, on a busy machine after more than the little grace.
         monkeypatch.setattr(cancelling, "GRACE_SECONDS", 20.0)
     with command(run, how) as process:
-        answer = cancel_run(run)
+        answer = cancel_run_and_wait_for_its_end(run)
         assert answer.startswith(f"{said}{run}: cancelled"), answer
         found = read_status(run)
         assert (found.state, found.job.exit_status, found.alive) == (JobState.CANCELLED, status, ())
@@ -307,7 +307,9 @@ def test_cancel(
             "plain": 143, "deaf": -signal.SIGKILL, "deaf rank": -signal.SIGTERM
         }[how]  # fmt: skip
         assert process.wait() == expected
-        assert cancel_run(run).startswith(f"nothing to cancel: it has ended\n{run}: cancelled")
+        assert cancel_run_and_wait_for_its_end(run).startswith(
+            f"nothing to cancel: it has ended\n{run}: cancelled"
+        )
 
 
 def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
@@ -321,7 +323,7 @@ def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
             waits = subprocess.Popen(["sleep", "60"], pass_fds=[file.fileno()])
         try:
             assert len(read_status(run).alive) == 1
-            said = cancel_run(run)
+            said = cancel_run_and_wait_for_its_end(run)
             assert said.startswith(
                 "nothing to cancel: it has ended; 1 of its processes had to be killed\n"
             ), said
@@ -346,9 +348,9 @@ def test_another_host(run: RunDir) -> None:
     assert (read_status(run).state, read_status(run).certain) == (JobState.RUNNING, False)
     assert f"this is the last recorded state; {there} status {run}" in str(read_status(run))
     with pytest.raises(InputError, match=f"{there} cancel {run}".replace("[", r"\[")):
-        cancel_run(run)
+        cancel_run_and_wait_for_its_end(run)
     with pytest.raises(InputError, match="status --wait"):
-        wait_for_end(run)
+        poll_status_until_run_end(run)
 
 
 @pytest.mark.parametrize(("kind", "status"), [("Stopped", 0), ("ValueError", 1), ("", 0)])
@@ -369,14 +371,14 @@ def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None
         write_json_atomically(run.rank_error_path(0), end)
     else:
         write_json_atomically(run.summary, {})
-    said, code = requests.request_stop(run)
+    said, code = requests.request_stop_and_wait_if_asked(run)
     assert (code, ("rank 0 has ended" if kind else "done: ") in said) == (status, True)
     with pytest.raises(LaunchError, match="ended before it saved"):
-        requests.request_checkpoint(run)
+        requests.request_checkpoint_and_wait(run)
     # Without a plan no rank has begun.
     run.plan.unlink()
     with pytest.raises(InputError, match="its ranks have not started, so there is nothing to save"):
-        requests.request_stop(run)
+        requests.request_stop_and_wait_if_asked(run)
 
 
 def test_a_launcher_of_the_users_own(run: RunDir) -> None:
@@ -385,7 +387,7 @@ def test_a_launcher_of_the_users_own(run: RunDir) -> None:
     record.write(run)
     assert read_status(run).state is JobState.RUNNING
     with pytest.raises(InputError, match="its ranks were started by your own launcher"):
-        cancel_run(run)
+        cancel_run_and_wait_for_its_end(run)
     # Another start time: the process id belongs to a later process, so rank 0 is gone.
     replace(record, began="gone").write(run)
     assert read_status(run).state is JobState.FAILED
@@ -407,12 +409,12 @@ AS_NOBODY = """
 import os, sys
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.other_runs.cancel import cancel_run
+from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
 from ortlaunch.other_runs.status import read_status
 os.setgroups([])
 os.setuid(65534)
 try:
-    (read_status if sys.argv[1] == "status" else cancel_run)(RunDir(sys.argv[2]))
+    (read_status if sys.argv[1] == "status" else cancel_run_and_wait_for_its_end)(RunDir(sys.argv[2]))
     print("nothing", end="")
 except InputError as error:
     print(error, end="")
@@ -450,7 +452,7 @@ def test_another_user(run: RunDir) -> None:
 def test_json(run: RunDir) -> None:
     """The JSON has all known values, and null for unknown ones."""
     with RunLock() as lock, JobFile(run, "local"):
-        lock.acquire(run)
+        lock.acquire_or_refuse(run)
         found = json.loads(read_status(run).to_json())
     assert (found["state"], found["job"]["backend"], found["step"], found["steps"]) == (
         "pending",
@@ -469,12 +471,15 @@ def test_the_latest_run_is_the_one_that_started_last(
     for place, name in enumerate(("first", "second")):
         started = RunDir(tmp_path / name)
         write_json_atomically(started.job, {})
-        registry.register_run(started)
+        registry.register_run_or_print_error(started)
         for entry in (tmp_path / "cache" / "runs").iterdir():
             if entry.read_text() == str(started.path):
                 os.utime(entry, (place, place))
     write_json_atomically(RunDir(tmp_path / "first").job, {"ended": "now"})
-    assert [each.path.name for each in registry.existing_runs()] == ["second", "first"]
+    assert [each.path.name for each in registry.list_runs_and_remove_stale_entries()] == [
+        "second",
+        "first",
+    ]
 
 
 def test_a_character_that_is_half_written_is_printed_whole(tmp_path: Path) -> None:
@@ -485,5 +490,5 @@ def test_a_character_that_is_half_written_is_printed_whole(tmp_path: Path) -> No
     pieces = list[str]()
     for end in (2, len(whole)):
         file.write_bytes(whole[:end])
-        pieces += logs._read_new_text([file], read)
+        pieces += logs._read_text_appended_to_files([file], read)
     assert "".join(pieces) == "a\u00e9b"

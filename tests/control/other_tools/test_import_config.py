@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.other_tools import TOOLS, ImportedRecipe, import_config
+from ortlaunch.other_tools import TOOLS, ImportedRecipe, convert_config_to_recipe
 from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
@@ -37,7 +37,7 @@ def imported(name: str, *more: str) -> ImportedRecipe:
     """Import one of FILES, with its overrides and `more`."""
     # A DeepSpeed config has no model and no data, so they come from a recipe.
     base = SHIPPED / "llama2-7b/tiny.yaml" if name == "deepspeed.json" else None
-    return import_config(CONFIGS / name, None, base, (*FILES[name][1], *more))
+    return convert_config_to_recipe(CONFIGS / name, None, base, (*FILES[name][1], *more))
 
 
 def recipe(found: ImportedRecipe, folder: Path) -> Recipe:
@@ -160,7 +160,7 @@ def test_what_changes_its_meaning_is_named(
     keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path
 ) -> None:
     """A key that Trainer interprets differently, or that has no counterpart, is in the report."""
-    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    found = convert_config_to_recipe(config(tmp_path, **keys), "hf-trainer", None, ())
     assert text in said(found, where)[key]
     # The recipe file has the report as comments.
     assert f"{key}: " in found.commented_recipe()
@@ -198,7 +198,7 @@ def test_what_changes_its_meaning_is_named(
 )  # fmt: skip
 def test_trainers_own_ways(keys: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
     """Trainer's special values (-1, 0), shares, least learning rate and defaults are converted."""
-    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    found = convert_config_to_recipe(config(tmp_path, **keys), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe_yaml)
     assert {name: made.get(name) for name in values} == values
 
@@ -220,7 +220,9 @@ def test_trls_sft(tmp_path: Path) -> None:
         "log_level": "info",
         "model_revision": "v2",
     }
-    found = import_config(config(tmp_path, **absent, **chats, **others), "hf-trainer", None, ())
+    found = convert_config_to_recipe(
+        config(tmp_path, **absent, **chats, **others), "hf-trainer", None, ()
+    )
     made = yaml.safe_load(found.recipe_yaml)
     source = {"format": "hub", "name": "a/b", "messages_column": "messages", "train_on": "all"}
     assert (made["data"]["train"], made["data"]["evaluation"]) == (
@@ -237,7 +239,9 @@ def test_trls_sft(tmp_path: Path) -> None:
     assert made["data"]["packing"] is True
     assert (made["model"]["pretrained"], made["data"]["tokenizer"]) == ("here@v2", "here@v2")
     with pytest.raises(InputError, match=r"beta: 0\.1: of TRL's trainers SFTTrainer alone"):
-        import_config(config(tmp_path, **absent, **chats, beta=0.1), "hf-trainer", None, ())
+        convert_config_to_recipe(
+            config(tmp_path, **absent, **chats, beta=0.1), "hf-trainer", None, ()
+        )
 
 
 def of_chats(source: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -337,7 +341,7 @@ def test_axolotls_own_ways(
     # JSON is YAML, too.
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
-    assert text in said(import_config(path, "axolotl", None, ()), where)[key]
+    assert text in said(convert_config_to_recipe(path, "axolotl", None, ()), where)[key]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +378,7 @@ def test_axolotls_values(keys: dict[str, Any], path: str, value: Any, tmp_path: 
     """Keys without a name of their own here become the values that have their meaning."""
     file = tmp_path / "c.yml"
     file.write_text(json.dumps({**AXOLOTL, **keys}))
-    found = import_config(file, "axolotl", None, ())
+    found = convert_config_to_recipe(file, "axolotl", None, ())
     made: Any = yaml.safe_load(found.recipe_yaml)
     for name in path.split("."):
         made = made[name]
@@ -395,7 +399,7 @@ def test_fsdp(
     keys: dict[str, Any], zero: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:
     """FSDP's strategy becomes ZeRO's stage, and its other settings keys of the recipe."""
-    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    found = convert_config_to_recipe(config(tmp_path, **keys), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe_yaml)
     assert (made["zero"], found.import_report.dropped) == (zero, [])
     assert made["model"].get("gradient_checkpointing", False) is checkpointing
@@ -449,7 +453,7 @@ def test_axolotls_rows(given: dict[str, Any], expected: dict[str, Any], tmp_path
     """Fields of messages, roles and custom prompts become fields of the source, without a loss."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, "datasets": [{"path": "a/b", **given}]}))
-    found = import_config(path, "axolotl", None, ())
+    found = convert_config_to_recipe(path, "axolotl", None, ())
     source = {"format": "hub", "name": "a/b", **expected}
     assert (yaml.safe_load(found.recipe_yaml)["data"]["train"], found.import_report.dropped) == (
         source,
@@ -472,7 +476,7 @@ def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_pat
     """Axolotl's schedule is converted with Axolotl's own defaults, not with Trainer's."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
-    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe_yaml)
+    made = yaml.safe_load(convert_config_to_recipe(path, "axolotl", None, ()).recipe_yaml)
     assert {name: made.get(name) for name in values} == values
 
 
@@ -494,7 +498,9 @@ def test_without_adapters_their_keys_have_no_effect(
     """Without an adapter all weights are trained, and keys of LoRA are reported as needless."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps(keys))
-    found = import_config(path, tool, SHIPPED / "llama2-7b/tiny.yaml", ("data.sequence_length=64",))
+    found = convert_config_to_recipe(
+        path, tool, SHIPPED / "llama2-7b/tiny.yaml", ("data.sequence_length=64",)
+    )
     assert yaml.safe_load(found.recipe_yaml)["model"].get("lora") is None
     assert {key for key in keys if key.startswith("lora_")} <= said(found, "needless").keys()
 
@@ -504,9 +510,9 @@ def test_full_over_a_base_with_adapters(tmp_path: Path) -> None:
     (tmp_path / "c.yml").write_text("model_name_or_path: here\nfinetuning_type: full\n")
     base = SHIPPED / "llama2-7b/lora-instruct.yaml"
     assert (
-        yaml.safe_load(import_config(tmp_path / "c.yml", None, base, ()).recipe_yaml)["model"][
-            "lora"
-        ]
+        yaml.safe_load(convert_config_to_recipe(tmp_path / "c.yml", None, base, ()).recipe_yaml)[
+            "model"
+        ]["lora"]
         is None
     )
 
@@ -516,7 +522,7 @@ def test_axolotls_text(tmp_path: Path) -> None:
     path = tmp_path / "c.yml"
     text = [{"path": "a/b", "name": "en", "text_column": "body"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": None, "pretraining_dataset": text}))
-    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe_yaml)
+    made = yaml.safe_load(convert_config_to_recipe(path, "axolotl", None, ()).recipe_yaml)
     assert made["data"]["train"] == {
         "format": "hub",
         "name": "a/b",
@@ -526,7 +532,7 @@ def test_axolotls_text(tmp_path: Path) -> None:
     # `path` may name a loader of the datasets library instead of a data set.
     files = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": files}))
-    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe_yaml)
+    made = yaml.safe_load(convert_config_to_recipe(path, "axolotl", None, ()).recipe_yaml)
     expected = {"format": "jsonl", "path": ["a.jsonl", "b.jsonl"], "messages_column": "messages",
                 "roles": ROLES}  # fmt: skip
     assert made["data"]["train"] == expected
@@ -534,7 +540,7 @@ def test_axolotls_text(tmp_path: Path) -> None:
 
 def test_a_value_of_several_lines(tmp_path: Path) -> None:
     """The report has one line per key, also for a value of several lines."""
-    found = import_config(
+    found = convert_config_to_recipe(
         config(tmp_path, neftune_noise_alpha="a\n b" * 60), "hf-trainer", None, ()
     )
     (line,) = [line for line in str(found).splitlines() if "neftune" in line]
@@ -556,7 +562,9 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
     fp16 = {"enabled": True, "fp16_master_weights_and_grads": True}
     text = json.dumps({**sizes, "optimizer": optimizer, "fp16": fp16, "zero_allow_it": True})
     (tmp_path / "ds.json").write_text(text)
-    found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
+    found = convert_config_to_recipe(
+        tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ()
+    )
     made = yaml.safe_load(found.recipe_yaml)
     assert (made["batch"], made["zero"]) == ({"global_size": 8, "micro_size": 2}, {"stage": 0})
     dropped = {
@@ -581,7 +589,9 @@ def test_deepspeeds_older_forms(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(
         json.dumps({"train_batch_size": 8, "optimizer": optimizer, **older})
     )
-    found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
+    found = convert_config_to_recipe(
+        tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ()
+    )
     made = yaml.safe_load(found.recipe_yaml)
     assert (made["zero"], made["log"]["trackers"]) == ({"stage": 1}, ["wandb"])
     assert (
@@ -593,7 +603,7 @@ def test_deepspeeds_older_forms(tmp_path: Path) -> None:
 def test_a_token_is_not_shown(tmp_path: Path) -> None:
     """The value of a secret key is not shown in the report."""
     # The report is part of the recipe file, and users share recipes.
-    found = import_config(
+    found = convert_config_to_recipe(
         config(tmp_path, hub_token="hf_secret", swanlab={"api_key": "1a"}), "hf-trainer", None, ()
     )
     assert "hub_token: (not shown)" in found.commented_recipe()
@@ -609,7 +619,7 @@ def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
     }
     # YAML allows no tabs as indentation, JSON does.
     (tmp_path / "ds.json").write_text(json.dumps(deepspeed, indent="\t"))
-    found = import_config(config(tmp_path, deepspeed="ds.json"), "hf-trainer", None, ())
+    found = convert_config_to_recipe(config(tmp_path, deepspeed="ds.json"), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe_yaml)
     assert (made["zero"], made["engine"]) == ({"stage": 3}, {"name": "eager"})
     assert "train_batch_size" in said(found, "needless")
@@ -642,14 +652,14 @@ def test_what_cannot_be_imported(text: str, tool: str | None, error: str, tmp_pa
     """
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(InputError, match=error):
-        import_config(tmp_path / "c.yaml", tool, None, ())
+        convert_config_to_recipe(tmp_path / "c.yaml", tool, None, ())
 
 
 def test_several_problems_at_once(tmp_path: Path) -> None:
     """Wrong and missing values are reported together."""
     path = config(tmp_path, learning_rate="fast", weight_decay=-1, train_file="absent")
     with pytest.raises(RecipeError, match=r"(?s)learning_rate.*weight_decay.*data.train") as raised:
-        import_config(path, "hf-trainer", None, ())
+        convert_config_to_recipe(path, "hf-trainer", None, ())
     assert "config.json:4:2: optimizer.learning_rate" in str(raised.value)
 
 
@@ -688,20 +698,22 @@ def test_the_command(ortlaunch: Run) -> None:
 )  # fmt: skip
 def test_grouping_by_length(keys: dict[str, Any], where: str, text: str, tmp_path: Path) -> None:
     """group_by_length: true becomes padding to the longest sample, if samples are padded."""
-    found = import_config(config(tmp_path, group_by_length=True, **keys), None, None, ())
+    found = convert_config_to_recipe(config(tmp_path, group_by_length=True, **keys), None, None, ())
     assert text in said(found, where)["group_by_length"]
     recipe(found, tmp_path)
 
 
 def test_torch_compile(tmp_path: Path) -> None:
     """torch_compile: true becomes engine inductor, also with bf16."""
-    found = import_config(config(tmp_path, torch_compile=True, bf16=True), None, None, ())
+    found = convert_config_to_recipe(
+        config(tmp_path, torch_compile=True, bf16=True), None, None, ()
+    )
     assert recipe(found, tmp_path).engine.name == "inductor"
 
 
 def test_the_words_of_a_tokenizer_are_no_secrets(tmp_path: Path) -> None:
     """The report shows pad_token, and does not show hub_token."""
-    found = import_config(
+    found = convert_config_to_recipe(
         config(tmp_path, special_tokens={"pad_token": "<p>"}, hub_token="s3cret"), None, None, ()
     )
     assert "<p>" in found.commented_recipe()
@@ -720,7 +732,12 @@ def test_a_rate_of_its_own_for_adapters_and_muon(tmp_path: Path) -> None:
     """LoRA+ becomes a group with its rate, and Muon the optimizer of that name."""
     path = tmp_path / "axolotl.json"
     path.write_text(json.dumps({**AXOLOTL, "adapter": "lora", "loraplus_lr_ratio": 16}))
-    (group,) = recipe(import_config(path, "axolotl", None, ()), tmp_path).optimizer.groups
+    (group,) = recipe(
+        convert_config_to_recipe(path, "axolotl", None, ()), tmp_path
+    ).optimizer.groups
     assert (group.match, group.learning_rate) == (("*lora_B*",), 1.6)
     path.write_text(json.dumps({**AXOLOTL, "optimizer": "muon"}))
-    assert recipe(import_config(path, "axolotl", None, ()), tmp_path).optimizer.name == "muon"
+    assert (
+        recipe(convert_config_to_recipe(path, "axolotl", None, ()), tmp_path).optimizer.name
+        == "muon"
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.other_tools import import_config
+from ortlaunch.other_tools import convert_config_to_recipe
 from tests.control.foreign import config, said
 
 SHIPPED = Path(__file__).parents[3] / "recipes"
@@ -27,7 +27,7 @@ def _base(folder: Path, **sections: Any) -> Path:
 def _over(folder: Path, deepspeed: dict[str, Any], **sections: Any) -> tuple[Any, Any]:
     """Return the recipe of DeepSpeed's config over a base, and the import with its report."""
     (folder / "ds.json").write_text(json.dumps(deepspeed))
-    found = import_config(folder / "ds.json", "deepspeed", _base(folder, **sections), ())
+    found = convert_config_to_recipe(folder / "ds.json", "deepspeed", _base(folder, **sections), ())
     return yaml.safe_load(found.recipe_yaml), found
 
 
@@ -115,7 +115,9 @@ def test_defaults_of_trainer_ask_for_nothing(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(output_dir="x", use_cpu=True).to_json_string()
-    found = import_config(config(tmp_path, **json.loads(arguments)), "hf-trainer", None, ())
+    found = convert_config_to_recipe(
+        config(tmp_path, **json.loads(arguments)), "hf-trainer", None, ()
+    )
     assert said(found, "dropped") == {}
     assert yaml.safe_load(found.recipe_yaml)["launch"] == {"device": "cpu"}
 
@@ -132,7 +134,7 @@ def test_defaults_of_trainer_ask_for_nothing(tmp_path: Path) -> None:
 )
 def test_other_values_than_the_defaults(key: str, value: object, tmp_path: Path) -> None:
     """A value that turns off what is always done, or asks for what is not here, is reported."""
-    found = import_config(config(tmp_path, **{key: value}), "hf-trainer", None, ())
+    found = convert_config_to_recipe(config(tmp_path, **{key: value}), "hf-trainer", None, ())
     assert list(said(found, "dropped")) == [key]
 
 
@@ -142,7 +144,7 @@ def test_a_mixture_of_trl(tmp_path: Path) -> None:
     given = {"dataset_mixture": {"datasets": parts, "test_split_size": 0.02},
              "eos_token": "<|im_end|>"}  # fmt: skip
     path = config(tmp_path, block_size="absent", train_file="absent", **given)
-    found = import_config(path, "hf-trainer", None, ())
+    found = convert_config_to_recipe(path, "hf-trainer", None, ())
     data = yaml.safe_load(found.recipe_yaml)["data"]
     chats = {"format": "hub", "messages_column": "messages", "train_on": "all"}
     first = {**chats, "name": "a/b", "subset": "all", "split": "train"}

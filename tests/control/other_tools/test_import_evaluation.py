@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.other_tools import import_config
+from ortlaunch.other_tools import convert_config_to_recipe
 from tests.control.foreign import config, said
 
 HELD_OUT = {"validation_file": "b.txt"}
@@ -25,7 +25,7 @@ LABELS = {"block_size": "absent", "max_seq_length": 64, "task_name": "sst2",
 def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
     """Return the recipe of a config with these keys."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(
-        import_config(config(folder, **keys), None, None, ()).recipe_yaml
+        convert_config_to_recipe(config(folder, **keys), None, None, ()).recipe_yaml
     )
     return found
 
@@ -34,7 +34,7 @@ def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
 def test_the_best_without_evaluations(key: str, tmp_path: Path) -> None:
     """Keys that need evaluations are reported as dropped where there are none before the end."""
     path = config(tmp_path, **HELD_OUT, eval_strategy="no", **{key: 3})
-    text = said(import_config(path, "hf-trainer", None, ()), "dropped")[key]
+    text = said(convert_config_to_recipe(path, "hf-trainer", None, ()), "dropped")[key]
     assert "there is no train.evaluate_every_steps or evaluate_every_epochs" in text
 
 
@@ -42,7 +42,7 @@ def test_an_evaluation_and_a_save_each_epoch(tmp_path: Path) -> None:
     """The strategy `epoch` is an interval of one epoch, of which the best is kept."""
     keys = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     path = config(tmp_path, **HELD_OUT, eval_steps=7, save_steps=7, **keys)
-    found = import_config(path, "hf-trainer", None, ())
+    found = convert_config_to_recipe(path, "hf-trainer", None, ())
     recipe = yaml.safe_load(found.recipe_yaml)
     assert recipe["train"]["evaluate_every_epochs"] == 1
     assert recipe["checkpoint"] == {
@@ -79,7 +79,7 @@ def test_axolotls_intervals(
     """Axolotl counts in times an epoch, or else evaluates and saves at the end of each."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
-    found = import_config(path, "axolotl", None, ())
+    found = convert_config_to_recipe(path, "axolotl", None, ())
     made = yaml.safe_load(found.recipe_yaml)
     assert made["data"].get("evaluation") == evaluation
     assert made["train"].get("evaluate_every_epochs") == evaluated
@@ -97,7 +97,9 @@ def test_an_interval_replaces_that_of_the_base(tmp_path: Path) -> None:
         "train: {evaluate_every_steps: 9}\ncheckpoint: {every_steps: 9}\n"
     )
     keys = {"eval_strategy": "epoch", "save_strategy": "epoch", "validation_split_percentage": 5}
-    made = yaml.safe_load(import_config(config(tmp_path, **keys), None, base, ()).recipe_yaml)
+    made = yaml.safe_load(
+        convert_config_to_recipe(config(tmp_path, **keys), None, base, ()).recipe_yaml
+    )
     assert made["train"]["evaluate_every_epochs"] == made["checkpoint"]["every_epochs"] == 1
     assert made["data"]["evaluation"] == {"share": 0.05}
     assert not {"evaluate_every_steps", "every_steps"} & {*made["train"], *made["checkpoint"]}
@@ -128,7 +130,7 @@ def test_intervals(
 
     Every key of the config is in the report.
     """
-    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    found = convert_config_to_recipe(config(tmp_path, **keys), "hf-trainer", None, ())
     unit = "epochs" if expected is not None and expected < 1 else "steps"
     name = f"{'evaluate_' if section == 'train' else ''}every_{unit}"
     assert yaml.safe_load(found.recipe_yaml).get(section, {}).get(name) == expected
@@ -164,7 +166,7 @@ def test_the_best_by_a_metric(keys: dict[str, Any], expected: str, tmp_path: Pat
 def test_a_metric_that_the_task_has_not(metric: str, tmp_path: Path) -> None:
     """A metric that the task lacks is dropped; the report names the available metrics."""
     path = config(tmp_path, **STEPS, load_best_model_at_end=True, metric_for_best_model=metric)
-    dropped = said(import_config(path, "hf-trainer", None, ()), "dropped")
+    dropped = said(convert_config_to_recipe(path, "hf-trainer", None, ()), "dropped")
     assert dropped["load_best_model_at_end"].endswith(
         f"no metric is called {metric}; there are loss, perplexity"
     )
@@ -182,7 +184,9 @@ def test_evaluation_data_beside_the_config(way: str, tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("data: {evaluation: {format: jsonl, path: b.jsonl}}\n")
     typed = ("data.evaluation={format: jsonl, path: b.jsonl}",)
-    found = import_config(path, None, *((None, typed) if way == "command" else (base, ())))
+    found = convert_config_to_recipe(
+        path, None, *((None, typed) if way == "command" else (base, ()))
+    )
     made = yaml.safe_load(found.recipe_yaml)
     assert made["train"]["evaluate_every_steps"] == 9
     assert made["checkpoint"]["keep_best"] == {"metric": "classification_accuracy", "export": True}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.other_tools import ImportedRecipe, import_config
+from ortlaunch.other_tools import ImportedRecipe, convert_config_to_recipe
 from tests.control.foreign import said
 
 INFO = {
@@ -50,7 +50,7 @@ def imported(
     words = {"model_name_or_path": "here", "stage": "sft", "finetuning_type": "full", **keys}
     path.write_text(yaml.safe_dump(words))
     monkeypatch.chdir(folder)
-    return import_config(Path("examples/sft.yaml"), None, None, ())
+    return convert_config_to_recipe(Path("examples/sft.yaml"), None, None, ())
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_a_damaged_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = tmp_path / "data" / "dataset_info.json"
     path.write_bytes(b'{"caf\xe9": {}}')
     with pytest.raises(InputError, match=r"dataset_info.json: is not UTF-8: .* at byte 5"):
-        import_config(Path("examples/sft.yaml"), None, None, ())
+        convert_config_to_recipe(Path("examples/sft.yaml"), None, None, ())

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools import ImportedRecipe, import_config
+from ortlaunch.other_tools import ImportedRecipe, convert_config_to_recipe
 from tests.control.foreign import said
 
 CONFIGS = Path(__file__).parents[2] / "foreign_configs"
@@ -34,7 +34,7 @@ def made(found: ImportedRecipe) -> Any:
 
 def test_torchtune() -> None:
     """Components become names, weights a folder, and splits of a data set two corpora."""
-    found = import_config(CONFIGS / "torchtune.yaml", None, None, ())
+    found = convert_config_to_recipe(CONFIGS / "torchtune.yaml", None, None, ())
     recipe = made(found)
     assert (found.tool, found.import_report.dropped) == ("torchtune", [])
     assert recipe["model"]["lora"] == {
@@ -98,7 +98,9 @@ def test_torchtunes_own_ways(
     """Each key of torchtune is reported in the list to which it belongs."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**TUNE, **keys}))
     lora = ["model.lora.r=8"] if "lora_attn_modules" in keys.get("model", {}) else []
-    found = import_config(tmp_path / "c.yaml", None, None, ("optimizer.learning_rate=1e-4", *lora))
+    found = convert_config_to_recipe(
+        tmp_path / "c.yaml", None, None, ("optimizer.learning_rate=1e-4", *lora)
+    )
     assert text in said(found, where)[key]
 
 
@@ -106,7 +108,7 @@ def test_accelerate() -> None:
     """Processes, hosts, ZeRO and precision of accelerate replace those of a base recipe."""
     overrides = ("batch.global_size=64", "batch.micro_size=1")
     base = SHIPPED / "llama2-7b/tiny.yaml"
-    found = import_config(CONFIGS / "accelerate.yaml", None, base, overrides)
+    found = convert_config_to_recipe(CONFIGS / "accelerate.yaml", None, base, overrides)
     recipe = made(found)
     assert (found.tool, found.import_report.dropped) == ("accelerate", [])
     assert recipe["launch"]["nodes"] == 2
@@ -119,7 +121,7 @@ def test_accelerate() -> None:
 def test_llama_factorys_second_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sections become the first schema's keys, and its file of data sets their sources."""
     monkeypatch.chdir(CONFIGS)
-    found = import_config(CONFIGS / "llama_factory_v1.yaml", None, None, ())
+    found = convert_config_to_recipe(CONFIGS / "llama_factory_v1.yaml", None, None, ())
     recipe = made(found)
     assert found.tool == "llama-factory"
     assert said(found, "dropped").keys() == {"kernel_config"}
@@ -149,7 +151,7 @@ def test_muon_of_the_second_schema(tmp_path: Path) -> None:
     keys = {"model": "a", "model_class": "llm", "dist_config": {"name": "fsdp2"},
             "optim_config": muon, "max_steps": 9}  # fmt: skip
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
-    found = import_config(tmp_path / "c.yaml", None, None, ("data.train=python-chats",))
+    found = convert_config_to_recipe(tmp_path / "c.yaml", None, None, ("data.train=python-chats",))
     assert made(found)["optimizer"] == {
         "name": "muon",
         "betas": [0.9, 0.95],
@@ -169,7 +171,7 @@ def test_images_of_llama_factory(tmp_path: Path) -> None:
     keys = {"model_name_or_path": "a", "stage": "sft", "dataset": "pictures", "dataset_dir": "."}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
     with pytest.raises(InputError, match="dataset: the rows of pictures have images: beside"):
-        import_config(tmp_path / "c.yaml", None, None, ())
+        convert_config_to_recipe(tmp_path / "c.yaml", None, None, ())
 
 
 @pytest.mark.parametrize(
@@ -191,4 +193,4 @@ def test_what_is_refused(keys: dict[str, Any], error: str, tmp_path: Path) -> No
     """Trainings that ortlaunch does not have, and configs of no training, are refused by name."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
     with pytest.raises(InputError, match=error):
-        import_config(tmp_path / "c.yaml", None, None, ())
+        convert_config_to_recipe(tmp_path / "c.yaml", None, None, ())

@@ -10,10 +10,10 @@ from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.machine import MemoryLimit, smallest_memory_limit
 from ortlaunch.planning import capacity
-from ortlaunch.planning.capacity import crowded_host_notes
-from ortlaunch.planning.describe import describe_plan
+from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
+from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.make_plan import make_plan
-from ortlaunch.planning.workload import plan_workload
+from ortlaunch.planning.workload import solve_batch_and_estimate_memory
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import human_bytes
@@ -40,7 +40,11 @@ def notes(
 ) -> list[str]:
     """Return the notes on that many ranks on one host."""
     world = world_of(made, [host(name, slots)], "torchrun")
-    return list(crowded_host_notes(world, plan_workload(made, world, PROCESS), planned_only))
+    return list(
+        notes_or_refusal_for_crowded_hosts(
+            world, solve_batch_and_estimate_memory(made, world, PROCESS), planned_only
+        )
+    )
 
 
 def large(layers: int) -> Recipe:
@@ -113,14 +117,14 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         ),
     ):
         world = World((host("gpus", 8),), "torchrun", "cuda", None, (), None)
-        work = plan_workload(made, world, PROCESS)
+        work = solve_batch_and_estimate_memory(made, world, PROCESS)
         planned = make_plan(made, world, work, modules_folder="", worker_argv=())
         assert planned.memory is not None
         with pytest.raises(
             PlanError, match=rf"gpus: 8 ranks x \(200\.0 MiB a process \+ .* {cause}"
         ):
-            list(crowded_host_notes(world, work, is_planned_only=False))
-        page = describe_plan(planned, made)
+            list(notes_or_refusal_for_crowded_hosts(world, work, is_planned_only=False))
+        page = plan_description_text(planned, made)
         assert f"{human_bytes(planned.memory.host.built)} to build the model" in page
         # A page for terminals of 100 columns.
         assert max(map(len, page.splitlines())) <= 100

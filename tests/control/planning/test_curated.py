@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 
@@ -19,7 +19,7 @@ NAMES = [name for name in shipped.shipped_recipe_names() if name.startswith("mod
 def test_a_curated_model_fits(name: str, ranks: int) -> None:
     """All fit 8 x 80 GB and, with adapters or the optimizer in host memory, one GPU of 80 GB."""
     offloads = ("zero.offload.optimizer=cpu",) if ranks == 1 and name in LARGE else ()
-    recipe = load_recipe(shipped.find_shipped_recipe(name), offloads).recipe
-    memory = estimate_rank_memory(recipe, int(recipe.batch.micro_size or 1), ranks, "cuda")
+    recipe = load_recipe(shipped.shipped_recipe_path_or_refuse(name), offloads).recipe
+    memory = estimate_rank_memory_or_none(recipe, int(recipe.batch.micro_size or 1), ranks, "cuda")
     assert memory is not None
     assert dict(memory.by_stage)[memory.chosen].total < GPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ortlaunch.errors import HostfileError
-from ortlaunch.planning.hosts import Host, parse_hostfile, select_hosts
+from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, parse_hostfile
 from tests.makers import host
 
 # A name, a name with a user, and an IPv6 address.
@@ -35,7 +35,7 @@ def test_select(
     include: str | None, exclude: str | None, expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Filters follow DeepSpeed's grammar; hosts and devices keep the order of the file."""
-    chosen = select_hosts(HOSTS, include, exclude)
+    chosen = filter_hosts_by_include_or_exclude(HOSTS, include, exclude)
     assert {each.name: each.devices for each in chosen} == expected
     assert [each.name for each in chosen] == list(expected)
     assert all(each.slots == len(each.devices) for each in chosen)
@@ -43,13 +43,15 @@ def test_select(
 
 def test_select_twice() -> None:
     """A second filter applies to the devices that the first kept, and max_slots stays."""
-    once = select_hosts(HOSTS, include="worker-2:2,3")
+    once = filter_hosts_by_include_or_exclude(HOSTS, include="worker-2:2,3")
     # Slots are counted again, and devices keep their numbers.
-    assert select_hosts(once, exclude="worker-2:3") == (Host("ann@worker-2", 1, (2,), 8),)
+    assert filter_hosts_by_include_or_exclude(once, exclude="worker-2:3") == (
+        Host("ann@worker-2", 1, (2,), 8),
+    )
     with pytest.raises(
         HostfileError, match="host 'worker-2' has no slot '0'; its slots are '2', '3'"
     ):
-        select_hosts(once, include="worker-2:0")
+        filter_hosts_by_include_or_exclude(once, include="worker-2:0")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_select_twice() -> None:
 def test_wrong_filter(include: str | None, exclude: str | None, expected: list[str]) -> None:
     """An error in a filter names the option, the column and alternatives, for all problems at once."""
     with pytest.raises(HostfileError) as caught:
-        select_hosts(HOSTS, include, exclude)
+        filter_hosts_by_include_or_exclude(HOSTS, include, exclude)
     assert str(caught.value).split("\n") == expected
 
 
@@ -131,7 +133,7 @@ def test_long_lists_are_cut() -> None:
     # Sixteen hosts are shown completely.
     for hosts, rest in ((many, " and 984 more"), (many[:16], "")):
         with pytest.raises(HostfileError) as caught:
-            select_hosts(hosts, include="zzz")
+            filter_hosts_by_include_or_exclude(hosts, include="zzz")
         assert (
             str(caught.value) == f"--include:1:1: no such host: 'zzz'; the hosts are {shown}{rest}"
         )

@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import BatchPlan, Node, Plan
-from ortlaunch.planning.describe import describe_plan
+from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.rules.rules import broken_rule_problems
@@ -128,7 +128,7 @@ PLANS = {
 def test_json_comes_back(made: Plan) -> None:
     """A plan read from its JSON equals the plan, and is written as the same bytes."""
     text = made.to_json()
-    again = Plan.from_json(text)
+    again = Plan.from_plan_json_text(text)
     assert again == made
     assert again.to_json() == text
     assert again.ranks == made.ranks
@@ -157,7 +157,7 @@ def test_every_field_is_in_the_json(field: str) -> None:
     changed = dataclasses.replace(made, **{field: other.get(field, "another")})
     assert changed != made
     assert changed.to_json() != made.to_json()
-    assert Plan.from_json(changed.to_json()) == changed
+    assert Plan.from_plan_json_text(changed.to_json()) == changed
 
 
 def test_json_is_stable() -> None:
@@ -177,7 +177,7 @@ def test_json_of_another_format_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"^plan\.json was written by another version of ortlaunch$"
     ):
-        Plan.from_json(text)
+        Plan.from_plan_json_text(text)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
     made = plan(asked, environ={"API_KEY": "s3cret", "HF_TOKEN": "s3cret"})
     assert made.forward == ("API_KEY", "HF_TOKEN")
     # All texts that may be written or printed.
-    for text in (made.to_json(), describe_plan(made, asked), repr(made)):
+    for text in (made.to_json(), plan_description_text(made, asked), repr(made)):
         assert "s3cret" not in text
         assert "API_KEY" in text
 
@@ -254,7 +254,7 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
 )
 def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown: str) -> None:
     """The slots of a host fit into one short line."""
-    lines = describe_plan(
+    lines = plan_description_text(
         plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()
     ).splitlines()
     assert lines[1].endswith(f", slots {shown}")
@@ -264,7 +264,7 @@ def test_describe_names_every_part() -> None:
     """The page shows hosts with ranks, rendezvous, batch, and memory by stage."""
     asked = bert(zero={"stage": 1}, batch=batch(64, 4, None))
     made = plan(asked, [host("a", 2), Host("b", 2, (0, 3))], "mpi", environ={"NCCL_DEBUG": "WARN"})
-    lines = describe_plan(made, asked).splitlines()
+    lines = plan_description_text(made, asked).splitlines()
     assert lines[:4] == [
         "made: 4 ranks on 2 hosts, cpu, launcher mpi",
         "  a: ranks 0-1, slots 0,1",
@@ -285,7 +285,7 @@ def test_describe_names_every_part() -> None:
 def test_the_plain_case_is_told_briefly() -> None:
     """The page of one process without ZeRO has no rendezvous, forwarded names or table of stages."""
     asked = bert(train={"epochs": 3})
-    lines = describe_plan(
+    lines = plan_description_text(
         plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked
     ).splitlines()
     assert [line.split(":")[0].strip() for line in lines[:4]] == [
@@ -311,7 +311,7 @@ def test_the_plain_case_is_told_briefly() -> None:
 def test_describe_many_hosts_briefly() -> None:
     """The page of ten thousand hosts is short."""
     made = plan(recipe(), [host(f"n{i}", 8) for i in range(10_000)], "mpi")
-    lines = describe_plan(made, recipe()).splitlines()
+    lines = plan_description_text(made, recipe()).splitlines()
     assert lines[0] == "made: 80,000 ranks on 10,000 hosts, cpu, launcher mpi"
     assert lines[5] == "  ... 9994 more hosts"
     assert lines[7].startswith("  n9999: ranks 79992-79999,")
@@ -330,7 +330,7 @@ def test_describe_a_model_that_is_not_known() -> None:
     ):
         unknown = bert(model={"task": "causal-lm", "config": {"model_type": kind}})
         assert plan(unknown).memory is None
-        page = " ".join(describe_plan(plan(unknown), unknown).split())
+        page = " ".join(plan_description_text(plan(unknown), unknown).split())
         assert f"memory: unknown: {reason}" in page
     # Of adapters the field that has no estimate is named.
     for lora, field in (
@@ -340,7 +340,7 @@ def test_describe_a_model_that_is_not_known() -> None:
         config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
                   "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}  # fmt: skip
         unknown = bert(model={"task": "causal-lm", "config": config, "lora": lora})
-        page = " ".join(describe_plan(plan(unknown), unknown).split())
+        page = " ".join(plan_description_text(plan(unknown), unknown).split())
         assert f"unknown: adapters with these model.lora.{field} have no estimate" in page
     # Sizes that follow from the data are assumed, and not exact.
     source = {"format": "text", "path": "a.txt"}
@@ -353,9 +353,9 @@ def test_describe_a_model_that_is_not_known() -> None:
     ):
         model = {"task": "sequence-classification", "config": {**config, **num_labels}}
         made = bert(model=model, data=learned)
-        assert expected in " ".join(describe_plan(plan(made), made).split())
+        assert expected in " ".join(plan_description_text(plan(made), made).split())
     # A known model has the table.
-    assert "memory: 1" in describe_plan(plan(bert()), bert())
+    assert "memory: 1" in plan_description_text(plan(bert()), bert())
 
 
 @pytest.mark.parametrize(

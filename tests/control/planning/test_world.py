@@ -10,7 +10,7 @@ import pytest
 
 from ortlaunch.errors import HostfileError, PlanError, RankError
 from ortlaunch.planning.hosts import Host
-from ortlaunch.planning.world import LaunchOptions, World, resolve_world
+from ortlaunch.planning.world import LaunchOptions, World, resolve_hosts_launcher_and_device
 from ortlaunch.rank import Rank
 from tests.makers import host, recipe
 
@@ -36,7 +36,7 @@ def resolved(
     launch: dict[str, Any] | None = None, options: LaunchOptions = NOTHING, **environ: str
 ) -> World:
     """Return the world of a recipe with this `launch`, for this command line, in this environment."""
-    return resolve_world(recipe(launch=launch or {}), options, environ)
+    return resolve_hosts_launcher_and_device(recipe(launch=launch or {}), options, environ)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import FileError
-from ortlaunch.file_errors import explain_errors_of_own_files, explain_os_error
+from ortlaunch.file_errors import one_line_file_error_or_none, reraise_own_file_errors_as_file_error
 from ortlaunch.run_folder.folder import write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE
 
@@ -137,7 +137,7 @@ def test_what_is_said(
     The status is 1 where the machine is at fault, and 2 where the input is.
     """
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
-    found = explain_os_error(
+    found = one_line_file_error_or_none(
         OSError(number, os.strerror(number), path and path.replace("CACHE", str(tmp_path)))
     )
     assert found is not None
@@ -148,7 +148,7 @@ def test_what_is_said(
 def test_a_packages_file_cannot_be_elsewhere() -> None:
     """No option is offered for the file of an installed package."""
     path = str(Path(site.getsitepackages()[0], "torch", "x.so"))
-    found = explain_os_error(OSError(errno.EIO, "Input/output error", path))
+    found = one_line_file_error_or_none(OSError(errno.EIO, "Input/output error", path))
     assert str(found) == f"{path}: Input/output error; the disk or its server has a fault"
 
 
@@ -161,9 +161,12 @@ def test_a_failed_write_names_the_file_itself(tmp_path: Path) -> None:
 
 def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None:
     """An OSError with no known cause, or about a user's own file in a rank, keeps its traceback."""
-    assert explain_os_error(OSError("odd")) is None
+    assert one_line_file_error_or_none(OSError("odd")) is None
     for path in (tmp_path / "theirs", None):
-        with pytest.raises(PermissionError), explain_errors_of_own_files(tmp_path / "run"):
+        with (
+            pytest.raises(PermissionError),
+            reraise_own_file_errors_as_file_error(tmp_path / "run"),
+        ):
             raise PermissionError(errno.EACCES, "Permission denied", path and str(path))
 
 
@@ -172,7 +175,7 @@ def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with (
         pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"),
-        explain_errors_of_own_files(tmp_path),
+        reraise_own_file_errors_as_file_error(tmp_path),
     ):
         (tmp_path / "file" / "x").mkdir(parents=True)
 
@@ -188,8 +191,8 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
         "file=sys.stderr)"
     )
     start = f"subprocess.run({[sys.executable, '-c', look]})"
-    code = "import subprocess\nfrom ortlaunch.output import guard_standard_output\n"
-    code += f"with guard_standard_output(): {start}"
+    code = "import subprocess\nfrom ortlaunch.output import wrap_standard_streams_within_block\n"
+    code += f"with wrap_standard_streams_within_block(): {start}"
     typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
     ended = subprocess.run(
         ["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True
@@ -200,5 +203,5 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
 def test_a_disk_without_file_locks_is_named(tmp_path: Path) -> None:
     """A disk without file locks is named, although the error of the lock has no file name."""
     said = r"^No locks available; a disk has no file locks \(flock\), which run folder"
-    with pytest.raises(FileError, match=said), explain_errors_of_own_files(tmp_path):
+    with pytest.raises(FileError, match=said), reraise_own_file_errors_as_file_error(tmp_path):
         raise OSError(errno.ENOLCK, "No locks available")

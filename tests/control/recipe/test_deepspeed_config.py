@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.planning.deepspeed_config import deepspeed_config
+from ortlaunch.planning.deepspeed_config import deepspeed_config_or_none
 from ortlaunch.recipe.fields.zero import Zero
 from tests.makers import host, plan, recipe
 
@@ -26,7 +26,7 @@ PLAIN = {
 
 def config(**sections: Any) -> dict[str, Any] | None:
     """Return the JSON for micro batches of 4, 2 of them in a step, on 6 ranks."""
-    return deepspeed_config(recipe(**sections), 4, 2, 6)
+    return deepspeed_config_or_none(recipe(**sections), 4, 2, 6)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_raw_settings_stay_the_recipes() -> None:
     """The merge changes neither the recipe's raw settings nor an earlier JSON."""
     raw = {"zero_optimization": {"reduce_bucket_size": 5}}
     made = recipe(zero=Zero(stage=2, deepspeed=raw))
-    first = deepspeed_config(made, 4, 2, 6)
-    assert deepspeed_config(made, 4, 2, 6) == first
+    first = deepspeed_config_or_none(made, 4, 2, 6)
+    assert deepspeed_config_or_none(made, 4, 2, 6) == first
     assert raw == {"zero_optimization": {"reduce_bucket_size": 5}}
 
 

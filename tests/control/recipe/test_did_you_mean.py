@@ -33,5 +33,5 @@ WHOLE = "use zero.stage, which shards over the ranks (there is no tensor, pipeli
 def test_advice(override: str, advice: str) -> None:
     """The first line has the way that works, or says that there is none."""
     with pytest.raises(RecipeError) as caught:
-        load_recipe(shipped.find_shipped_recipe("bert-large/tiny"), [override])
+        load_recipe(shipped.shipped_recipe_path_or_refuse("bert-large/tiny"), [override])
     assert advice in str(caught.value).splitlines()[0]

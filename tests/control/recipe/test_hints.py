@@ -170,16 +170,16 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
         run.job.write_text("{}")
         # Distinct ages: the last run is the newest.
         os.utime(run.job, (age, age))
-        registry.register_run(run)
+        registry.register_run_or_print_error(run)
     for given, expected in {
         "latest": "a-b-20260103-000000",
         "a": "a-20260102-000000-2",
         "a-b": "a-b-20260103-000000",
         "a-20260102": "a-20260102-000000-2",
     }.items():
-        assert registry.resolve_run_name(Path(given)).name == expected
+        assert registry.run_folder_by_name_or_path(Path(given)).name == expected
     for given in ("runs/a", "b", "a-2026"):
-        assert registry.resolve_run_name(Path(given)) == Path(given)
+        assert registry.run_folder_by_name_or_path(Path(given)) == Path(given)
     assert "b: is neither a folder nor the name of a run" in ortlaunch("status", "b").err
 
 

@@ -16,22 +16,22 @@ import yaml
 
 from ortlaunch.errors import InputError, OrtlaunchError, RecipeError
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.other_tools import import_config
+from ortlaunch.other_tools import convert_config_to_recipe
 from ortlaunch.planning.hosts import read_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load_recipe
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.recipe.first_rows import first_row_problems
+from ortlaunch.recipe.first_rows import column_and_media_file_problems
 from ortlaunch.recipe.inputs import (
-    content_problems,
-    doubtful_value_problems,
-    matching_files,
-    missing_file_problems,
+    absent_file_and_folder_problems,
+    column_and_vocabulary_problems,
+    file_or_sorted_pattern_matches,
+    model_type_unknown_to_library_problems,
     refuse_lfs_pointers,
-    unknown_model_type_problems,
+    repeated_file_and_high_rate_problems,
 )
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
-from ortlaunch.user_modules import unloadable_factories
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
+from ortlaunch.user_modules import unloadable_factory_problems
 from tests.control.typed import Run
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
 
@@ -57,7 +57,7 @@ def says(factory: str) -> list[str]:
     made = recipe(model={"task": "custom", "factory": factory})
     return [
         text.replace(str(Path.cwd()), "HERE")
-        for paths, text in unloadable_factories(made, Path("beside"))
+        for paths, text in unloadable_factory_problems(made, Path("beside"))
     ]
 
 
@@ -138,7 +138,7 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
 )
 def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     """Each pattern without a match is reported, but no name of a model on the hub."""
-    found = [text for paths, text in missing_file_problems(bert(**sections))]
+    found = [text for paths, text in absent_file_and_folder_problems(bert(**sections))]
     assert [text.startswith(part) for text, part in zip(found, said)] == [True] * len(said)
     assert len(found) == len(said)
 
@@ -185,7 +185,7 @@ def test_columns_of_the_first_row(
     Path("array.json").write_text('[ {"a": 1, "b": 2}, {"text": 1}]')
     Path("utf16.csv").write_text(table, encoding="utf-16")
     data = {**WORDS, "train": train, "evaluation": evaluation}
-    found = content_problems(bert(model={"task": task}, data=data))
+    found = column_and_vocabulary_problems(bert(model={"task": task}, data=data))
     assert [f"{paths[0]} {text}" for paths, text in found] == said
 
 
@@ -194,7 +194,7 @@ def test_media_files_of_metadata() -> None:
     Path("data/metadata.csv").write_text("file_name,said\na.txt,yes\nno.wav,no\n")
     source = Corpus(format="folder", path=("data",), file_column="file_name", text_column="text")
     made = SimpleNamespace(model=SimpleNamespace(traits=MODEL_TASKS["speech-seq2seq"]))
-    found = [text for _, text in first_row_problems(made, "data.train", source, "data")]  # type: ignore[arg-type]
+    found = [text for _, text in column_and_media_file_problems(made, "data.train", source, "data")]  # type: ignore[arg-type]
     assert found == [
         "got text; data/metadata.csv has file_name, said",
         "data/metadata.csv names no.wav, which does not exist",
@@ -231,7 +231,7 @@ def test_pointers_of_git_lfs(
         **{"data": {**WORDS, "tokenizer": "m"}, **sections},
     )
     # The tokenizer is in the same folder.
-    found = [*dict.fromkeys(text for _, text in missing_file_problems(made))]
+    found = [*dict.fromkeys(text for _, text in absent_file_and_folder_problems(made))]
     assert found == [
         f"{name} is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
         for name in said
@@ -245,14 +245,14 @@ def test_files_that_are_not_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)
     said = "rows.txt cannot be read by this user: check its owner and mode (ls -l)"
     made = bert(data={**WORDS, "train": {"format": "text", "path": "rows.txt"}})
-    assert (("data.train.path",), said) in missing_file_problems(made)
+    assert (("data.train.path",), said) in absent_file_and_folder_problems(made)
     with pytest.raises(InputError, match=re.escape(said)):
         refuse_lfs_pointers(["rows.txt"])
 
 
 @pytest.mark.parametrize(
     "read",
-    [load_recipe, read_hostfile, lambda path: import_config(path, None, None, ())],
+    [load_recipe, read_hostfile, lambda path: convert_config_to_recipe(path, None, None, ())],
 )
 def test_pointers_in_place_of_what_a_person_writes(read: Callable[[Path], object]) -> None:
     """A recipe, a host file and another tool's config may be kept in git-lfs, as *.json often is."""
@@ -284,21 +284,23 @@ def test_more_tokens_than_rows(vocabulary: Any, sections: dict[str, Any], said: 
     model = {"task": "masked-lm", "pretrained": "m"}
     data = {**WORDS, "tokenizer": "m", **sections}
     # "a" is added and in the vocabulary, and counts once.
-    assert [text for _, text in content_problems(bert(model=model, data=data))] == said
+    assert [
+        text for _, text in column_and_vocabulary_problems(bert(model=model, data=data))
+    ] == said
     larger = {**model, "config": {"vocab_size": 6}}
-    assert not list(content_problems(bert(model=larger, data=data)))
+    assert not list(column_and_vocabulary_problems(bert(model=larger, data=data)))
     # What transformers alone can read is left to it.
     Path("m/tokenizer.json").write_text("[]")
-    assert not list(content_problems(bert(model=model, data=data)))
+    assert not list(column_and_vocabulary_problems(bert(model=model, data=data)))
 
 
 def test_a_name_with_letters_of_patterns() -> None:
     """A file is found by its name, though the name is a pattern that does not match it."""
     Path("data/c [v2].txt").touch()
     named = {**WORDS, "train": {"format": "text", "path": ["data/c [v2].txt"]}}
-    assert list(missing_file_problems(bert(data=named))) == []
-    assert matching_files("data/c [v2].txt") == ["data/c [v2].txt"]
-    assert matching_files("data/[ab].txt") == ["data/a.txt"]
+    assert list(absent_file_and_folder_problems(bert(data=named))) == []
+    assert file_or_sorted_pattern_matches("data/c [v2].txt") == ["data/c [v2].txt"]
+    assert file_or_sorted_pattern_matches("data/[ab].txt") == ["data/a.txt"]
 
 
 def test_a_file_that_is_listed_twice() -> None:
@@ -310,10 +312,10 @@ def test_a_file_that_is_listed_twice() -> None:
     ):
         made = bert(data={**WORDS, "train": {"format": "text", "path": paths}})
         text = f"{Path('data/a.txt').resolve()} is listed {count} times, and is read as often"
-        assert list(doubtful_value_problems(made)) == [(("data.train.path",), text)]
+        assert list(repeated_file_and_high_rate_problems(made)) == [(("data.train.path",), text)]
     assert (
         list(
-            doubtful_value_problems(
+            repeated_file_and_high_rate_problems(
                 bert(data={**WORDS, "train": {"format": "text", "path": ["data/a.txt"]}})
             )
         )
@@ -335,7 +337,7 @@ def test_a_file_that_is_listed_twice() -> None:
 )  # fmt: skip
 def test_where_a_path_leads(sections: dict[str, Any], text: str) -> None:
     """A missing file, a URL and a variable that is not expanded are reported with a remedy."""
-    ((_, found),) = missing_file_problems(bert(**sections))
+    ((_, found),) = absent_file_and_folder_problems(bert(**sections))
     assert text in found
 
 
@@ -343,13 +345,15 @@ def test_a_model_type_that_transformers_does_not_have() -> None:
     """An unknown model type is refused with the nearest known name."""
     # The known types are read from the source of transformers.
     config = {"model_type": "llamma", "vocab_size": 64}
-    ((_, text),) = unknown_model_type_problems(bert(model={"task": "causal-lm", "config": config}))
+    ((_, text),) = model_type_unknown_to_library_problems(
+        bert(model={"task": "causal-lm", "config": config})
+    )
     assert text.endswith("did you mean llama?")
     # Names with a hyphen are types as well.
     for known in ("gpt2", "modernbert", "gpt-sw3"):
         assert (
             list(
-                unknown_model_type_problems(
+                model_type_unknown_to_library_problems(
                     bert(model={"task": "causal-lm", "config": {**config, "model_type": known}})
                 )
             )
@@ -389,7 +393,7 @@ def test_a_learning_rate_that_is_most_likely_a_slip(ortlaunch: Run) -> None:
 def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
     """Resolve a recipe with these sections, which is written to this folder."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve_command(Path("recipe.yaml"), (), asked, {})
+    return load_and_resolve_recipe(Path("recipe.yaml"), (), asked, {})
 
 
 @pytest.mark.parametrize(

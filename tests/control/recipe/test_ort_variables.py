@@ -21,10 +21,10 @@ from ortlaunch.recipe.fields.ort_variables import (
     HARMLESS,
     LEFT_OUT,
     ORT_VARIABLES,
-    variable_contradictions,
+    variable_and_contradiction_pairs,
     variables_in,
 )
-from ortlaunch.resolve.resolve import resolve_command
+from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from tests.makers import CUSTOM, OWN_MODULE
 
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
@@ -77,7 +77,9 @@ def said(name: str, text: str, **engine: Any) -> str:
     return "".join(
         # HOME: other variables of the environment are ignored.
         message
-        for _, message in variable_contradictions(Engine(**engine), {name: text, "HOME": "x"})
+        for _, message in variable_and_contradiction_pairs(
+            Engine(**engine), {name: text, "HOME": "x"}
+        )
     )
 
 
@@ -175,7 +177,7 @@ def resolved(folder: Path, environ: dict[str, str], **engine: Any) -> tuple[str,
     """Return the notes of a run with these engine settings in this environment."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", **engine}}))
-    return resolve_command(path, (), LaunchOptions(), environ).notes
+    return load_and_resolve_recipe(path, (), LaunchOptions(), environ).notes
 
 
 def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_the_run_record_keeps_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """environment.json has the variables of the shell and of launch.env."""
-    from ortlaunch.resolve.prepare import write_and_announce_run
+    from ortlaunch.resolve.prepare import write_run_files_and_print_plan
     from ortlaunch.run_folder.folder import RunDir
 
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
@@ -241,6 +243,8 @@ def test_the_run_record_keeps_the_variables(
     sections = {"engine": {"name": "ort"}, "launch": {"env": {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}}}
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     run = RunDir(tmp_path / "run")
-    write_and_announce_run(resolve_command(path, (), LaunchOptions(), os.environ), run)
+    write_run_files_and_print_plan(
+        load_and_resolve_recipe(path, (), LaunchOptions(), os.environ), run
+    )
     kept = json.loads(run.environment.read_text())["ortmodule_variables"]
     assert kept == {"ORTMODULE_LOG_LEVEL": "ERROR", "ORTMODULE_MEMORY_OPT_LEVEL": "0"}

@@ -13,7 +13,7 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.resolve import resolve_command
+from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from tests.makers import CUSTOM
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -72,7 +72,7 @@ def test_a_further_override_reads_nothing() -> None:
 
     The host file may be a pipe, which cannot be read twice.
     """
-    base = resolve_command(
+    base = load_and_resolve_recipe(
         Path("top.yaml"), ["train.max_steps=7"], LaunchOptions(hostfile="hosts"), {}
     )
     for name in ("base.yaml", "middle.yaml", "top.yaml", "hosts"):

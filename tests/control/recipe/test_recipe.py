@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe import dump_recipe_yaml, load_recipe, parse_resolved
+from ortlaunch.recipe import dump_recipe_yaml, load_recipe, parse_resolved_recipe
 from ortlaunch.recipe.fields.data import Corpus, TokenizerTraining
-from ortlaunch.recipe.fields.field_lookup import first_model_at_path, section_keys
+from ortlaunch.recipe.fields.field_lookup import first_model_at_path, keys_accepted_by_section
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
 from ortlaunch.recipe.hints.messages import EXAMPLES
-from ortlaunch.recipe.rules.rules import device_rules
+from ortlaunch.recipe.rules.rules import precision_and_engine_device_rules
 from ortlaunch.recipe.text import yaml_text
 from ortlaunch.recipe.text.place import KeyPath, format_key_path
 
@@ -154,12 +154,14 @@ def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
         ["override 'seed=-1'", "seed"],
     ]
     loaded = load_recipe(_written(tmp_path, "extends: base.yaml\nseed: 3\n"))
-    assert loaded.problem_line((("seed",), "is odd")) == f"{path}:2:1: seed: is odd"
-    assert loaded.problem_line((("optimizer.momentum",), "is high")).startswith(
+    assert loaded.located_problem_line((("seed",), "is odd")) == f"{path}:2:1: seed: is odd"
+    assert loaded.located_problem_line((("optimizer.momentum",), "is high")).startswith(
         f"{tmp_path}/base.yaml:9:24: "
     )
     # A key that is written nowhere: the place of the recipe.
-    assert loaded.problem_line((("precision",), "is low")) == f"{path}:1:1: precision: is low"
+    assert (
+        loaded.located_problem_line((("precision",), "is low")) == f"{path}:1:1: precision: is low"
+    )
 
 
 def _written(folder: Path, text: str) -> Path:
@@ -239,7 +241,7 @@ def test_a_resolved_recipe_is_the_same_recipe(path: Path, tmp_path: Path) -> Non
     """A resolved recipe can be parsed by the worker and loaded as a recipe, with equal results."""
     found = load_recipe(path).recipe
     text = dump_recipe_yaml(found)
-    assert parse_resolved(text) == found
+    assert parse_resolved_recipe(text) == found
     assert load_recipe(_written(tmp_path, text)).recipe == found
 
 
@@ -260,7 +262,7 @@ def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> N
     found = recipe(tmp_path, BASE, *overrides)
     text = dump_recipe_yaml(found)
     assert (
-        parse_resolved(text).launch.env
+        parse_resolved_recipe(text).launch.env
         == recipe(tmp_path, text).launch.env
         == {"NCCL_DEBUG": "WARN", **words}
     )
@@ -276,10 +278,10 @@ def test_a_recipe_cannot_be_changed() -> None:
 def test_device_rules_speak_of_a_device_that_is_found_later(tmp_path: Path) -> None:
     """With `device: auto` the rules of a device apply once the launch knows the device."""
     found = recipe(tmp_path, BASE, "precision=fp16")
-    assert [paths for paths, _ in device_rules(found, "cpu")] == [
+    assert [paths for paths, _ in precision_and_engine_device_rules(found, "cpu")] == [
         ("precision", "engine.name", "launch.device")
     ]
-    assert list(device_rules(found, "cuda")) == []
+    assert list(precision_and_engine_device_rules(found, "cuda")) == []
 
 
 def test_hints_point_at_keys_that_exist() -> None:
@@ -287,14 +289,16 @@ def test_hints_point_at_keys_that_exist() -> None:
     for key, entry in FOREIGN.items():
         path = tuple(entry.recipe_key_or_remedy.split()[0].rstrip(",:").split("."))
         # Other entries are sentences, or a key with a value as `precision: fp16`.
-        if path[0] in section_keys(()) and (len(path) > 1 or ":" not in entry.recipe_key_or_remedy):
+        if path[0] in keys_accepted_by_section(()) and (
+            len(path) > 1 or ":" not in entry.recipe_key_or_remedy
+        ):
             assert first_model_at_path(path[:-1]) is not None, (key, entry)
-            assert path[-1] in section_keys(path[:-1]), (key, entry)
+            assert path[-1] in keys_accepted_by_section(path[:-1]), (key, entry)
 
 
 def test_no_hint_speaks_of_a_key_that_is_ours() -> None:
     """No key at the top of a recipe is called a foreign key."""
-    assert [key for key in FOREIGN if "." not in key and key in section_keys(())] == []
+    assert [key for key in FOREIGN if "." not in key and key in keys_accepted_by_section(())] == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=format_key_path)

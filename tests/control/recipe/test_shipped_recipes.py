@@ -13,15 +13,15 @@ from typing import Any
 import pydantic
 import pytest
 
-from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.recipe.fields.field_lookup import (
-    _all_field_paths,
+    _all_field_paths_below_section,
     first_model_at_path,
-    models_of_section,
+    section_models_in_annotation,
 )
-from ortlaunch.recipe.manual.reference import recipe_markdown
-from ortlaunch.recipe.manual.schema import editor_schema_text
+from ortlaunch.recipe.manual.reference import recipe_manual_page_markdown
+from ortlaunch.recipe.manual.schema import editor_schema_json_text
 from ortlaunch.recipe.rules.resume_rules import RULES
 from ortlaunch.recipe.text import yaml_text
 from ortlaunch.recipe.text.place import format_key_path
@@ -40,19 +40,19 @@ def shipped(name: str, *overrides: str) -> Recipe:
 
 def as_editors_read(text: str) -> Any:
     """Return the plain values of a YAML text, with `1e-5` as a number, as in YAML 1.2."""
-    return yaml_text.parse_yaml(text, "recipe", []).plain_value()
+    return yaml_text.parse_yaml_tree(text, "recipe", []).value_without_locations()
 
 
 @functools.cache
 def schema() -> dict[str, Any]:
     """Return the JSON schema."""
-    return dict(json.loads(editor_schema_text()))
+    return dict(json.loads(editor_schema_json_text()))
 
 
 @functools.cache
 def page() -> list[str]:
     """Return the lines of docs/recipe.md."""
-    return recipe_markdown().splitlines()
+    return recipe_manual_page_markdown().splitlines()
 
 
 @functools.cache
@@ -118,7 +118,7 @@ as_newer_pydantic_words_it = pytest.mark.skipif(
 @as_newer_pydantic_words_it
 def test_the_schema_file_is_up_to_date() -> None:
     """recipes/schema.json is the output of `ortlaunch schema`."""
-    assert (RECIPES / "schema.json").read_text(encoding="utf-8") == editor_schema_text()
+    assert (RECIPES / "schema.json").read_text(encoding="utf-8") == editor_schema_json_text()
 
 
 @as_newer_pydantic_words_it
@@ -131,7 +131,9 @@ def test_each_row_of_the_manual_has_four_cells() -> None:
 
 def test_the_reference_is_up_to_date() -> None:
     """docs/recipe.md is the output of `ortlaunch schema --markdown`."""
-    assert (RECIPES.parent / "docs" / "recipe.md").read_text(encoding="utf-8") == recipe_markdown()
+    assert (RECIPES.parent / "docs" / "recipe.md").read_text(
+        encoding="utf-8"
+    ) == recipe_manual_page_markdown()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_the_schema_is_the_models_with_extends() -> None:
 
     It requires nothing of a file with `extends`.
     """
-    assert editor_schema_text() == json.dumps(schema(), indent=2, sort_keys=True) + "\n"
+    assert editor_schema_json_text() == json.dumps(schema(), indent=2, sort_keys=True) + "\n"
     assert set(schema()["properties"]) == {*Recipe.model_fields, "extends"}
     assert schema()["properties"]["extends"]["type"] == "string"
     assert schema()["$schema"].startswith("https://json-schema.org/")
@@ -198,7 +200,7 @@ def test_the_schema_finds_faults(text: str) -> None:
 
 def test_null_is_the_default_for_editors_too(tmp_path: Path) -> None:
     """null is valid by the schema for every field with a default, as error messages advise it."""
-    whole = json.loads(editor_schema_text())
+    whole = json.loads(editor_schema_json_text())
     for name, field in whole["properties"].items():
         assert editor().is_valid({"extends": "a.yaml", name: None}) == ("default" in field), name
     for section in ("engine", "launch", "log", "schedule", "checkpoint"):
@@ -331,8 +333,8 @@ def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
 
 def test_parameters_are_those_of_the_published_models() -> None:
     """The published models have 336 million and 6.74 billion parameters."""
-    bert = estimate_rank_memory(shipped("bert-large/phase1"), 1, 8)
-    llama = estimate_rank_memory(shipped("llama2-7b/pretrain"), 1, 8)
+    bert = estimate_rank_memory_or_none(shipped("bert-large/phase1"), 1, 8)
+    llama = estimate_rank_memory_or_none(shipped("llama2-7b/pretrain"), 1, 8)
     assert bert is not None
     assert llama is not None
     assert round(bert.parameters / 1e6) == 336
@@ -362,7 +364,7 @@ def test_every_field_says_what_a_resume_does_with_it() -> None:
 
     A section that may also be null or a plain value needs one, too.
     """
-    paths = {format_key_path(path) for path in _all_field_paths(Recipe, ())}
+    paths = {format_key_path(path) for path in _all_field_paths_below_section(Recipe, ())}
     sections = {
         path
         for path in paths
@@ -380,4 +382,4 @@ def _is_optional(path: str) -> bool:
     section = first_model_at_path(tuple(above))
     assert section is not None
     annotation = section.model_fields[name].annotation
-    return annotation not in models_of_section(annotation)
+    return annotation not in section_models_in_annotation(annotation)

@@ -95,7 +95,7 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
         ['optimizer.name="sgd"', "optimizer.momentum=0.2", "seed=2"],
     ]
     assert found.max_trials == 3
-    assert found.summary_lines(10)[0] == (
+    assert found.sweep_summary_lines(10)[0] == (
         "sweep: loss by grid, pruner none, 1 at a time, until 3 trials; at most 30 steps; only "
         "`ortlaunch sweep` searches:"
     )

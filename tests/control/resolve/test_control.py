@@ -22,20 +22,20 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.resolve.prepare import (
-    check_folder_contents,
     difference_texts,
-    read_earlier_recipe,
-    write_and_announce_run,
-    write_run_files,
+    read_earlier_recipe_or_none,
+    refuse_foreign_run_folder_contents,
+    write_run_files_and_print_plan,
+    write_run_files_and_remove_leftovers,
 )
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ChosenCheckpoint, RunBeginning
 from ortlaunch.run import control, inside
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
-    check_run_can_start,
-    claim_run_folder,
-    new_or_requested_run_folder,
+    create_run_folder_or_numbered_one,
+    requested_or_proposed_run_folder,
+    require_startable_and_plan_beginning,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
@@ -63,7 +63,7 @@ def resolved(
     """Resolve a custom recipe with these sections, which is written to a file here."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve_command(path, (), asked or LaunchOptions(), environ or {})
+    return load_and_resolve_recipe(path, (), asked or LaunchOptions(), environ or {})
 
 
 def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> 
     (tmp_path / "sub" / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
 
     def settled() -> Plan:
-        return resolve_command(
+        return load_and_resolve_recipe(
             Path("sub/recipe.yaml"), ["train.max_steps=7"], LaunchOptions(), {}
         ).plan
 
@@ -104,9 +104,10 @@ def test_device_rules_are_checked_against_this_machine() -> None:
 )
 def test_folder_of_ranks_on_several_hosts(environ: dict[str, str], folder: str) -> None:
     """The launcher's name of the launch becomes the folder's name, the same on every rank."""
-    assert str(new_or_requested_run_folder(None, resolved(environ=environ), environ)) == folder
+    assert str(requested_or_proposed_run_folder(None, resolved(environ=environ), environ)) == folder
     assert (
-        str(new_or_requested_run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
+        str(requested_or_proposed_run_folder(Path("mine"), resolved(environ=environ), environ))
+        == "mine"
     )
 
 
@@ -115,23 +116,24 @@ def test_ranks_without_a_common_name(environ: dict[str, str]) -> None:
     """Without a common name the ranks need --run-dir."""
     # "none" is torchrun's default name, which all its launches share.
     with pytest.raises(PlanError) as caught:
-        new_or_requested_run_folder(None, resolved(environ=environ), environ)
+        requested_or_proposed_run_folder(None, resolved(environ=environ), environ)
     message = (
         "the launcher gives the ranks no common name for the run folder; add --run-dir, the "
         "same for all ranks"
     )
     assert str(caught.value) == message
     assert (
-        str(new_or_requested_run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
+        str(requested_or_proposed_run_folder(Path("mine"), resolved(environ=environ), environ))
+        == "mine"
     )
 
 
 def test_folder_of_ranks_on_this_host() -> None:
     """Ranks on one host get a folder by their parent process, which no other launch has."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    folder = str(new_or_requested_run_folder(None, resolved(environ=environ), environ))
+    folder = str(requested_or_proposed_run_folder(None, resolved(environ=environ), environ))
     assert folder == str(
-        new_or_requested_run_folder(
+        requested_or_proposed_run_folder(
             None, resolved(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ
         )
     )
@@ -141,9 +143,13 @@ def test_folder_of_ranks_on_this_host() -> None:
 def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new folder has the run's name and the time, and is never shared by two runs."""
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
-    run = new_or_requested_run_folder(None, resolved(), {})
+    run = requested_or_proposed_run_folder(None, resolved(), {})
     assert str(run) == "runs/made-20260102-030405"
-    assert [str(claim_run_folder(run)) for _ in range(3)] == [f"{run}", f"{run}-2", f"{run}-3"]
+    assert [str(create_run_folder_or_numbered_one(run)) for _ in range(3)] == [
+        f"{run}",
+        f"{run}-2",
+        f"{run}-3",
+    ]
 
 
 def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
@@ -163,7 +169,7 @@ def test_a_run_folder_without_control_characters() -> None:
         PlanError,
         match=r"^--run-dir: '.*/a\\ntouch P' has the control character '\\n'; give a path",
     ):
-        new_or_requested_run_folder(Path("a\ntouch P"), resolved(), {})
+        requested_or_proposed_run_folder(Path("a\ntouch P"), resolved(), {})
 
 
 def test_a_file_is_no_run_folder() -> None:
@@ -172,7 +178,7 @@ def test_a_file_is_no_run_folder() -> None:
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: is a file, not a folder; give a folder$"
     ):
-        control.run_training_command(resolved(), Path("mine"))
+        control.lock_folder_and_run_training(resolved(), Path("mine"))
 
 
 def test_a_folder_of_something_else() -> None:
@@ -181,7 +187,7 @@ def test_a_folder_of_something_else() -> None:
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: is neither empty nor a run folder; give a new one$"
     ):
-        control.run_training_command(resolved(), Path("mine"))
+        control.lock_folder_and_run_training(resolved(), Path("mine"))
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
 
 
@@ -191,7 +197,7 @@ def test_the_folder_of_a_persons_recipe() -> None:
     for path, text in (("job.json", '{"tasks": []}'), ("plan.json", "{}")):
         write_text_atomically(Path("mine", path), text)
     with pytest.raises(PlanError, match=r"^--run-dir mine: is neither empty nor a run folder"):
-        control.run_training_command(resolved(), Path("mine"))
+        control.lock_folder_and_run_training(resolved(), Path("mine"))
     assert Path("mine/recipe.yaml").read_text() == yaml.safe_dump(CUSTOM)
 
 
@@ -207,18 +213,20 @@ def test_a_persons_file_in_a_run_folder(record: str) -> None:
     if record == "submitted":
         write_text_atomically(run.submitted, "")
     write_text_atomically(Path("mine/notes.txt"), "")
-    assert check_folder_contents(run, None, resolved()) == []
+    assert refuse_foreign_run_folder_contents(run, None, resolved()) == []
 
 
 def test_a_folder_of_a_run_that_never_began() -> None:
     """The files of a command that ended while it prepared do not prevent another start."""
     run = RunDir("mine")
     with RunLock() as lock:
-        lock.acquire(run)
+        lock.acquire_or_refuse(run)
         with JobFile(run, "local") as file:
-            file.record_end(143, "ortlaunch: stopped by SIGTERM", stopped_on_request=True)
+            file.record_end_or_print_disk_error(
+                143, "ortlaunch: stopped by SIGTERM", stopped_on_request=True
+            )
     assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
-    assert check_folder_contents(run, None, resolved()) == []
+    assert refuse_foreign_run_folder_contents(run, None, resolved()) == []
 
 
 def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
@@ -234,8 +242,8 @@ def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
     # Created before the run, as a user does for a link to another disk.
     run.checkpoints.mkdir()
     made = resolved()
-    assert check_folder_contents(run, None, made) == []
-    write_run_files(run, made.recipe_file.recipe, made.plan)
+    assert refuse_foreign_run_folder_contents(run, None, made) == []
+    write_run_files_and_remove_leftovers(run, made.recipe_file.recipe, made.plan)
     assert not list(run.path.glob(".*"))
 
 
@@ -244,11 +252,11 @@ def test_a_command_that_began_a_moment_ago_is_named() -> None:
     # Several may start in one new folder; one of them trains.
     run = RunDir("mine")
     with RunLock() as lock:
-        lock.acquire(run)
+        lock.acquire_or_refuse(run)
         with pytest.raises(
             PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"
         ):
-            control.run_training_command(resolved(), Path("mine"))
+            control.lock_folder_and_run_training(resolved(), Path("mine"))
 
 
 def test_a_link_to_nowhere_is_no_run_folder() -> None:
@@ -259,7 +267,7 @@ def test_a_link_to_nowhere_is_no_run_folder() -> None:
         PlanError,
         match=r"^--run-dir mine: links to gone/disk, which does not exist; create that fold",
     ):
-        control.run_training_command(resolved(), Path("mine"))
+        control.lock_folder_and_run_training(resolved(), Path("mine"))
 
 
 def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,9 +276,9 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
     made = resolved()
     run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
     with pytest.raises(RecipeError):
-        read_earlier_recipe(run, made)
+        read_earlier_recipe_or_none(run, made)
     write_json_atomically(run.checkpoint_folder(2) / "training.json", {"format": 1})
-    assert read_earlier_recipe(run, made) == made.recipe_file.recipe
+    assert read_earlier_recipe_or_none(run, made) == made.recipe_file.recipe
     assert (
         "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step"
         in capsys.readouterr().out
@@ -282,7 +290,7 @@ def test_an_edited_recipe_in_a_run_folder() -> None:
     run = older("mine")
     write_text_atomically(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
     with pytest.raises(RecipeError) as caught:
-        control.run_training_command(resolved(), Path("mine"))
+        control.lock_folder_and_run_training(resolved(), Path("mine"))
     assert caught.value.problems[0].startswith(
         "mine/recipe.yaml:1:1: nam: unknown key; did you mean name?"
     )
@@ -300,7 +308,7 @@ def test_checkpoints_of_another_training() -> None:
     """Changes that make a resumed run a different training are refused and listed."""
     older("mine", steps=2)
     with pytest.raises(PlanError) as caught:
-        control.run_training_command(resolved(**CHANGED, seed=7), Path("mine"))
+        control.lock_folder_and_run_training(resolved(**CHANGED, seed=7), Path("mine"))
     assert str(caught.value) == (
         "mine/checkpoints/step_00000002 belongs to a different training:\n  seed: 42 -> 7: "
         "refused without --allow data (it determines order, masking and dropout)\nUse the "
@@ -335,7 +343,10 @@ def test_a_folder_is_continued(
     """A run folder of this recipe is continued, and every change is listed."""
     run = older("mine", steps)
     made = resolved(**sections)
-    assert list(check_run_can_start(made, run, AUTOMATIC_RESUME)[1].text_lines) == lines
+    assert (
+        list(require_startable_and_plan_beginning(made, run, AUTOMATIC_RESUME)[1].text_lines)
+        == lines
+    )
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
@@ -347,8 +358,10 @@ def test_a_comparison_in_the_folder_of_a_training() -> None:
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: contains the checkpoints of a training, whose records"
     ):
-        check_folder_contents(older("mine", steps=2), comparison.recipe_file.recipe, comparison)
-    check_folder_contents(older("other"), comparison.recipe_file.recipe, comparison)
+        refuse_foreign_run_folder_contents(
+            older("mine", steps=2), comparison.recipe_file.recipe, comparison
+        )
+    refuse_foreign_run_folder_contents(older("other"), comparison.recipe_file.recipe, comparison)
 
 
 def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +371,7 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     write_text_atomically(run.rank_error_path(3), "{}")
     run.failure_printed.touch()
     run.store.touch()
-    write_and_announce_run(
+    write_run_files_and_print_plan(
         resolved(zero={"stage": 1}),
         run,
         run_beginning=RunBeginning(ChosenCheckpoint(None), AUTOMATIC_RESUME),
@@ -375,7 +388,7 @@ def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without a required package ends before its folder is created."""
     monkeypatch.setattr(doctor, "_is_installed", lambda package: False)
     with pytest.raises(MissingDependency):
-        control.run_training_command(resolved(zero={"stage": 1}), None)
+        control.lock_folder_and_run_training(resolved(zero={"stage": 1}), None)
     # There is no folder `runs`.
     assert {path.name for path in Path().iterdir()} == {"mine.py", "recipe.yaml"}
 
@@ -399,10 +412,10 @@ def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.Mo
     made = resolved(**sections)
     monkeypatch.setattr(doctor, "_is_installed", lambda name: name != package)
     with pytest.raises(MissingDependency) as caught:
-        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
+        doctor.require_packages_and_extensions_installed(made.recipe_file.recipe, made.world)
     assert str(caught.value) == line
     plain = resolved()
-    doctor.require_everything_installed(plain.recipe_file.recipe, plain.world)
+    doctor.require_packages_and_extensions_installed(plain.recipe_file.recipe, plain.world)
 
 
 def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,9 +423,9 @@ def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks of one host meet in the run folder.
     monkeypatch.setattr(doctor, "_is_installed", lambda package: package != "mpi4py")
     made = made_recipe()
-    doctor.require_everything_installed(made, world_of(made, [host("a", 2)], "mpi"))
+    doctor.require_packages_and_extensions_installed(made, world_of(made, [host("a", 2)], "mpi"))
     with pytest.raises(MissingDependency) as caught:
-        doctor.require_everything_installed(
+        doctor.require_packages_and_extensions_installed(
             made, world_of(made, [host("a", 1), host("b", 1)], "mpi")
         )
     assert str(caught.value) == (
@@ -425,7 +438,7 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
     made = resolved(zero={"stage": 1}, log={"trackers": ["tensorboard"]})
     monkeypatch.setattr(doctor, "_is_installed", lambda name: False)
     with pytest.raises(MissingDependency) as caught:
-        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
+        doctor.require_packages_and_extensions_installed(made.recipe_file.recipe, made.world)
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -455,16 +468,16 @@ def test_what_engine_ort_takes(
             raise package
         return "onnxruntime-training-cpu"
 
-    monkeypatch.setattr(extensions, "ort_package_name", ort_package)
-    monkeypatch.setattr(extensions, "missing_extensions", lambda: missing)
+    monkeypatch.setattr(extensions, "installed_ort_package_name_or_refuse", ort_package)
+    monkeypatch.setattr(extensions, "missing_or_damaged_extension_names", lambda: missing)
     eager = resolved()
     made = resolved(engine={"name": "ort"})
-    doctor.require_everything_installed(eager.recipe_file.recipe, eager.world)
+    doctor.require_packages_and_extensions_installed(eager.recipe_file.recipe, eager.world)
     if line is None:
-        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
+        doctor.require_packages_and_extensions_installed(made.recipe_file.recipe, made.world)
         return
     with pytest.raises(MissingDependency) as caught:
-        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
+        doctor.require_packages_and_extensions_installed(made.recipe_file.recipe, made.world)
     assert str(caught.value) == f"engine ort: {line}"
 
 
@@ -473,7 +486,7 @@ def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     monkeypatch.setattr(inside, "_JOIN_SECONDS", 0.1)
     with pytest.raises(LaunchError) as caught:
-        control.run_training_command(resolved(environ=environ), Path("mine"))
+        control.lock_folder_and_run_training(resolved(environ=environ), Path("mine"))
     assert (
         str(caught.value)
         == "rank 0 did not prepare mine within 0.1 s; is it on a disk that all hosts share?"
@@ -495,7 +508,7 @@ def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.Mo
         one = {**environ, "RANK": rank, "LOCAL_RANK": rank}
         made = resolved(environ=one, launch=launch)
         assert made.world.enclosing_rank == Rank(int(rank), 4, int(rank), 2)
-        control.run_training_command(made, Path("mine"))
+        control.lock_folder_and_run_training(made, Path("mine"))
         assert sent[-1] == (made.plan.argv[0], (*made.plan.argv, "mine"), "x")
     assert json.loads(Path("mine/plan.json").read_text())["world_size"] == 4
 
@@ -512,9 +525,9 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
         seen.append((RunDir("mine").ready / "launch").exists())
         return LaunchRequest(("worker",))
 
-    monkeypatch.setattr(inside, "write_and_announce_run", prepare)
+    monkeypatch.setattr(inside, "write_run_files_and_print_plan", prepare)
     monkeypatch.setattr(os, "execve", lambda *_: None)
-    control.run_training_command(made, Path("mine"))
+    control.lock_folder_and_run_training(made, Path("mine"))
     assert seen == [False]
 
 
@@ -550,8 +563,8 @@ def test_starts_in_one_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> No
     other = older("runs/made-20260102-030405")
     write_text_atomically(other.output, "")
     with RunLock() as lock:
-        lock.acquire(other)
+        lock.acquire_or_refuse(other)
         for _ in range(2):
             with pytest.raises(Started):
-                control.run_training_command(resolved(), None)
+                control.lock_folder_and_run_training(resolved(), None)
     assert started == [f"{other}-2", f"{other}-3"]

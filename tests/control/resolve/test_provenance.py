@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.resolve.provenance import environment_record
+from ortlaunch.resolve.provenance import package_and_machine_versions_record
 
 
 def test_versions_are_those_of_every_package(
@@ -17,4 +17,4 @@ def test_versions_are_those_of_every_package(
     expected = {each.name: each.version for each in metadata.distributions()}
     (tmp_path / "~roken-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert environment_record()["packages"] == expected
+    assert package_and_machine_versions_record()["packages"] == expected

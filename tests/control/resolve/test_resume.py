@@ -13,9 +13,14 @@ from ortlaunch.api.submission import Submission
 from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.rules import resume_rules
-from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, OTHER_RULES, RULES, find_rule
+from ortlaunch.recipe.rules.resume_rules import (
+    ALLOW_NAMES,
+    OTHER_RULES,
+    RULES,
+    rule_of_field_or_nearest_parent,
+)
 from ortlaunch.resolve import provenance, resume
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run_folder import origin
@@ -40,14 +45,14 @@ HERE = {
 def _this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the list of installed packages."""
     # Reading it takes a third of a second.
-    monkeypatch.setattr(provenance, "environment_record", lambda: HERE)
+    monkeypatch.setattr(provenance, "package_and_machine_versions_record", lambda: HERE)
 
 
 def resolved(ranks: int = 1, **sections: Any) -> ResolvedRun:
     """Resolve a custom recipe with these sections, on so many ranks of this host."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve_command(path, (), LaunchOptions(None, ranks), {})
+    return load_and_resolve_recipe(path, (), LaunchOptions(None, ranks), {})
 
 
 def save(run: RunDir, step: int, made: ResolvedRun | None = None, **changed: Any) -> Path:
@@ -57,7 +62,7 @@ def save(run: RunDir, step: int, made: ResolvedRun | None = None, **changed: Any
         changed: parts of its origin that differ from this training.
     """
     folder = run.checkpoint_folder(step)
-    told = {**resume.present_origin(made or resolved()), **changed}
+    told = {**resume.origin_record_of_resolved_run(made or resolved()), **changed}
     told["data"] = {"samples": 64, "fingerprint": "aa"}
     write_json_atomically(folder / origin.ORIGIN, told)
     write_json_atomically(folder / "manifest.json", {"step": step, "files": {}})
@@ -71,7 +76,7 @@ RUN = RunDir("mine")
 def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) -> list[str]:
     """Return the lines on the beginning of the run."""
     return list(
-        resume.plan_run_beginning(
+        resume.choose_checkpoint_and_list_changes(
             RUN, resolved(ranks, **sections), None, options or ResumeOptions()
         ).text_lines
     )
@@ -84,12 +89,13 @@ def test_the_words_of_allow() -> None:
     """The names for --allow are those of the rules."""
     both = [*RULES.items(), *OTHER_RULES.items()]
     assert sorted(
-        {find_rule(name, dict(both), "a", "b").allow_name for name, _ in both} - {""}
+        {rule_of_field_or_nearest_parent(name, dict(both), "a", "b").allow_name for name, _ in both}
+        - {""}
     ) == list(ALLOW_NAMES)
     with pytest.raises(
         InputError, match=r"^--allow: got modell; one of data, loss, model, optimizer, precision$"
     ):
-        ResumeOptions("auto", ("modell",)).check_allow_names()
+        ResumeOptions("auto", ("modell",)).require_known_allow_names()
 
 
 # ---------------------------------------------------------------- explanation
@@ -220,9 +226,9 @@ def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     (folder / origin.ORIGIN).unlink()
     before = resolved().recipe_file.recipe
     made = resolved(log={"every_steps": 5})
-    assert resume.plan_run_beginning(RUN, made, before, ResumeOptions()).text_lines[1:] == (
-        "  changed: log.every_steps: 10 -> 5: applied",
-    )
+    assert resume.choose_checkpoint_and_list_changes(RUN, made, before, ResumeOptions()).text_lines[
+        1:
+    ] == ("  changed: log.every_steps: 10 -> 5: applied",)
     assert says()[1:] == ["  it has no record of its recipe, so nothing is compared"]
 
 
@@ -253,7 +259,9 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
     options = ResumeOptions(choice)
     run.path.mkdir(exist_ok=True)
     made = resolved()
-    resume.record_beginning(run, made.command, resume.plan_run_beginning(run, made, None, options))
+    resume.set_files_aside_and_record_beginning(
+        run, made.command, resume.choose_checkpoint_and_list_changes(run, made, None, options)
+    )
     return dict(json.loads(run.resume.read_text()))
 
 
@@ -312,12 +320,12 @@ def test_a_step_of_this_run() -> None:
     with pytest.raises(
         InputError, match=r"00002: belongs to this run folder itself; give its step: --resume 2$"
     ):
-        resume.choose_checkpoint(RUN, ResumeOptions(own))
+        resume.choose_checkpoint_to_resume(RUN, ResumeOptions(own))
     with pytest.raises(
         InputError,
         match=r"^--resume 6: no complete checkpoint of step 6; empty/checkpoints has none$",
     ):
-        resume.choose_checkpoint(RunDir("empty"), ResumeOptions("6"))
+        resume.choose_checkpoint_to_resume(RunDir("empty"), ResumeOptions("6"))
 
 
 def test_another_runs_checkpoint() -> None:
@@ -333,11 +341,11 @@ def test_another_runs_checkpoint() -> None:
     )
     one = applied("mine/checkpoints/step_00000002", RunDir("second"))
     assert (one["step"], one["exact"]) == (2, True)
-    again = resume.choose_checkpoint(new, ResumeOptions())
+    again = resume.choose_checkpoint_to_resume(new, ResumeOptions())
     assert (again.step, again.source) == (4, Path("mine").absolute())
     own = save(new, 5)
-    assert resume.choose_checkpoint(new, ResumeOptions("mine")).folder == own
-    assert resume.choose_checkpoint(new, ResumeOptions()).folder == own
+    assert resume.choose_checkpoint_to_resume(new, ResumeOptions("mine")).folder == own
+    assert resume.choose_checkpoint_to_resume(new, ResumeOptions()).folder == own
 
 
 @pytest.mark.parametrize(
@@ -357,8 +365,8 @@ def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
     with pytest.raises(
         InputError, match=r"--resume .*last: absent; give auto, never, a step or such a folder"
     ):
-        resume.choose_checkpoint(new, ResumeOptions("last"))
-    assert resume.choose_checkpoint(new, ResumeOptions("gone/by-now")).folder == own
+        resume.choose_checkpoint_to_resume(new, ResumeOptions("last"))
+    assert resume.choose_checkpoint_to_resume(new, ResumeOptions("gone/by-now")).folder == own
 
 
 @pytest.mark.parametrize(
@@ -388,11 +396,13 @@ def test_a_dry_run_shows_what_has_changed() -> None:
     """A dry run prints the changes since the checkpoint, and refuses those that `train` refuses."""
     save(RUN, 7)
     write_text_atomically(RUN.recipe, yaml.safe_dump(CUSTOM))
-    lines, _ = preview.preview_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())
+    lines, _ = preview.preview_lines_and_launch_command(
+        resolved(train={"max_steps": 9}), RUN, ResumeOptions()
+    )
     assert "continuing after step 7" in lines[1]
     assert any("train.max_steps" in line for line in lines)
     with pytest.raises(PlanError, match="seed: 42 -> 7: refused without --allow data"):
-        preview.preview_start(resolved(seed=7), RUN, ResumeOptions())
+        preview.preview_lines_and_launch_command(resolved(seed=7), RUN, ResumeOptions())
 
 
 def test_the_folder_of_a_command_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,12 +428,14 @@ def test_the_folder_of_a_command_is_no_change(monkeypatch: pytest.MonkeyPatch) -
     recipes = []
     for folder, path in given.items():
         monkeypatch.chdir(root / folder)
-        file = resolve_command(Path(path), (), LaunchOptions(), {}).recipe_file
+        file = load_and_resolve_recipe(Path(path), (), LaunchOptions(), {}).recipe_file
         # A link to the same folder is no change either.
-        linked = file.apply_further_overrides(f"data.train.path={root}/linked/*.txt")
+        linked = file.copy_with_further_overrides(f"data.train.path={root}/linked/*.txt")
         recipes += [each.recipe.model_dump(mode="json") for each in (file, linked)]
     assert recipes[0]["model"]["pretrained"] == str(root / "base")
-    assert [resume_rules.find_changes(recipes[0], each, RULES) for each in recipes] == [[]] * 6
+    assert [
+        resume_rules.changed_leaves_with_rules(recipes[0], each, RULES) for each in recipes
+    ] == [[]] * 6
 
 
 def test_a_job_on_another_machine_keeps_paths_as_typed() -> None:

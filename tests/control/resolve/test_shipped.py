@@ -32,7 +32,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("mine", "make", "other", "no"):
         (folder / "llama" / f"{name}.py").write_text("")
     (folder / "schema.json").write_text("{}")
-    monkeypatch.setattr(shipped, "shipped_folder", lambda: folder)
+    monkeypatch.setattr(shipped, "shipped_folder_or_refuse", lambda: folder)
     monkeypatch.chdir(tmp_path)
     return folder
 
@@ -45,7 +45,7 @@ def test_names(library: Path) -> None:
 @pytest.mark.parametrize("name", ["bert/tiny", "bert/tiny.yaml"])
 def test_find(name: str, library: Path) -> None:
     """A recipe is located with and without its ending."""
-    assert shipped.find_shipped_recipe(name) == library / "bert" / "tiny.yaml"
+    assert shipped.shipped_recipe_path_or_refuse(name) == library / "bert" / "tiny.yaml"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_find(name: str, library: Path) -> None:
 def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None:
     """The error for an unknown name has the nearest name, or all of them."""
     with pytest.raises(InputError) as caught:
-        shipped.find_shipped_recipe(name)
+        shipped.shipped_recipe_path_or_refuse(name)
     assert str(caught.value) == message
 
 
@@ -80,7 +80,9 @@ def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None
 )
 def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
     """A copy has the recipe, its bases and its modules, and a valid link to the schema."""
-    assert shipped.copy_shipped_recipe(name, Path(target)) == [Path(path) for path in new]
+    assert shipped.copy_shipped_recipe_and_dependencies(name, Path(target)) == [
+        Path(path) for path in new
+    ]
     text = (library / f"{name}.yaml").read_text()
     assert Path(new[0]).read_text() == text.replace("../schema.json", str(library / "schema.json"))
     copied = [
@@ -94,7 +96,7 @@ def test_copy_never_overwrites(there: str, library: Path) -> None:
     """A file in the way stops the copy before anything is written."""
     Path(there).write_text("mine")
     with pytest.raises(InputError, match=rf"^{there} exists already; choose another name$"):
-        shipped.copy_shipped_recipe("bert/tiny", Path())
+        shipped.copy_shipped_recipe_and_dependencies("bert/tiny", Path())
     assert [path.name for path in Path().glob("*.yaml")] == [there]
     assert Path(there).read_text() == "mine"
 
@@ -110,7 +112,10 @@ def test_a_recipe_is_a_file_or_a_shipped_name(given: str, found: str, library: P
     Path("mine.yaml").touch()
     Path("bert").mkdir()
     Path("bert/base").touch()
-    assert shipped.locate_recipe(Path(given)) in (Path(found), library.parent / found)
+    assert shipped.recipe_path_or_shipped_recipe(Path(given)) in (
+        Path(found),
+        library.parent / found,
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_what_is_no_recipe_says_what_to_type(given: str, said: str, library: Pat
     for name in ("plan.json", "recipe.yaml"):
         Path("runs/net", name).touch()
     with pytest.raises(RecipeError) as caught:
-        shipped.locate_recipe(Path(given))
+        shipped.recipe_path_or_shipped_recipe(Path(given))
     assert str(caught.value) == said
 
 
@@ -142,7 +147,7 @@ def test_copy_makes_one_folder_at_most(library: Path) -> None:
     with pytest.raises(
         InputError, match=r"^new/folder: cannot be written: No such file or directory$"
     ):
-        shipped.copy_shipped_recipe("llama/tiny", Path("new/folder/mine.yaml"))
+        shipped.copy_shipped_recipe_and_dependencies("llama/tiny", Path("new/folder/mine.yaml"))
     assert not Path("new").exists()
 
 
@@ -152,7 +157,7 @@ def test_copy_to_an_impossible_place(library: Path) -> None:
     with pytest.raises(
         InputError, match=r"^file: cannot be written: File exists$|file/x: .*Not a directory$"
     ):
-        shipped.copy_shipped_recipe("llama/tiny", Path("file/x/tiny.yaml"))
+        shipped.copy_shipped_recipe_and_dependencies("llama/tiny", Path("file/x/tiny.yaml"))
 
 
 def test_copy_on_a_full_disk(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,17 +171,17 @@ def test_copy_on_a_full_disk(library: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(
         InputError, match=r"^mine.yaml: cannot be written: No space left on device$"
     ):
-        shipped.copy_shipped_recipe("llama/tiny", Path("mine.yaml"))
+        shipped.copy_shipped_recipe_and_dependencies("llama/tiny", Path("mine.yaml"))
     assert not Path("mine.yaml").exists()
 
 
 def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:
     """Every shipped recipe is valid in its folder and as a copy."""
-    assert shipped.shipped_folder() == ROOT
+    assert shipped.shipped_folder_or_refuse() == ROOT
     assert len(shipped.shipped_recipe_names()) >= 7
     for number, name in enumerate(shipped.shipped_recipe_names()):
-        here = recipe.load_recipe(shipped.find_shipped_recipe(name)).recipe
-        copied = shipped.copy_shipped_recipe(name, tmp_path / str(number))
+        here = recipe.load_recipe(shipped.shipped_recipe_path_or_refuse(name)).recipe
+        copied = shipped.copy_shipped_recipe_and_dependencies(name, tmp_path / str(number))
         assert recipe.load_recipe(copied[0]).recipe == here
         assert str(ROOT / "schema.json") in copied[0].read_text()
 
@@ -194,10 +199,10 @@ def test_installed_recipes_are_found(
     with pytest.raises(
         InputError, match=r"^the shipped recipes are in none of .*; install ortlaunch again$"
     ):
-        shipped.shipped_folder()
+        shipped.shipped_folder_or_refuse()
     there = tmp_path / root / "share" / "ortlaunch" / "recipes"
     there.mkdir(parents=True)
-    assert shipped.shipped_folder() == there
+    assert shipped.shipped_folder_or_refuse() == there
 
 
 @pytest.mark.parametrize(

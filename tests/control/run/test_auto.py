@@ -10,18 +10,18 @@ import pytest
 
 from ortlaunch import machine
 from ortlaunch.bench import auto, command, report
-from ortlaunch.bench.command import run_bench_command
+from ortlaunch.bench.command import measure_print_and_write_bench
 from ortlaunch.bench.measure import BenchStopped, MeasurementLength
 from ortlaunch.bench.variants import Variant
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.recipe import load_recipe
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.resolve.prepare import write_run_files
+from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
-from ortlaunch.run.choices import apply_recorded_choices, measure_and_apply_engine
-from ortlaunch.run.preview import choose_engine_without_measuring
+from ortlaunch.run.choices import apply_recorded_engine_and_micro_size, measure_and_apply_engine
+from ortlaunch.run.preview import apply_engine_choice_without_measuring
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -51,14 +51,14 @@ def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
     made = rows(
         player("ort", [[1.0]], parity), player("inductor", [[2.0]]), player("eager", [[3.0]])
     )
-    choice = auto.choose_measured_engine(made, Path("bench"))
+    choice = auto.choose_fastest_measured_engine(made, Path("bench"))
     assert choice.chosen == "inductor"
     today = time.strftime("%Y-%m-%d")
     assert choice.why.startswith(
         f"measured 1.50 x eager on {today}; ort left out: parity: {parity['verdict']}"
     )
     assert choice.measured["ort"].parity == parity
-    text = report.format_bench_table(made)
+    text = report.bench_table_and_notes_text(made)
     assert ("DIFFERS 2e-01" if parity is DIFFERS else "NOT COMPARED") in text
     assert f"ort: parity: {parity['why']}" in text
 
@@ -70,7 +70,7 @@ def test_auto_picks_the_measured_fastest() -> None:
         player("inductor", [[2.0]]),
         player("eager", [[1.0]], {"verdict": "reference"}),
     )
-    choice = auto.choose_measured_engine(made, Path("bench"))
+    choice = auto.choose_fastest_measured_engine(made, Path("bench"))
     assert (choice.asked, choice.chosen) == ("auto", "eager")
     assert choice.why.startswith("measured 3.00 x ort, 2.00 x inductor on ")
 
@@ -83,22 +83,24 @@ def test_auto_counts_compilation_and_spread() -> None:
     plain.ready_answer["first_step"] = {"since_launch": 36.0, "since_model": 30.0}
     made = rows(fast, plain)
     chosen = {
-        steps: auto.choose_measured_engine(made, Path("bench"), steps).chosen
+        steps: auto.choose_fastest_measured_engine(made, Path("bench"), steps).chosen
         for steps in (3, 200, 10**5)
     }
     assert chosen == {3: "eager", 200: "eager", 10**5: "inductor"}
-    why = auto.choose_measured_engine(made, Path("bench"), 10**5).why
+    why = auto.choose_fastest_measured_engine(made, Path("bench"), 10**5).why
     assert "inductor begins 243 s later than eager: ahead after 2,430 steps" in why
     # The cached figures decide again for a run of another length.
     base = resolved(train={"max_steps": 3})
-    auto.cache_engine_choice(base, auto.choose_measured_engine(made, Path("bench"), 10**5))
-    assert auto.apply_known_engine(base).recipe_file.recipe.engine.name == "eager"
+    auto.cache_engine_choice_if_measured(
+        base, auto.choose_fastest_measured_engine(made, Path("bench"), 10**5)
+    )
+    assert auto.apply_known_engine_or_add_note(base).recipe_file.recipe.engine.name == "eager"
     noisy = player("inductor", [[1.0, 1.1, 1.3]])
     noisy.ready_answer["first_step"] = fast.ready_answer["first_step"]
     made = rows(noisy, plain)
-    assert auto.choose_measured_engine(made, Path("bench"), 10**5).chosen == "eager"
+    assert auto.choose_fastest_measured_engine(made, Path("bench"), 10**5).chosen == "eager"
     overlap = "inductor and eager cannot be told apart: the middle halves of their steps overlap"
-    assert report.verdict_lines(made) == ["fastest: inductor or eager", overlap]
+    assert report.fastest_variant_and_caveat_lines(made) == ["fastest: inductor or eager", overlap]
 
 
 def test_auto_without_any_engine() -> None:
@@ -108,26 +110,32 @@ def test_auto_without_any_engine() -> None:
         "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
     )
     with pytest.raises(EngineError) as caught:
-        auto.choose_measured_engine(rows(broken, player("eager", [[1.0]], UNKNOWN)), Path("bench"))
+        auto.choose_fastest_measured_engine(
+            rows(broken, player("eager", [[1.0]], UNKNOWN)), Path("bench")
+        )
     assert "ort failed: ValueError: planted" in str(caught.value)
     assert "eager left out: parity: not compared: RuntimeError: x" in str(caught.value)
 
 
 def remembered_choice(base: ResolvedRun, chosen: str = "inductor") -> None:
     """Store a choice as a bench does."""
-    auto.cache_engine_choice(base, Choice("auto", chosen, "measured 2 x eager", FIGURES))
+    auto.cache_engine_choice_if_measured(
+        base, Choice("auto", chosen, "measured 2 x eager", FIGURES)
+    )
 
 
 def test_a_remembered_choice_is_taken() -> None:
     """A stored choice is used without measuring, with a note, and copied to the run folder."""
     base = resolved()
     remembered_choice(base)
-    found = apply_recorded_choices(base, RunDir("run"))
+    found = apply_recorded_engine_and_micro_size(base, RunDir("run"))
     assert found.recipe_file.recipe.engine == Engine(name="inductor")
     assert found.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
-    write_run_files(RunDir("run"), found.recipe_file.recipe, found.plan, found.engine_choice)
+    write_run_files_and_remove_leftovers(
+        RunDir("run"), found.recipe_file.recipe, found.plan, found.engine_choice
+    )
     assert read_own_json(RunDir("run").choice)["chosen"] == "inductor"
-    assert auto.apply_known_engine(base).recipe_file.recipe.engine.name == "inductor"
+    assert auto.apply_known_engine_or_add_note(base).recipe_file.recipe.engine.name == "inductor"
 
 
 def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +145,7 @@ def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> No
     path = auto._choice_cache_path(base)
     before = path.stat().st_size
     path.write_text(path.read_text().replace("inductor", "eager"))
-    assert auto.read_cached_choice(base) is None
+    assert auto.read_cached_choice_or_forget_damaged(base) is None
     # "inductor" has three letters more than "eager".
     assert (
         capsys.readouterr().out == f"{path}: has {before - 3} bytes, and had {before}; forgotten\n"
@@ -157,10 +165,12 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
         resolved(seed=2, train={"max_steps": 99})
         return {"variants": measured, "rounds": 3, "steps": 3}
 
-    monkeypatch.setattr(auto, "measure_variants", measure)
+    monkeypatch.setattr(auto, "measure_variants_and_build_report", measure)
     found = measure_and_apply_engine(base)
     run = RunDir("run")
-    write_run_files(run, found.recipe_file.recipe, found.plan, found.engine_choice)
+    write_run_files_and_remove_leftovers(
+        run, found.recipe_file.recipe, found.plan, found.engine_choice
+    )
     trained = load_recipe(run.recipe).recipe
     assert (trained.engine.name, trained.seed, trained.train.max_steps) == ("inductor", 1, 5)
     assert trained.log.profile_steps == (2, 3)
@@ -177,7 +187,7 @@ def test_a_stop_while_it_is_measured(
     def measure(*_: Any) -> dict[str, Any]:
         raise BenchStopped(number)
 
-    monkeypatch.setattr(auto, "measure_variants", measure)
+    monkeypatch.setattr(auto, "measure_variants_and_build_report", measure)
     with pytest.raises(BenchStopped) as caught:
         measure_and_apply_engine(resolved())
     assert caught.value.exit_status == status
@@ -190,15 +200,17 @@ def test_a_run_keeps_its_engine() -> None:
     remembered_choice(base, "inductor")
     write_json_atomically(run.choice, {**THEN, "key": auto.choice_key_digest(base)})
     assert (
-        apply_recorded_choices(base, run).notes[-1]
+        apply_recorded_engine_and_micro_size(base, run).notes[-1]
         == "engine auto: eager: then (at the start of this run)"
     )
     # The key of another recipe: without checkpoints, the stored choice of today is used.
     write_json_atomically(run.choice, {**THEN, "key": "of another model"})
-    assert apply_recorded_choices(base, run).recipe_file.recipe.engine.name == "inductor"
+    assert (
+        apply_recorded_engine_and_micro_size(base, run).recipe_file.recipe.engine.name == "inductor"
+    )
     # With checkpoints, a change of the engine would change the training.
     write_text_atomically(run.checkpoint_folder(5) / "COMPLETE", "")
-    assert apply_recorded_choices(base, run).recipe_file.recipe.engine.name == "eager"
+    assert apply_recorded_engine_and_micro_size(base, run).recipe_file.recipe.engine.name == "eager"
 
 
 def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
@@ -206,32 +218,43 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
     run = RunDir("run")
     write_json_atomically(run.choice, {"chosen": "ort"})
     made = resolved(engine={"name": "eager"})
-    write_run_files(run, made.recipe_file.recipe, made.plan, made.engine_choice)
+    write_run_files_and_remove_leftovers(
+        run, made.recipe_file.recipe, made.plan, made.engine_choice
+    )
     assert not run.choice.exists()
 
 
 def test_a_run_of_few_steps_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """48 steps of a measurement are at most 5 % of 960 steps; a shorter run takes the default."""
     short = resolved(train={"max_steps": 959})
-    found = apply_recorded_choices(short, RunDir("run"))
+    found = apply_recorded_engine_and_micro_size(short, RunDir("run"))
     # No measurement has shown that ort can run the model.
     assert found.recipe_file.recipe.engine == Engine(name="ort", allow_fallback=True)
     why = (
         "engine auto: ort: not measured: 48 steps of a measurement are more than 5% of 959; "
         "`ortlaunch bench recipe.yaml` measures for all later runs"
     )
-    assert found.notes[-1] == choose_engine_without_measuring(short).notes[-1] == why
-    write_run_files(RunDir("run"), found.recipe_file.recipe, found.plan, found.engine_choice)
+    assert found.notes[-1] == apply_engine_choice_without_measuring(short).notes[-1] == why
+    write_run_files_and_remove_leftovers(
+        RunDir("run"), found.recipe_file.recipe, found.plan, found.engine_choice
+    )
     assert read_own_json(RunDir("run").choice)["why"] in why
     # The same without ONNX Runtime; a rank of a launcher needs no measurement either.
     narrow = resolved(TORCH, precision="bf16", train={"max_steps": 959})
-    assert apply_recorded_choices(narrow, RunDir("two")).recipe_file.recipe.engine.name == "eager"
+    assert (
+        apply_recorded_engine_and_micro_size(narrow, RunDir("two")).recipe_file.recipe.engine.name
+        == "eager"
+    )
     # Later runs that are longer do not get this choice, and a measured one comes first.
     enough = resolved(train={"max_steps": 960})
-    assert apply_recorded_choices(enough, RunDir("three")).recipe_file.recipe.engine.name == "auto"
+    assert (
+        apply_recorded_engine_and_micro_size(enough, RunDir("three")).recipe_file.recipe.engine.name
+        == "auto"
+    )
     remembered_choice(enough)
     assert (
-        apply_recorded_choices(short, RunDir("four")).recipe_file.recipe.engine.name == "inductor"
+        apply_recorded_engine_and_micro_size(short, RunDir("four")).recipe_file.recipe.engine.name
+        == "inductor"
     )
     assert capsys.readouterr().out == ""
 
@@ -252,11 +275,11 @@ def test_a_predicted_run_is_weighed(
             arguments[-1](job)
         return {"variants": made}
 
-    monkeypatch.setattr(auto, "measure_variants", measure)
+    monkeypatch.setattr(auto, "measure_variants_and_build_report", measure)
     found = measure_and_apply_engine(base)
     assert found.recipe_file.recipe.engine.name == chosen
     is_measured = chosen == "inductor"
-    assert (auto.read_cached_choice(base) is not None) is is_measured
+    assert (auto.read_cached_choice_or_forget_damaged(base) is not None) is is_measured
     if not is_measured:
         assert found.engine_choice is not None
         assert found.engine_choice.why == (
@@ -271,30 +294,30 @@ def test_a_rank_cannot_measure() -> None:
     with pytest.raises(
         PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside the launcher"
     ):
-        apply_recorded_choices(base, RunDir("run"))
+        apply_recorded_engine_and_micro_size(base, RunDir("run"))
     assert not Path("run").exists()
     # A measurement of another batch is only named in the error.
     remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
     with pytest.raises(
         PlanError, match=r"the nearest measurement differs in batch: \[8, 1\] -> \[2, 1\]$"
     ):
-        apply_recorded_choices(base, RunDir("run"))
+        apply_recorded_engine_and_micro_size(base, RunDir("run"))
     remembered_choice(resolved())
-    assert apply_recorded_choices(base, RunDir("run")).engine_choice is not None
+    assert apply_recorded_engine_and_micro_size(base, RunDir("run")).engine_choice is not None
 
 
 def test_what_would_fail_anyway_fails_before_measuring() -> None:
     """A run that cannot start fails before minutes of measuring."""
     Path("mine").write_text("")
     with pytest.raises(PlanError, match="is a file, not a folder; give a folder"):
-        control.run_training_command(resolved(), Path("mine"))
+        control.lock_folder_and_run_training(resolved(), Path("mine"))
     assert not Path("bench").exists()
 
 
 def test_plan_and_dry_run_measure_nothing() -> None:
     """`plan` and `--dry-run` measure nothing, and note that `train` will."""
     base = resolved(**LONG)
-    shown = choose_engine_without_measuring(base)
+    shown = apply_engine_choice_without_measuring(base)
     assert shown.plan == base.plan
     assert shown.notes[-1].startswith("engine auto: measured when training starts")
 
@@ -306,14 +329,14 @@ def test_a_bench_refreshes_what_auto_remembers(
     base = resolved()
     made = rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
     figures = {"variants": made, "rounds": 3}
-    monkeypatch.setattr(command, "prepare_variants", lambda *_: [])
-    monkeypatch.setattr(command, "measure_variants", lambda *_: figures)
+    monkeypatch.setattr(command, "resolve_variants_or_refuse_all", lambda *_: [])
+    monkeypatch.setattr(command, "measure_variants_and_build_report", lambda *_: figures)
     # Two steps are fewer than auto measures, three are enough.
     for steps, folder in ((2, "short"), (3, "bench")):
-        assert auto.read_cached_choice(base) is None
+        assert auto.read_cached_choice_or_forget_damaged(base) is None
         figures["steps"] = steps
-        run_bench_command(base, (), (), MeasurementLength(), Path(folder), False)
-    found = auto.read_cached_choice(base)
+        measure_print_and_write_bench(base, (), (), MeasurementLength(), Path(folder), False)
+    found = auto.read_cached_choice_or_forget_damaged(base)
     assert found is not None
     assert (found.chosen, found.bench) == ("ort", str(Path("bench").resolve()))
     assert (
@@ -358,7 +381,7 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
     changed = {before, auto.choice_key_digest(resolved())}
     monkeypatch.setattr(machine, "hardware_record", lambda: {"processor": "another"})
     changed.add(auto.choice_key_digest(resolved()))
-    monkeypatch.setattr(extensions, "installed_version", {"torch": "99"}.get)
+    monkeypatch.setattr(extensions, "installed_version_or_none", {"torch": "99"}.get)
     changed.add(auto.choice_key_digest(resolved()))
     assert len(changed) == 4
 
@@ -369,9 +392,9 @@ def test_each_module_of_a_package_is_in_the_key() -> None:
     package.mkdir()
     (package / "__init__.py").write_text("from own_package.inner import model")
     (package / "inner.py").write_text("one = 1")
-    before = auto._code_digest(Path(), "own_package:model")
+    before = auto._user_module_digest_or_factory_name(Path(), "own_package:model")
     (package / "inner.py").write_text("two = 2")
-    assert auto._code_digest(Path(), "own_package:model") != before
+    assert auto._user_module_digest_or_factory_name(Path(), "own_package:model") != before
 
 
 def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.planning.describe import describe_plan
-from ortlaunch.recipe.rules.parity import ParityStepCount, compared_steps
+from ortlaunch.planning.describe import plan_description_text
+from ortlaunch.recipe.rules.parity import ParityStepCount, parity_step_count_and_reason
 from tests.makers import bert, plan, recipe
 
 ORT = {"engine": {"name": "ort"}}
@@ -45,22 +45,23 @@ def test_auto_compares_what_no_test_trains(
     sections: dict[str, Any], expected: ParityStepCount
 ) -> None:
     """`auto` compares one step of models that no test trains with engine ort."""
-    assert compared_steps(recipe(**sections)) == expected
+    assert parity_step_count_and_reason(recipe(**sections)) == expected
 
 
 def test_the_built_models_type_counts() -> None:
     """The type of a pretrained model counts once the model has been loaded."""
     # The recipe gives its name alone, so the type is passed separately.
     made = recipe(model={"task": "causal-lm", "pretrained": "somewhere/else"}, data=WORDS, **ORT)
-    assert compared_steps(made, "llama").steps == 0
-    assert compared_steps(made, "gpt2").steps == 1
+    assert parity_step_count_and_reason(made, "llama").steps == 0
+    assert parity_step_count_and_reason(made, "gpt2").steps == 1
 
 
 def test_a_plan_says_what_is_compared() -> None:
     """A plan has a line for the comparison, and its memory: gradients, and plain PyTorch's pass."""
     made = recipe(**ORT)
-    assert "parity: step 1 is compared with plain PyTorch once (your own model)" in describe_plan(
-        plan(made), made
+    assert (
+        "parity: step 1 is compared with plain PyTorch once (your own model)"
+        in plan_description_text(plan(made), made)
     )
     asked = bert(engine={"parity_steps": 2})
     memory = plan(asked).memory
@@ -71,5 +72,5 @@ def test_a_plan_says_what_is_compared() -> None:
     plain = plan(bert(engine={"parity_steps": 0})).memory
     assert plain is not None
     assert parts.overhead == dict(plain.by_stage)[plain.chosen].overhead + memory.compared
-    assert "are for a comparison with plain PyTorch" in describe_plan(plan(asked), asked)
-    assert "compared" not in describe_plan(plan(bert(**ORT)), bert(**ORT))
+    assert "are for a comparison with plain PyTorch" in plan_description_text(plan(asked), asked)
+    assert "compared" not in plan_description_text(plan(bert(**ORT)), bert(**ORT))

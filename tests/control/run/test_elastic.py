@@ -16,12 +16,12 @@ from ortlaunch.doctor.schema import findings_schema_text
 from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd
-from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
+from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load_recipe
-from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
-from ortlaunch.run.elastic import run_on_usable_hosts
+from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
+from ortlaunch.run.elastic import check_hosts_and_shrink_elastic_run
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resolved(*overrides: str, **options: Any) -> ResolvedRun:
-    return resolve_command(
+    return load_and_resolve_recipe(
         Path("recipe.yaml"), overrides, LaunchOptions(**{"hostfile": "hosts", **options}), {}
     )
 
@@ -127,7 +127,7 @@ def test_what_is_refused_before_a_start(
 def found(monkeypatch: pytest.MonkeyPatch, *wrong: tuple[str, str]) -> None:
     """Replace the check of the hosts by one with these failed findings, as (host, check)."""
     monkeypatch.setattr(
-        "ortlaunch.run.elastic.check_hosts",
+        "ortlaunch.run.elastic.probe_and_judge_all_hosts",
         lambda asked: [Finding(*one, "failed", "so") for one in wrong],
     )
 
@@ -136,7 +136,7 @@ def on(
     monkeypatch: pytest.MonkeyPatch, whole: ResolvedRun, *wrong: tuple[str, str], again: bool = True
 ) -> Any:
     found(monkeypatch, *wrong)
-    return run_on_usable_hosts(whole, RunDir(Path("run")), again)
+    return check_hosts_and_shrink_elastic_run(whole, RunDir(Path("run")), again)
 
 
 def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_one_far_host_that_is_left_is_started_through_ssh(
 ) -> None:
     """A single remaining host that is not this one is started through ssh."""
     now, _ = on(monkeypatch, resolved(), ("host1", "reached"), ("host2", "reached"))
-    request = load_backend("torchrun").request(now.plan, RunDir("run"))
+    request = load_backend("torchrun").launch_request_of_plan(now.plan, RunDir("run"))
     assert [
         agent["host"] for agent in json.loads(dict(request.files)["run/agents.json"])["agents"]
     ] == ["host3"]
@@ -178,9 +178,11 @@ def test_hosts_that_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A restart waits for the hosts of a switch that is started again, and looks until then."""
     # Three looks find it lost, the fourth finds all hosts well.
     looks = [[Finding("host2", "reached", "failed", "so")]] * 3 + [[]]
-    monkeypatch.setattr("ortlaunch.run.elastic.check_hosts", lambda asked: looks.pop(0))
+    monkeypatch.setattr(
+        "ortlaunch.run.elastic.probe_and_judge_all_hosts", lambda asked: looks.pop(0)
+    )
     monkeypatch.setattr("ortlaunch.run.elastic._LOOK_SECONDS", 0.01)
-    now, _ = run_on_usable_hosts(
+    now, _ = check_hosts_and_shrink_elastic_run(
         resolved("launch.nodes.min=3"), RunDir(Path("run")), is_restart=True
     )
     assert (now.plan.world_size, looks) == (3, [])
@@ -237,11 +239,11 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
         return EndedAttempt(RunEnd(85, "saved"), False)
 
     with JobFile(run, "torchrun") as file:
-        assert start_ranks_until_end(run, 2, file.record_failed_attempts, start).end == RunEnd(
-            85, "saved"
-        )
+        assert start_ranks_and_restart_after_failures(
+            run, 2, file.record_attempts_and_act_on_signal, start
+        ).end == RunEnd(85, "saved")
         assert file.record.attempts == ()
-        file.record_end(85, "")
+        file.record_end_or_print_disk_error(85, "")
     assert starts == [1, 2]
     assert "restarting the ranks, as requested" in capsys.readouterr().err
     assert Plan.read(run.plan) == made
@@ -262,7 +264,7 @@ def test_only_an_elastic_run_takes_hosts_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ortlaunch restart` is refused for a run with a fixed number of hosts, or one that ended."""
-    from ortlaunch.other_runs.requests import request_restart
+    from ortlaunch.other_runs.requests import request_restart_and_wait
     from ortlaunch.recipe import dump_recipe_yaml
 
     run = RunDir(tmp_path)
@@ -275,7 +277,7 @@ def test_only_an_elastic_run_takes_hosts_back(
             InputError,
             match=r"launch.nodes is not \{min, max\}, so its hosts are fixed",
         ):
-            request_restart(run)
-        file.record_end(0, "")
+            request_restart_and_wait(run)
+        file.record_end_or_print_disk_error(0, "")
     with pytest.raises(InputError, match="succeeded; only a training run can be restarted"):
-        request_restart(run)
+        request_restart_and_wait(run)

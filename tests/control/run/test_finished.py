@@ -11,8 +11,11 @@ import pytest
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import load_recipe
-from ortlaunch.run.finished import append_continuing_command, finished_message_if_readable
-from ortlaunch.run.preparation import record_success
+from ortlaunch.run.finished import (
+    append_command_to_continue_training,
+    nothing_to_train_text_if_readable,
+)
+from ortlaunch.run.preparation import record_success_unless_recorded
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from tests.makers import OWN_MODULE, recipe
 
@@ -34,9 +37,9 @@ def ended(tmp_path: Path) -> RunDir:
 def test_a_complete_run_has_succeeded(state: JobState, ended: RunDir) -> None:
     """A start with nothing left to train records the success, whatever the start before recorded."""
     before = JobRecord.for_this_process("local", JobState.RUNNING)
-    (before.ended_record(state, 137, "killed") if state.is_end else before).write(ended)
-    record_success(ended)
-    found = JobRecord.read(ended)
+    (before.copy_ended_now(state, 137, "killed") if state.is_end else before).write(ended)
+    record_success_unless_recorded(ended)
+    found = JobRecord.read_or_none(ended)
     assert found is not None
     assert (found.state, found.exit_status in (0, 137)) == (JobState.SUCCEEDED, True)
     assert found.exit_status == (137 if state is JobState.SUCCEEDED else 0)
@@ -55,7 +58,7 @@ def test_a_complete_run_has_succeeded(state: JobState, ended: RunDir) -> None:
 )
 def test_what_is_left(train: dict[str, Any], said: str | None, ended: RunDir) -> None:
     """Steps up to those already done need no start; more steps or more epochs do."""
-    assert finished_message_if_readable(recipe(train=train), ended) == said
+    assert nothing_to_train_text_if_readable(recipe(train=train), ended) == said
 
 
 @pytest.mark.parametrize("lost", ["summary", "export"])
@@ -63,21 +66,21 @@ def test_a_run_that_was_cut_off_is_not_finished(lost: str, ended: RunDir) -> Non
     """A run without its summary or its export still has something to do."""
     path = getattr(ended, lost)
     path.rmdir() if path.is_dir() else path.unlink()
-    assert finished_message_if_readable(recipe(), ended) is None
+    assert nothing_to_train_text_if_readable(recipe(), ended) is None
 
 
 def test_an_export_of_fewer_steps_is_not_this_ones(ended: RunDir) -> None:
     """The export of an earlier, shorter training does not make a longer run finished."""
     # The longer run ended after its last checkpoint and before its own export.
     write_json_atomically(ended.summary, {"steps": 8})
-    assert finished_message_if_readable(recipe(train={"max_steps": 10}), ended) is None
+    assert nothing_to_train_text_if_readable(recipe(train={"max_steps": 10}), ended) is None
 
 
 def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
     """A run without its last checkpoint trains its last steps again."""
     # A user deletes it to continue from the checkpoint before it.
     (ended.checkpoint_folder(10) / "COMPLETE").unlink()
-    assert finished_message_if_readable(recipe(train={"max_steps": 10}), ended) is None
+    assert nothing_to_train_text_if_readable(recipe(train={"max_steps": 10}), ended) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_the_command_that_trains_further(
     """The command has the typed arguments but --resume, this run's folder, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
     assert (
-        append_continuing_command("done", typed, recipe(train=train), ended)
+        append_command_to_continue_training("done", typed, recipe(train=train), ended)
         == f"done\nto continue: ortlaunch {command}"
     )
 
@@ -161,7 +164,9 @@ def test_the_command_that_continues_is_a_valid_one(
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     overrides = [word for word in typed if "=" in word]
     before = load_recipe(path, overrides).recipe
-    said = append_continuing_command("end", ["train", str(path), *typed], before, ended, stopped)
+    said = append_command_to_continue_training(
+        "end", ["train", str(path), *typed], before, ended, stopped
+    )
     words = shlex.split(said.partition("\nto continue: ")[2])
     folder = f"--run-dir={ended}"
     assert words[:3] == ["ortlaunch", "train", str(path)]
@@ -180,26 +185,27 @@ def test_the_command_that_continues_is_a_valid_one(
 
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
     """Verbs other than `train` get no command to continue."""
-    assert append_continuing_command("done", ["parity", "r"], recipe(), ended) == "done"
+    assert append_command_to_continue_training("done", ["parity", "r"], recipe(), ended) == "done"
 
 
 def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
     """A run that stopped early is finished until train.stop_after changes."""
     early = {"metric": "loss", "mode": "min", "evaluations": 2, "value": 1.0, "step": 8}
     write_json_atomically(ended.summary, {"steps": 10, "stopped_early": early})
-    said = finished_message_if_readable(
+    said = nothing_to_train_text_if_readable(
         recipe(train={"max_steps": 20, "stop_after": {"evaluations": 2}}), ended
     )
     assert said == "nothing to train: stopped early after step 10 of 20 (train.stop_after)"
     assert (
-        finished_message_if_readable(
+        nothing_to_train_text_if_readable(
             recipe(train={"max_steps": 20, "stop_after": {"evaluations": 3}}), ended
         )
         is None
     )
-    assert finished_message_if_readable(recipe(train={"max_steps": 20}), ended) is None
+    assert nothing_to_train_text_if_readable(recipe(train={"max_steps": 20}), ended) is None
     typed = ["train", "r.yaml", "train.stop_after.evaluations=2"]
     command = f"ortlaunch train r.yaml --run-dir={ended} train.stop_after=null"
     assert (
-        append_continuing_command("done", typed, recipe(), ended) == f"done\nto continue: {command}"
+        append_command_to_continue_training("done", typed, recipe(), ended)
+        == f"done\nto continue: {command}"
     )

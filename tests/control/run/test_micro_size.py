@@ -11,16 +11,16 @@ import pytest
 
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.make_plan import plan_with_other_batch
+from ortlaunch.planning.make_plan import plan_with_batch_of_recipe
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run import micro_size
 from ortlaunch.run.micro_size import (
     MEMORY_MARGIN,
     SizeTrial,
     candidate_micro_sizes,
-    recorded_micro_size,
-    search_largest_micro_size,
-    unknown_size_lines,
+    recorded_micro_size_or_none,
+    search_and_record_largest_micro_size,
+    undetermined_micro_size_lines,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from tests.makers import bert, host, plan, recipe
@@ -41,7 +41,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, limit: float) -> list[int]:
         share = MEMORY_MARGIN * size / limit
         return SizeTrial(size, share <= MEMORY_MARGIN, share if share < 1 else None, "")
 
-    monkeypatch.setattr(micro_size, "_run_trial", try_one)
+    monkeypatch.setattr(micro_size, "_run_micro_size_trial", try_one)
     return tried
 
 
@@ -64,7 +64,7 @@ def test_the_largest_that_fits_is_found(
     for limit in range(1, min(total, 200) + 2):
         tried = stand_in(monkeypatch, limit + 0.5)
         expected = max(size for size in range(1, total + 1) if total % size == 0 and size <= limit)
-        assert search_largest_micro_size(made, resolved, RunDir(tmp_path)) == expected
+        assert search_and_record_largest_micro_size(made, resolved, RunDir(tmp_path)) == expected
         assert len(tried) == len(set(tried))
         assert max(tried) <= total
         assert len(tried) <= 14
@@ -76,7 +76,7 @@ def test_no_try_goes_far_beyond_memory(tmp_path: Path, monkeypatch: pytest.Monke
     made = auto(4096)
     for limit in (1.5, 3, 20, 70, 300):
         tried = stand_in(monkeypatch, limit)
-        search_largest_micro_size(made, plan(made), RunDir(tmp_path))
+        search_and_record_largest_micro_size(made, plan(made), RunDir(tmp_path))
         assert max(tried) <= 2 * limit
 
 
@@ -99,22 +99,23 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is too large for one sample gives an error."""
     stand_in(monkeypatch, 0.5)
     with pytest.raises(LaunchError, match="not even 1 sample per rank fits"):
-        search_largest_micro_size(auto(8), plan(auto(8)), RunDir(tmp_path))
+        search_and_record_largest_micro_size(auto(8), plan(auto(8)), RunDir(tmp_path))
 
 
 def test_what_was_found_is_known_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart in the run folder uses the size that was found, for the same batch and ranks."""
     run = RunDir(tmp_path)
     made = auto(24)
-    assert recorded_micro_size(made, plan(made).batch, run) is None
+    assert recorded_micro_size_or_none(made, plan(made).batch, run) is None
     stand_in(monkeypatch, 9)
-    search_largest_micro_size(made, plan(made), run)
+    search_and_record_largest_micro_size(made, plan(made), run)
     assert json.loads(run.micro_size.read_text())["tries"][0]["size"] == 1
     # 12 does not fit below the limit of 9.
-    assert recorded_micro_size(made, plan(made).batch, run) == 8
-    assert recorded_micro_size(auto(32), plan(auto(32)).batch, run) is None
+    assert recorded_micro_size_or_none(made, plan(made).batch, run) == 8
+    assert recorded_micro_size_or_none(auto(32), plan(auto(32)).batch, run) is None
     assert (
-        recorded_micro_size(made, plan(made, [host("localhost", 2)], "torchrun").batch, run) is None
+        recorded_micro_size_or_none(made, plan(made, [host("localhost", 2)], "torchrun").batch, run)
+        is None
     )
 
 
@@ -123,7 +124,7 @@ def test_the_found_size_is_planned_and_written() -> None:
     made = auto(24, zero={"stage": 1})
     batch = made.batch.model_copy(update={"micro_size": 8})
     found = made.model_copy(update={"batch": batch})
-    again = plan_with_other_batch(found, plan(made))
+    again = plan_with_batch_of_recipe(found, plan(made))
     assert again == plan(found)
     assert again.batch.accumulation_steps == 3
     assert again.deepspeed is not None
@@ -134,7 +135,7 @@ def test_the_found_size_is_planned_and_written() -> None:
 def test_plan_says_that_it_will_be_found() -> None:
     """`plan` shows the sizes that would be tried, and the memory of a sample."""
     made = bert(batch={"global_size": 64, "micro_size": "auto"})
-    lines = unknown_size_lines(plan(made))
+    lines = undetermined_micro_size_lines(plan(made))
     assert "from 1, 2, 4, 8, 16, 32, 64; the plan above uses 1" in lines[0]
     assert "MiB of activations" in lines[1]
 
@@ -164,17 +165,21 @@ def test_which_failures_are_memory(
         "rank": 0,
     }
     record = {**ended, "cause": cause, "signal": signal}
-    request = micro_size.load_backend("local").request(plan(made), run.micro_size_trial_folder(1))
+    request = micro_size.load_backend("local").launch_request_of_plan(
+        plan(made), run.micro_size_trial_folder(1)
+    )
     error = run.micro_size_trial_folder(1).rank_error_path(0)
     error.parent.mkdir(parents=True)
     # The trial is a shell that writes this record and fails.
     argv = ("/bin/sh", "-c", 'printf %s "$1" > "$0"; exit 1', str(error), json.dumps(record))
-    monkeypatch.setattr("ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv))
+    monkeypatch.setattr(
+        "ortlaunch.launch.local.launch_request_of_plan", lambda *_: request._replace(argv=argv)
+    )
     if memory:
-        assert micro_size._run_trial(made, plan(made), run, 1)[:3] == (1, False, None)
+        assert micro_size._run_micro_size_trial(made, plan(made), run, 1)[:3] == (1, False, None)
     else:
         with pytest.raises(LaunchError, match="not because of memory"):
-            micro_size._run_trial(made, plan(made), run, 1)
+            micro_size._run_micro_size_trial(made, plan(made), run, 1)
 
 
 # Schedulers send USR1 and TERM, a user's Ctrl-C sends INT.
@@ -186,13 +191,16 @@ def test_a_stop_in_a_try(
     # Slurm sends USR1 before the end of the job's time.
     made = auto(4)
     run = RunDir(tmp_path)
-    request = micro_size.load_backend("local").request(plan(made), run.micro_size_trial_folder(1))
+    request = micro_size.load_backend("local").launch_request_of_plan(
+        plan(made), run.micro_size_trial_folder(1)
+    )
     argv = ("/bin/sh", "-c", f"kill -s {name} $PPID; sleep 9")
     monkeypatch.setattr(
-        "ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv, stop=None)
+        "ortlaunch.launch.local.launch_request_of_plan",
+        lambda *_: request._replace(argv=argv, stop=None),
     )
-    with pytest.raises(micro_size.SearchStopped, match=f"stopped by SIG{name}") as caught:
-        micro_size._run_trial(made, plan(made), run, 1)
+    with pytest.raises(micro_size.MicroSizeSearchStopped, match=f"stopped by SIG{name}") as caught:
+        micro_size._run_micro_size_trial(made, plan(made), run, 1)
     assert caught.value.exit_status == status
 
 
@@ -204,7 +212,7 @@ def test_a_try_is_the_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # The result of an older trial in the same folder must not be read again.
     write_json_atomically(run.micro_size_trial_folder(4).trial, {"share": 0.1})
     for size, passes in ((4, 2), (12, 1)):
-        tried = micro_size._write_trial_folder(
+        tried = micro_size._write_trial_files_and_return_plan(
             made, resolved, run.micro_size_trial_folder(size), size
         )
         assert tried.nodes == resolved.nodes

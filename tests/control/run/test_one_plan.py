@@ -47,7 +47,9 @@ class Counted:
         monkeypatch.setattr(
             control,
             "load_backend",
-            lambda name: SimpleNamespace(submit=self._submit, wait=lambda job: 0),
+            lambda name: SimpleNamespace(
+                write_files_and_start_job=self._submit, forward_signals_until_job_ends=lambda job: 0
+            ),
         )
         monkeypatch.setattr(control, "classify_run_end", lambda run, *_, **__: self._end(run))
 
@@ -94,10 +96,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the bench by one in which inductor is the fastest."""
     # Its variants would be starts with plans of their own.
     choice = Choice("auto", "inductor", "measured 2 x eager", {"eager": MeasuredEngine("measured")})
-    monkeypatch.setattr(auto, "prepare_variants", lambda *_: [])
-    monkeypatch.setattr(auto, "measure_variants", lambda *_: {"variants": []})
-    monkeypatch.setattr(auto, "format_bench_table", lambda rows: "")
-    monkeypatch.setattr(auto, "choose_measured_engine", lambda *_: choice)
+    monkeypatch.setattr(auto, "resolve_variants_or_refuse_all", lambda *_: [])
+    monkeypatch.setattr(auto, "measure_variants_and_build_report", lambda *_: {"variants": []})
+    monkeypatch.setattr(auto, "bench_table_and_notes_text", lambda rows: "")
+    monkeypatch.setattr(auto, "choose_fastest_measured_engine", lambda *_: choice)
 
 
 def test_a_start_and_a_resumption(ortlaunch: Counted) -> None:
@@ -133,7 +135,7 @@ def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) ->
     """Trials of micro_size auto share one plan, the run has another; later runs know the size."""
     monkeypatch.setattr(
         micro_size,
-        "_run_trial",
+        "_run_micro_size_trial",
         lambda recipe, plan, run, size: SizeTrial(size, size <= 8, 0.5, ""),
     )
     ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
@@ -154,7 +156,7 @@ def test_elastic_hosts(
     def look(asked: Any) -> list[Finding]:
         return [Finding(name, "reached", "failed", "so") for name in out.pop(0)]
 
-    monkeypatch.setattr("ortlaunch.run.elastic.check_hosts", look)
+    monkeypatch.setattr("ortlaunch.run.elastic.probe_and_judge_all_hosts", look)
     ortlaunch.restarts = 2
     ortlaunch("train", written(**ELASTIC), "--run-dir", "run", "--hostfile", "hosts")
     assert (ortlaunch.starts, out) == (3, [])
@@ -163,8 +165,10 @@ def test_elastic_hosts(
 
 def test_a_launcher_that_cannot_start(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that cannot start is refused before trials, checks of hosts, and any plan."""
-    monkeypatch.setattr("ortlaunch.launch.mpi.find_mpirun", lambda: "mpirun")
-    monkeypatch.setattr("ortlaunch.launch.mpi.mpi_family", lambda mpirun: "Open MPI")
+    monkeypatch.setattr("ortlaunch.launch.mpi.require_mpirun_here_or_on_path", lambda: "mpirun")
+    monkeypatch.setattr(
+        "ortlaunch.launch.mpi.mpi_family_by_running_mpirun", lambda mpirun: "Open MPI"
+    )
     with pytest.raises(
         PlanError, match=r"^--run-dir a,b: mpirun would read two host files at the comma"
     ):

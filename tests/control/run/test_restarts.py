@@ -14,14 +14,14 @@ from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.launch.restart_policy import (
-    reason_not_to_restart,
+    reason_restart_is_refused,
     restart_delay_seconds,
     restarts_without_progress,
 )
-from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
+from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.planning.describe import describe_plan
-from ortlaunch.resolve.prepare import write_run_files
+from ortlaunch.planning.describe import plan_description_text
+from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from tests.makers import host, plan, recipe
@@ -33,39 +33,39 @@ FIRST = Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError: planted",
 def test_the_same_failure_at_the_same_step_is_deterministic() -> None:
     """The same failure at the same step is not tried again, also with other numbers in its text."""
     again = replace(FIRST, number=2, resumed=4)
-    said = reason_not_to_restart([FIRST, again], 9)
+    said = reason_restart_is_refused([FIRST, again], 9)
     assert said == (
         "not restarted: the same failure after step 7 as before (ValueError: planted), so it "
         "is deterministic"
     )
     # Process ids and seconds differ from start to start.
     pids = [replace(again, failure=f"Stall: process {pid} for {pid}.5 s") for pid in (7, 42)]
-    assert "deterministic" in (reason_not_to_restart(pids, 9) or "")
-    assert reason_not_to_restart([FIRST, replace(again, step=8)], 9) is None
-    assert reason_not_to_restart([FIRST, replace(again, failure="KeyError: 1")], 9) is None
-    assert reason_not_to_restart([FIRST, replace(again, exit_status=3)], 9) is None
+    assert "deterministic" in (reason_restart_is_refused(pids, 9) or "")
+    assert reason_restart_is_refused([FIRST, replace(again, step=8)], 9) is None
+    assert reason_restart_is_refused([FIRST, replace(again, failure="KeyError: 1")], 9) is None
+    assert reason_restart_is_refused([FIRST, replace(again, exit_status=3)], 9) is None
 
 
 def test_a_kill_from_outside_may_meet_the_same_step() -> None:
     """A SIGKILL or a lost host may repeat at the same step, a lack of memory may not."""
     # Only the kernel's out-of-memory killer has a cause within the run.
     killed = replace(FIRST, exit_status=137, failure="exit status 137")
-    assert reason_not_to_restart([killed, killed], 9) is None
+    assert reason_restart_is_refused([killed, killed], 9) is None
     lost = replace(
         FIRST, cause=Cause.HOST_LOST, failure="LostHost: ssh to b ended with status 255", step=None
     )
-    assert reason_not_to_restart([lost, lost], 9) is None
+    assert reason_restart_is_refused([lost, lost], 9) is None
     memory = replace(killed, cause=Cause.OUT_OF_MEMORY)
-    assert "deterministic" in (reason_not_to_restart([memory, memory], 9) or "")
+    assert "deterministic" in (reason_restart_is_refused([memory, memory], 9) or "")
 
 
 def test_a_failure_before_any_rank_began_that_repeats() -> None:
     """A failure before any rank began is tried again once."""
     # The first time it may be an accident.
     early = replace(FIRST, step=None, failure="exit status 250", exit_status=250)
-    assert reason_not_to_restart([early], 1) is None
+    assert reason_restart_is_refused([early], 1) is None
     assert "the same failure before any rank started" in (
-        reason_not_to_restart([early, early], 9) or ""
+        reason_restart_is_refused([early, early], 9) or ""
     )
 
 
@@ -73,9 +73,9 @@ def test_progress_begins_the_count_anew() -> None:
     """A new checkpoint or a hundred steps reset the count of restarts; the waits have a limit."""
     failed = [replace(FIRST, step=7 + n, checkpoint=4) for n in range(4)]
     assert restarts_without_progress(failed) == 3
-    assert reason_not_to_restart(failed[:3], 3) is None
+    assert reason_restart_is_refused(failed[:3], 3) is None
     assert (
-        reason_not_to_restart(failed, 3)
+        reason_restart_is_refused(failed, 3)
         == "not started again: 3 restarts without progress (launch.max_restarts: 3)"
     )
     assert restarts_without_progress([*failed, replace(FIRST, checkpoint=8)]) == 0
@@ -123,13 +123,15 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
         ]
     )
     with JobFile(run, "mpi") as file:
-        ended = start_ranks_until_end(run, 3, file.record_failed_attempts, lambda _: next(ends)())
+        ended = start_ranks_and_restart_after_failures(
+            run, 3, file.record_attempts_and_act_on_signal, lambda _: next(ends)()
+        )
         file.record_start_of_ranks()
         assert re.search(
             r"attempt 1 failed after step 5, in 0:\d\d: rank 1 failed at 5", str(read_status(run))
         )
         assert str(read_status(run)).splitlines()[-1] == "attempt 3 runs"
-        file.record_end(0, "")
+        file.record_end_or_print_disk_error(0, "")
     # A run that ends well after restarts notes them.
     assert re.fullmatch(
         r"done: run, after 2 restarts \(failed attempts took 0:\d\d\)", ended.end.text
@@ -137,7 +139,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
     assert (run.attempt_folder(1) / "logs" / "rank_00001.err").read_text() == "at 5"
     assert (run.attempt_folder(2) / "errors" / "rank_00001.json").exists()
     assert not run.errors.exists()
-    record = JobRecord.read(run)
+    record = JobRecord.read_or_none(run)
     assert record is not None
     assert [(one.step, one.exit_status, one.folder) for one in record.attempts] == [
         (5, 7, "attempts/1"),
@@ -167,7 +169,7 @@ def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> Non
     made = recipe()
     for again in (True, False):
         write_text_atomically(run.stop_request, "{}")
-        write_run_files(run, made, plan(made), is_restart=again)
+        write_run_files_and_remove_leftovers(run, made, plan(made), is_restart=again)
         assert run.stop_request.exists() is again
 
 
@@ -176,16 +178,19 @@ def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
     # Only its launcher failed.
     ends = iter([RunEnd(250, "no rank began"), RunEnd(0, "done")])
     with JobFile(run, "mpi") as file:
-        start_ranks_until_end(
-            run, 3, file.record_failed_attempts, lambda _: EndedAttempt(next(ends), False)
+        start_ranks_and_restart_after_failures(
+            run,
+            3,
+            file.record_attempts_and_act_on_signal,
+            lambda _: EndedAttempt(next(ends), False),
         )
         assert [one.folder for one in file.record.attempts] == [None]
 
 
 def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
     """A deterministic failure ends the run with its own status, and its logs stay in place."""
-    ended = start_ranks_until_end(
-        run, 3, JobFile(run, "mpi").record_failed_attempts, lambda attempt: fail(run, 7)
+    ended = start_ranks_and_restart_after_failures(
+        run, 3, JobFile(run, "mpi").record_attempts_and_act_on_signal, lambda attempt: fail(run, 7)
     )
     assert ended.end.status == 7
     assert ended.end.text.splitlines()[-1].startswith(
@@ -207,8 +212,8 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
         starts.append(attempt)
         return EndedAttempt(RunEnd(status, "said"), stopped)
 
-    assert start_ranks_until_end(
-        run, 3, JobFile(run, "mpi").record_failed_attempts, start
+    assert start_ranks_and_restart_after_failures(
+        run, 3, JobFile(run, "mpi").record_attempts_and_act_on_signal, start
     ).end == RunEnd(status, "said")
     assert starts == [1]
 
@@ -216,10 +221,11 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
 def test_the_plan_says_what_follows_a_fault() -> None:
     """The plan notes restarts, and that none happens under the user's own launcher."""
     made = recipe(launch={"max_restarts": 3})
-    assert "restarted from the last complete checkpoint, at most 3 times without" in describe_plan(
-        plan(made), made
+    assert (
+        "restarted from the last complete checkpoint, at most 3 times without"
+        in plan_description_text(plan(made), made)
     )
-    assert "launch.max_restarts: the launcher is not ortlaunch's" in describe_plan(
+    assert "launch.max_restarts: the launcher is not ortlaunch's" in plan_description_text(
         plan(made, launcher="inside"), made
     )
-    assert "restart" not in describe_plan(plan(recipe()), recipe())
+    assert "restart" not in plan_description_text(plan(recipe()), recipe())

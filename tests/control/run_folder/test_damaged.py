@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from ortlaunch.commands import generate
-from ortlaunch.commands.export import requested_or_newest_step
+from ortlaunch.commands.export import existing_requested_or_newest_step
 from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.errors import DamagedFile, OrtlaunchError
 from ortlaunch.other_runs import listing, logs, registry, status
-from ortlaunch.other_runs.runs_table import format_runs_table
-from ortlaunch.report import write_report
+from ortlaunch.other_runs.runs_table import runs_table_text
+from ortlaunch.report import write_report_page
 from ortlaunch.resolve import resume
-from ortlaunch.run.finished import finished_message_if_readable
+from ortlaunch.run.finished import nothing_to_train_text_if_readable
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -31,7 +31,7 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.run_folder.lines import append_json_line, read_json_lines
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.tasks import GenerationRequest
 from tests.control.test_report import made, steps
@@ -40,17 +40,17 @@ from tests.makers import recipe
 MOST = 3  # damages tried on each file; all of them, some 450, take minutes
 VERBS: dict[str, Callable[[RunDir], Any]] = {
     "status": lambda run: f"{status.read_status(run)}",
-    "report": lambda run: write_report([run.path], run.path / "page.html", "now"),
+    "report": lambda run: write_report_page([run.path], run.path / "page.html", "now"),
     "diagnose": lambda run: f"{diagnose_run(run)}",
-    "logs": lambda run: list(logs.iterate_output(run, 0, follows_until_end=False)),
-    "list": lambda run: format_runs_table(listing.newest_statuses(None), 80),
-    "export": lambda run: requested_or_newest_step(run, None),
-    "generate": lambda run: generate._model_source(
+    "logs": lambda run: list(logs.iterate_rank_output_text(run, 0, follows_until_end=False)),
+    "list": lambda run: runs_table_text(listing.newest_statuses_that_match(None), 80),
+    "export": lambda run: existing_requested_or_newest_step(run, None),
+    "generate": lambda run: generate._model_folder_step_and_chat_training(
         GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)
     ),
     "train again": lambda run: (
-        finished_message_if_readable(recipe(), run),
-        resume.choose_checkpoint(run, resume.AUTOMATIC_RESUME),
+        nothing_to_train_text_if_readable(recipe(), run),
+        resume.choose_checkpoint_to_resume(run, resume.AUTOMATIC_RESUME),
     ),
 }
 
@@ -136,7 +136,7 @@ def test_no_verb_ends_in_a_traceback(
     drawn = random.Random(7)
     run = RunDir(shutil.copytree(whole, tmp_path / "run"))
     wrong = []
-    registry.register_run(run)
+    registry.register_run_or_print_error(run)
     for path in sorted(
         each
         for each in run.path.rglob("*.*")
@@ -194,11 +194,12 @@ def test_a_line_after_half_a_one_is_not_lost(tmp_path: Path) -> None:
     append_json_line(path, {"step": 1})
     path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
     append_json_line(path, {"step": 3, "loss": float("inf")})
-    lines = read_json_lines(path, "step")
+    lines = read_json_lines_with_keys(path, "step")
     assert lines.values == [{"step": 1}, {"step": 3, "loss": "inf"}]
     assert lines.unreadable == ["lines.jsonl:2 is left out: no whole line of JSON"]
     assert (
-        read_json_lines(path, "loss").unreadable[0] == "lines.jsonl:1 is left out: it has no loss"
+        read_json_lines_with_keys(path, "loss").unreadable[0]
+        == "lines.jsonl:1 is left out: it has no loss"
     )
 
 

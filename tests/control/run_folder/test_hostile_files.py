@@ -17,11 +17,15 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.report.records import finite_number as number_of_report
+from ortlaunch.report.records import finite_number_or_none as number_of_report
 from ortlaunch.run_folder.error_record import read_error_record
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
-from ortlaunch.run_folder.lines import append_json_line, read_json_lines, read_last_json_lines
-from ortlaunch.run_folder.lock import RunLock, last_command_of_run
+from ortlaunch.run_folder.lines import (
+    append_json_line,
+    read_json_lines_in_file_tail,
+    read_json_lines_with_keys,
+)
+from ortlaunch.run_folder.lock import RunLock, process_that_last_locked_run
 from ortlaunch.units import number_or_none
 from tests.makers import host, plan, recipe
 
@@ -51,7 +55,7 @@ def run(tmp_path: Path) -> RunDir:
     """The folder of a failed run."""
     run = RunDir(tmp_path)
     write_text_atomically(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
-    JobRecord.for_this_process("torchrun", JobState.RUNNING).ended_record(
+    JobRecord.for_this_process("torchrun", JobState.RUNNING).copy_ended_now(
         JobState.FAILED, 1, "verdict: x"
     ).write(run)
     append_json_line(run.metrics, {"step": 3, "loss": 0.5, "elapsed_seconds": 1.0})
@@ -91,13 +95,13 @@ def test_no_reader_waits_for_a_pipe_or_a_device(kind: str, run: RunDir) -> None:
 
     # A pipe without a writer blocks whoever opens it; a device never ends.
     look("summary.json", read_own_json)
-    look("saves.jsonl", read_json_lines)
-    look("metrics.jsonl", lambda path: read_last_json_lines(path, 100))
+    look("saves.jsonl", read_json_lines_with_keys)
+    look("metrics.jsonl", lambda path: read_json_lines_in_file_tail(path, 100))
     look("plan.json", Plan.read)
     run.lock.symlink_to("/dev/zero") if kind == "a device" else os.mkfifo(run.lock)
-    assert last_command_of_run(run) is None
+    assert process_that_last_locked_run(run) is None
     with pytest.raises(PlanError, match="lock is no regular file; remove it"), RunLock() as lock:
-        lock.acquire(run)
+        lock.acquire_or_refuse(run)
 
 
 def test_a_file_that_is_too_large(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +133,10 @@ class Pair(NamedTuple):
 )
 def test_types_at_any_depth(kind: Any, right: list[object], wrong: list[object]) -> None:
     """Values fit an annotation, or do not, however deep the wrong value is."""
-    assert [json_types.fits_annotation(kind, value) for value in right] == [True] * len(right)
-    assert [json_types.fits_annotation(kind, value) for value in wrong] == [False] * len(wrong)
+    assert [json_types.value_fits_annotation(kind, value) for value in right] == [True] * len(right)
+    assert [json_types.value_fits_annotation(kind, value) for value in wrong] == [False] * len(
+        wrong
+    )
 
 
 def test_numbers_that_no_float_holds() -> None:

@@ -33,7 +33,7 @@ def test_every_start_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
         typed = ("ortlaunch", "train", "a.yaml", f"train.max_steps={step}")
-        provenance.record_command(run, Path("a.yaml"), typed)
+        provenance.append_start_to_command_log(run, Path("a.yaml"), typed)
     lines = [json.loads(line) for line in run.commands.read_text().splitlines()]
     assert [line["argv"][-1] for line in lines] == ["train.max_steps=1", "train.max_steps=2"]
     assert {(line["cwd"], line["recipe"], line["git"]) for line in lines} == {
@@ -43,16 +43,16 @@ def test_every_start_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_commit_of_the_recipes_folder(tmp_path: Path) -> None:
     """The commit is recorded; changed or untracked files make it dirty."""
-    assert provenance.git_state(tmp_path) is None
+    assert provenance.git_commit_and_dirty_or_none(tmp_path) is None
     git(tmp_path, "init", "-q")
-    assert provenance.git_state(tmp_path) is None  # nothing was committed yet
+    assert provenance.git_commit_and_dirty_or_none(tmp_path) is None  # nothing was committed yet
     (tmp_path / "a.yaml").write_text("name: a\n")
     git(tmp_path, "add", "a.yaml")
     git(tmp_path, "commit", "-qm", "first")
     head = git(tmp_path, "rev-parse", "HEAD").strip()
-    assert provenance.git_state(tmp_path) == {"commit": head, "dirty": False}
+    assert provenance.git_commit_and_dirty_or_none(tmp_path) == {"commit": head, "dirty": False}
     (tmp_path / "new.py").write_text("")
-    assert provenance.git_state(tmp_path) == {"commit": head, "dirty": True}
+    assert provenance.git_commit_and_dirty_or_none(tmp_path) == {"commit": head, "dirty": True}
 
 
 def test_a_repository_starts_no_program_of_its_own(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_repository_starts_no_program_of_its_own(tmp_path: Path) -> None:
     git(tmp_path, "commit", "-qm", "first")
     # `git status` runs the program in core.fsmonitor, so a foreign repository could run anything.
     git(tmp_path, "config", "core.fsmonitor", f"touch {tmp_path}/ran; false")
-    assert provenance.git_state(tmp_path) is not None
+    assert provenance.git_commit_and_dirty_or_none(tmp_path) is not None
     assert not (tmp_path / "ran").exists()
 
 
@@ -71,4 +71,4 @@ def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without git the commit is None."""
     # PATH has only an empty folder. This file's own folder may be in a repository.
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance.git_state(Path(__file__).parent) is None
+    assert provenance.git_commit_and_dirty_or_none(Path(__file__).parent) is None

@@ -16,7 +16,7 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.run_folder.reference import run_folder_page
+from ortlaunch.run_folder.reference import run_folder_manual_page_markdown
 from tests.makers import engine_report
 
 # Attribute of RunDir -> path in the run folder. Written out, so that a renamed file
@@ -198,7 +198,7 @@ def test_the_page_of_the_run_folder_is_current() -> None:
     """docs/run-folder.md is current: `ortlaunch schema --run-folder` prints the same page."""
     # To be regenerated, with `> docs/run-folder.md`, after every change of a run's files.
     page = Path(__file__).parents[3] / "docs" / "run-folder.md"
-    assert page.read_text(encoding="utf-8") == run_folder_page()
+    assert page.read_text(encoding="utf-8") == run_folder_manual_page_markdown()
 
 
 def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
@@ -212,7 +212,7 @@ def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
     )
     assert {"inductor", "parity"}.isdisjoint(written)
     assert written["engine"] == {"asked": "eager", "used": "eager", "fallback_reason": None}
-    lines = run_folder_page().splitlines()
+    lines = run_folder_manual_page_markdown().splitlines()
     for name, kind in (("attention", "text or null"), ("onnxruntime", "[OnnxRuntime](#OnnxRuntime) or {}"),
                        ("parity", "[Parity](#Parity) or absent"), ("unused_parameters", "list of text")):  # fmt: skip
         assert any(line.startswith(f"| `{name}` | {kind} |") for line in lines), name

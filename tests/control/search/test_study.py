@@ -13,8 +13,8 @@ from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import write_text_atomically
 from ortlaunch.search import study as studies
 from ortlaunch.search.folder import SweepDir
-from ortlaunch.search.parallel import sweep_picture
-from ortlaunch.search.study import Study, Trial, tie_sentence
+from ortlaunch.search.parallel import parallel_coordinates_of_trials
+from ortlaunch.search.study import Study, Trial, equal_result_sentence_or_empty
 from tests.makers import recipe
 
 pytest.importorskip("optuna")
@@ -38,10 +38,10 @@ def drawn(folder: Path, sweep: Recipe, kills: bool) -> list[Trial]:
     folder.mkdir()
     study = Study(place, sweep, has_sweep_lock=True)
     for number in range(6):
-        study.draw_trial()
+        study.draw_trial_values_and_return_number()
         if kills:
             study = Study(place, sweep, has_sweep_lock=True)
-            assert study.draw_trial(number) == number
+            assert study.draw_trial_values_and_return_number(number) == number
         study.record_trial_end(number, "complete", [float(number % 4)])
     return study.read_trials()
 
@@ -70,12 +70,15 @@ def test_a_writer_was_killed(tmp_path: Path) -> None:
     """A lock and a half line that a killed writer left do no harm."""
     sweep = swept()
     place = SweepDir(tmp_path)
-    Study(place, sweep, has_sweep_lock=True).draw_trial()
+    Study(place, sweep, has_sweep_lock=True).draw_trial_values_and_return_number()
     with place.journal.open("a") as file:
         file.write('{"op_code": 4, "worker')
     Path(f"{place.journal}.lock").symlink_to(place.journal)
     again = Study(place, sweep, has_sweep_lock=True)
-    assert (again.draw_trial(0), again.draw_trial()) == (0, 1)
+    assert (
+        again.draw_trial_values_and_return_number(0),
+        again.draw_trial_values_and_return_number(),
+    ) == (0, 1)
     assert [one.state for one in again.read_trials()] == ["running", "running"]
 
 
@@ -83,7 +86,9 @@ def test_a_bad_trial_is_pruned(tmp_path: Path) -> None:
     """Successive halving stops a trial whose first evaluation is worse than a third of the others."""
     study = Study(SweepDir(tmp_path), swept(pruner="asha"), has_sweep_lock=True)
     stopped = [
-        study.report_and_ask_to_prune(study.draw_trial(), {1: loss})
+        study.report_values_and_decide_to_prune(
+            study.draw_trial_values_and_return_number(), {1: loss}
+        )
         for loss in (1.0, 2.0, 3.0, 0.5)
     ]
     assert stopped == [False, True, True, False]
@@ -99,7 +104,7 @@ def test_a_bad_trial_is_pruned(tmp_path: Path) -> None:
     )
     assert [one.number for one in study.best_trials()] == [3]
     # A value that is known already is not compared again.
-    assert not study.report_and_ask_to_prune(0, {1: 1.0})
+    assert not study.report_values_and_decide_to_prune(0, {1: 1.0})
 
 
 def test_optuna_reads_the_study(tmp_path: Path) -> None:
@@ -107,9 +112,9 @@ def test_optuna_reads_the_study(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     place = SweepDir(tmp_path)
     made = Study(place, swept(pruner="asha"), has_sweep_lock=True)
-    made.report_and_ask_to_prune(made.draw_trial(), {1: 2.0})
+    made.report_values_and_decide_to_prune(made.draw_trial_values_and_return_number(), {1: 2.0})
     made.record_trial_end(0, "complete", [1.5])
-    made.report_and_ask_to_prune(made.draw_trial(), {1: 3.0})
+    made.report_values_and_decide_to_prune(made.draw_trial_values_and_return_number(), {1: 3.0})
     made.record_trial_end(1, "pruned")
     backend = optuna.storages.journal.JournalFileBackend(str(place.journal))
     storage = optuna.storages.JournalStorage(backend)
@@ -128,7 +133,7 @@ def test_several_metrics_have_several_best_trials(tmp_path: Path) -> None:
     metrics = [{"metric": "loss"}, {"metric": "f1", "mode": "max"}]
     study = Study(SweepDir(tmp_path), swept(metrics=metrics), has_sweep_lock=True)
     for values in ([1.0, 0.5], [2.0, 0.9], [3.0, 0.4]):
-        study.record_trial_end(study.draw_trial(), "complete", values)
+        study.record_trial_end(study.draw_trial_values_and_return_number(), "complete", values)
     assert [one.values for one in study.best_trials()] == [
         {"loss": 1.0, "f1": 0.5},
         {"loss": 2.0, "f1": 0.9},
@@ -158,13 +163,13 @@ def test_equal_results_are_a_tie(tmp_path: Path) -> None:
     folder = SweepDir(tmp_path)
     study = Study(folder, swept(sampler="random"), has_sweep_lock=True)
     for _ in range(6):
-        study.record_trial_end(study.draw_trial(), "complete", [0.143791])
+        study.record_trial_end(study.draw_trial_values_and_return_number(), "complete", [0.143791])
     (best,) = study.best_trials()
-    made = sweep_picture(study.sweep, study.read_trials(), [best], {})
+    made = parallel_coordinates_of_trials(study.sweep, study.read_trials(), [best], {})
     assert [line.tie for line in made.lines if line.is_best] == [
-        tie_sentence(best, study.read_trials())
+        equal_result_sentence_or_empty(best, study.read_trials())
     ]
-    assert study.field_importances() == {}
+    assert study.field_importances_or_empty() == {}
     write_text_atomically(folder.run.recipe, dump_recipe_yaml(swept(sampler="random")))
     text = str(Sweep(tmp_path))
     assert "trial 1, 2, 3, 4, 5 has exactly the same result: the sweep cannot tell" in text
@@ -174,15 +179,17 @@ def test_parallel_coordinates_and_importances(tmp_path: Path) -> None:
     """Each complete trial has a line over the axes of its fields, and the best one is marked."""
     sweep = swept(sampler="random")
     study = Study(SweepDir(tmp_path), sweep, has_sweep_lock=True)
-    assert study.field_importances() == {}
+    assert study.field_importances_or_empty() == {}
     for number in range(8):
-        study.draw_trial()
+        study.draw_trial_values_and_return_number()
         rate = study.read_trials()[number].fields["optimizer.learning_rate"]
         study.record_trial_end(number, *(("complete", [float(str(rate))]) if number else ("fail",)))
     trials = study.read_trials()
-    assert study.field_importances().keys() == SPACE.keys()
-    assert sum(study.field_importances().values()) == pytest.approx(1)
-    made = sweep_picture(study.sweep, trials, study.best_trials(), study.field_importances())
+    assert study.field_importances_or_empty().keys() == SPACE.keys()
+    assert sum(study.field_importances_or_empty().values()) == pytest.approx(1)
+    made = parallel_coordinates_of_trials(
+        study.sweep, trials, study.best_trials(), study.field_importances_or_empty()
+    )
     assert [axis.name for axis in made.axes] == [*SPACE, "loss"]
     (best,) = study.best_trials()
     assert [line.is_best for line in made.lines] == [False] * 6 + [True]

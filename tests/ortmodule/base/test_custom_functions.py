@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import Reverse, same, training_graph, wrapped
@@ -26,8 +26,8 @@ pytestmark = needs_ort
 @pytest.fixture(scope="module", autouse=True)
 def _callable(built: None) -> None:
     """Skip where ORT's extension that calls custom functions could not be built."""
-    if extensions.interop_refusal_reason():
-        pytest.skip(f"not on this torch: {extensions.interop_refusal_reason()}")
+    if extensions.reason_interop_is_unbuildable_or_empty():
+        pytest.skip(f"not on this torch: {extensions.reason_interop_is_unbuildable_or_empty()}")
 
 
 class Cube(torch.autograd.Function):
@@ -443,7 +443,7 @@ def test_twenty_steps_leave_no_context_behind() -> None:
     assert sum(reference() is not None for reference in Witnessed.alive) <= 1
 
 
-def test_functions_stay_in_the_graph_and_none_falls_back(witness: Witness) -> None:
+def test_functions_stay_in_the_graph_and_none_falls_back(witness: PassAndGraphCounters) -> None:
     """The witness counts passes of ORT, and no fallback."""
     ours = wrapped(Model(Reverse.apply))
     ours(torch.randn(3, 4)).backward()

@@ -16,10 +16,10 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from ortlaunch.ortmodule import witness
-from ortlaunch.ortmodule.base.source_guard import TRAINING, function_owner
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
 from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.graph_repairs import bfloat16
-from ortlaunch.ortmodule.module import import_with_all_repairs
+from ortlaunch.ortmodule.module import import_ortmodule_with_all_repairs
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 from ortlaunch.worker.engine.engine import cast_parameters_in_place
 from tests.ort import needs_ort
@@ -60,12 +60,12 @@ class Graph:
     """A build that stops before the session, which would need a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import_with_all_repairs()
+        import_ortmodule_with_all_repairs()
         # Its wrappers must be below those of the test, which go away with it.
-        witness.get_counting_witness()
+        witness.get_or_start_pass_counters()
         # The CPU's replacements are not part of a GPU's graph.
-        monkeypatch.setattr(torch_kernels, "replace_training_kernels", lambda *_: None)
-        monkeypatch.setattr(function_owner(TRAINING), "_create_execution_agent", self._stop)
+        monkeypatch.setattr(torch_kernels, "replace_training_nodes_by_torch_calls", lambda *_: None)
+        monkeypatch.setattr(owning_class_or_module(TRAINING), "_create_execution_agent", self._stop)
 
     @staticmethod
     def _stop(manager: Any) -> None:
@@ -86,11 +86,12 @@ def without_kernel(model: onnx.ModelProto) -> Counter[str]:
     A Constant does not count, because it becomes an initializer.
     """
     opset = model.opset_import[0].version
-    types = cuda_kernels.tensor_types(model.graph)
+    types = cuda_kernels.inferred_type_by_tensor_name(model.graph)
     missing = [
         node
         for node in model.graph.node
-        if node.op_type != "Constant" and not cuda_kernels.has_kernel(node, types, opset)
+        if node.op_type != "Constant"
+        and not cuda_kernels.has_cuda_kernel_for_types(node, types, opset)
     ]
     return Counter(
         f"{node.op_type}({', '.join(types.get(name, '') for name in node.input)})"
@@ -130,7 +131,7 @@ def test_every_node_has_a_cuda_kernel(
     graph = Graph(monkeypatch).of(model, IDS, FIRST)
     if dtype == "bfloat16":
         before = without_kernel(graph)
-        bfloat16.give_every_node_a_kernel(graph)
+        bfloat16.give_every_bfloat16_node_a_kernel(graph)
         # Some operators had no bfloat16 kernel before the completion, and all others still have
         # one.
         assert before.keys() > without_kernel(graph).keys()
@@ -150,23 +151,23 @@ def _on_cpu(node: Any, types: dict[str, str], opset: int) -> bool:
 def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bfloat16 Llama with every node in float32 between casts equals eager."""
 
-    import_with_all_repairs()
-    witness.get_counting_witness()
-    build = function_owner(TRAINING)._build_graph
+    import_ortmodule_with_all_repairs()
+    witness.get_or_start_pass_counters()
+    build = owning_class_or_module(TRAINING)._build_graph
 
     def completing(manager: Any, *args: Any) -> None:
         build(manager, *args)
-        bfloat16.give_every_node_a_kernel(manager._onnx_models.optimized_model)
-        bfloat16.give_every_node_a_kernel(manager._onnx_models.optimized_model, _on_cpu)
+        bfloat16.give_every_bfloat16_node_a_kernel(manager._onnx_models.optimized_model)
+        bfloat16.give_every_bfloat16_node_a_kernel(manager._onnx_models.optimized_model, _on_cpu)
 
-    monkeypatch.setattr(torch_kernels, "replace_training_kernels", lambda *_: None)
+    monkeypatch.setattr(torch_kernels, "replace_training_nodes_by_torch_calls", lambda *_: None)
     exact = Llama()
     ours = copy.deepcopy(exact)
     half = copy.deepcopy(exact)
     for model in (ours, half):
         cast_parameters_in_place(model, torch.bfloat16)
     module = wrapped(ours)
-    monkeypatch.setattr(function_owner(TRAINING), "_build_graph", completing)
+    monkeypatch.setattr(owning_class_or_module(TRAINING), "_build_graph", completing)
     # Compared with float32: ORT's error may be 1.2 times that of eager bfloat16.
     losses = [model(IDS, FIRST) for model in (module, half, exact)]
     for loss in losses:
@@ -198,7 +199,7 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
     """An operator as torch's, or in float32 between casts, has torch's bfloat16 result."""
     import onnxruntime
 
-    import_with_all_repairs()
+    import_ortmodule_with_all_repairs()
     from onnxruntime.training.ortmodule.torch_cpp_extensions.cpu import aten_op_executor
 
     # The runner of torch's operators, which the first ORTModule of a process loads.
@@ -231,7 +232,7 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
         for name, version in (("", 17), ("com.microsoft", 1), ("org.pytorch.aten", 1))
     ]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    bfloat16.give_every_node_a_kernel(model)
+    bfloat16.give_every_bfloat16_node_a_kernel(model)
     given = [torch.randn(64) for _ in names]
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -255,7 +256,7 @@ def test_an_operator_without_any_kernel_is_refused_with_its_name() -> None:
     with pytest.raises(
         RuntimeError, match=r"implementation for Det\(bfloat16\), node last: .*fp16.*ORTModule"
     ):
-        bfloat16.give_every_node_a_kernel(model)
+        bfloat16.give_every_bfloat16_node_a_kernel(model)
 
 
 KERNELS = {
@@ -274,7 +275,10 @@ KERNELS = {
 def test_the_table_of_kernels(name: str, domain: str, kind: str) -> None:
     """The table has the wheel's kernels by operator and type."""
     node = helper.make_node(name, ["x"], ["y"], domain=domain)
-    assert cuda_kernels.has_kernel(node, {"x": kind, "y": kind}, 17) is KERNELS[name, domain, kind]
+    assert (
+        cuda_kernels.has_cuda_kernel_for_types(node, {"x": kind, "y": kind}, 17)
+        is KERNELS[name, domain, kind]
+    )
 
 
 def test_a_loss_of_another_type_than_its_scores() -> None:
@@ -287,7 +291,9 @@ def test_a_loss_of_another_type_than_its_scores() -> None:
     )
     for kind, known in (("bfloat16", False), ("float16", True), ("float", True)):
         assert (
-            cuda_kernels.has_kernel(node, {"s": kind, "l": "int64", "y": "float", "p": "float"}, 17)
+            cuda_kernels.has_cuda_kernel_for_types(
+                node, {"s": kind, "l": "int64", "y": "float", "p": "float"}, 17
+            )
             is known
         )
 
@@ -313,7 +319,7 @@ def test_a_session_makes_no_operator_without_a_kernel(
     )
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    bfloat16._disable_fusions(lambda manager: (options, [], []), manager)
+    bfloat16._session_config_without_kernelless_fusions(lambda manager: (options, [], []), manager)
     onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

@@ -21,17 +21,21 @@ def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / library.folder / "lib" / library.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    monkeypatch.setattr(cuda_libraries, "_nvidia_folders", lambda: iter([tmp_path]))
-    monkeypatch.setattr(cuda_libraries, "_is_in_system", lambda library: False)
+    monkeypatch.setattr(
+        cuda_libraries, "_nvidia_folders_in_site_packages", lambda: iter([tmp_path])
+    )
+    monkeypatch.setattr(cuda_libraries, "_does_linker_find_library", lambda library: False)
     return tmp_path
 
 
 def test_absent_libraries_are_named_with_their_package(nvidia: Path) -> None:
     """The check names the missing file and the command that installs it; it starts no process."""
-    assert cuda_libraries.missing_libraries() == []
+    assert cuda_libraries.missing_cuda_libraries() == []
     (nvidia / "cudnn" / "lib" / "libcudnn.so.8").unlink()
-    assert [library.name for library in cuda_libraries.missing_libraries()] == ["libcudnn.so.8"]
-    assert cuda_libraries.check_gpu_in_subprocess() == (
+    assert [library.name for library in cuda_libraries.missing_cuda_libraries()] == [
+        "libcudnn.so.8"
+    ]
+    assert cuda_libraries.reason_ort_fails_on_gpu_or_empty() == (
         "the CUDA libraries of onnxruntime-training are not installed (libcudnn.so.8). "
         'Type: pip install "ortlaunch[ort-cuda]" (or: pip install --no-deps nvidia-cudnn-cu11)'
     )
@@ -45,7 +49,7 @@ def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
     monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda path, mode: loaded.append(path))
     # One library that only the system may have.
     (nvidia / "curand" / "lib" / "libcurand.so.10").unlink()
-    cuda_libraries.load_libraries()
+    cuda_libraries.load_installed_cuda_libraries()
     assert [Path(path).name for path in loaded] == [
         name for name in NAMES if name != "libcurand.so.10"
     ]
@@ -54,12 +58,12 @@ def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
 
 def test_a_library_of_the_system_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LD_LIBRARY_PATH counts if no package has the library."""
-    monkeypatch.setattr(cuda_libraries, "_nvidia_folders", lambda: iter([]))
+    monkeypatch.setattr(cuda_libraries, "_nvidia_folders_in_site_packages", lambda: iter([]))
     for name in NAMES:
         (tmp_path / name).touch()
-    assert cuda_libraries.missing_libraries() == list(cuda_libraries.LIBRARIES)
+    assert cuda_libraries.missing_cuda_libraries() == list(cuda_libraries.LIBRARIES)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
-    assert cuda_libraries.missing_libraries() == []
+    assert cuda_libraries.missing_cuda_libraries() == []
 
 
 @pytest.mark.parametrize(
@@ -83,8 +87,8 @@ def test_the_check_survives_an_abort(
     monkeypatch.setattr(
         cuda_libraries.start, "module_command", lambda module: [sys.executable, "-c", code]
     )
-    assert cuda_libraries.check_gpu_in_subprocess().endswith(why)
-    assert bool(cuda_libraries.check_gpu_in_subprocess()) == bool(why)
+    assert cuda_libraries.reason_ort_fails_on_gpu_or_empty().endswith(why)
+    assert bool(cuda_libraries.reason_ort_fails_on_gpu_or_empty()) == bool(why)
 
 
 def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
@@ -106,18 +110,20 @@ def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
         monkeypatch.delenv(name, raising=False)
     # nvcc by a link, and in the toolkit itself.
     for folder in ("links", "toolkit/bin"):
-        assert cuda_libraries.cuda_toolkit_folder(str(tmp_path / folder)) == str(
+        assert cuda_libraries.cuda_toolkit_folder_or_empty(str(tmp_path / folder)) == str(
             tmp_path / "toolkit"
         )
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert cuda_libraries.cuda_toolkit_folder(str(tmp_path / "links")) == "/opt/cuda"
-    monkeypatch.setattr(cuda_libraries, "_nvidia_folders", lambda: iter([tmp_path / "nvidia"]))
-    assert cuda_libraries.cuda_include_folders("13.0") == [
+    assert cuda_libraries.cuda_toolkit_folder_or_empty(str(tmp_path / "links")) == "/opt/cuda"
+    monkeypatch.setattr(
+        cuda_libraries, "_nvidia_folders_in_site_packages", lambda: iter([tmp_path / "nvidia"])
+    )
+    assert cuda_libraries.installed_cuda_include_folders("13.0") == [
         str(tmp_path / "nvidia" / "cu13" / "include")
     ]
-    assert str(tmp_path / "nvidia" / "cublas" / "include") in cuda_libraries.cuda_include_folders(
-        "12.6"
-    )
+    assert str(
+        tmp_path / "nvidia" / "cublas" / "include"
+    ) in cuda_libraries.installed_cuda_include_folders("12.6")
 
 
 # The exact versions of the wheels that pyproject.toml pins.
@@ -142,7 +148,8 @@ int cuGetProcAddress(const char *name, void **address, int version, unsigned lon
 _CHECK = """
 import sys
 from ortlaunch.ortmodule.build import cuda_libraries
-print([library.name for library in cuda_libraries.missing_libraries()], cuda_libraries.check_gpu_in_subprocess())
+names = [library.name for library in cuda_libraries.missing_cuda_libraries()]
+print(names, cuda_libraries.reason_ort_fails_on_gpu_or_empty())
 """
 
 

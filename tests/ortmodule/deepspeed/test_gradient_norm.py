@@ -20,14 +20,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ortlaunch.ortmodule.deepspeed import gradient_norm, sources
 from ortlaunch.ortmodule.deepspeed.gradient_norm import (
     GradientNormProvider,
-    fuse_gradient_norm,
-    restore_deepspeed_norm,
+    fuse_deepspeed_overflow_check_and_norm,
+    restore_deepspeed_norm_methods,
 )
 from ortlaunch.rank import Rank
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.training.summary import plan_lines
+from ortlaunch.worker.training.summary import engine_plan_lines
 from tests.makers import engine_report, recipe
 
 
@@ -93,7 +93,9 @@ def test_the_answers_are_deepspeeds() -> None:
     """Check and norms equal those of DeepSpeed's own functions in value, dtype and shape."""
     optimizer = zero(gradients(300, 7), gradients(5), [], padding=(torch.zeros(4),))
     stock = optimizer.has_overflow_partitioned_grads_serial(), norms(optimizer)
-    assert fuse_gradient_norm(optimizer) == GradientNormProvider(True, "ortlaunch", "")
+    assert fuse_deepspeed_overflow_check_and_norm(optimizer) == GradientNormProvider(
+        True, "ortlaunch", ""
+    )
     check = optimizer.has_overflow_partitioned_grads_serial()
     assert (check.dtype, check.shape, bool(check)) == (stock[0].dtype, stock[0].shape, False)
     assert norms(optimizer) == pytest.approx(stock[1], rel=1e-6)
@@ -107,14 +109,14 @@ def test_the_answers_are_deepspeeds() -> None:
     )
     # The infinity norm is the largest element.
     assert float(largest) == float(optimizer.averaged_gradients[1][0].abs().max())
-    restore_deepspeed_norm(optimizer)
+    restore_deepspeed_norm_methods(optimizer)
     assert optimizer.get_grad_norm_direct.__func__ is DeepSpeedZeroOptimizer.get_grad_norm_direct
 
 
 def test_check_and_norm_share_one_pass(measured: list[int]) -> None:
     """The norm after the check reads nothing; a second norm, or other gradients, are read again."""
     optimizer = zero(gradients(300, 7), gradients(5))
-    fuse_gradient_norm(optimizer)
+    fuse_deepspeed_overflow_check_and_norm(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     assert measured == [307, 5]
     # The norm uses the sums of the check, each of them once.
@@ -130,7 +132,7 @@ def test_check_and_norm_share_one_pass(measured: list[int]) -> None:
 def test_a_gradient_changed_after_the_check_is_measured_again() -> None:
     """A gradient changed in place after the check is read again."""
     optimizer = zero(gradients(300), gradients(5))
-    fuse_gradient_norm(optimizer)
+    fuse_deepspeed_overflow_check_and_norm(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     before = norms(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
@@ -141,7 +143,7 @@ def test_a_gradient_changed_after_the_check_is_measured_again() -> None:
 def test_nothing_keeps_gradients_alive() -> None:
     """A step that ends by overflow frees its gradients, as with DeepSpeed's own functions."""
     optimizer = zero(gradients(300))
-    fuse_gradient_norm(optimizer)
+    fuse_deepspeed_overflow_check_and_norm(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     freed = weakref.ref(optimizer.averaged_gradients[0][0])
     # The sums of the check are still kept at this point.
@@ -159,7 +161,7 @@ def test_a_bad_gradient_overflows(bad: float, place: str) -> None:
     hit = {"padding": padding}.get(place, optimizer.averaged_gradients[place == "last group"][0])
     hit[-1] = bad
     stock = bool(optimizer.has_overflow_partitioned_grads_serial()), norms(optimizer)
-    fuse_gradient_norm(optimizer)
+    fuse_deepspeed_overflow_check_and_norm(optimizer)
     ours = bool(optimizer.has_overflow_partitioned_grads_serial()), norms(optimizer)
     assert ours[0] is stock[0] is True
     assert ours[1] == pytest.approx(stock[1], rel=1e-6)
@@ -171,7 +173,7 @@ def test_huge_finite_gradients_are_no_overflow() -> None:
     # The squares of the first group overflow in float32, those of the second do not.
     optimizer = zero([torch.full((400,), 1e30)], [torch.full((3,), 1e18)])
     stock = norms(optimizer)
-    fuse_gradient_norm(optimizer)
+    fuse_deepspeed_overflow_check_and_norm(optimizer)
     assert not optimizer.has_overflow_partitioned_grads_serial()
     assert norms(optimizer) == pytest.approx(stock, rel=1e-6)
     assert stock[0] == -1
@@ -182,7 +184,7 @@ def test_the_check_of_parameters_own_gradients() -> None:
     # DeepSpeed below 0.17.1 uses this check.
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
     optimizer = zero(gradients(3))
-    fuse_gradient_norm(optimizer)
+    fuse_deepspeed_overflow_check_and_norm(optimizer)
     assert not optimizer.has_overflow_serial(weights)
     weights[1].grad = torch.ones(3)
     assert not optimizer.has_overflow_serial(weights)
@@ -207,7 +209,9 @@ def test_what_is_left_to_deepspeed(fields: dict[str, Any], why: str) -> None:
     """An optimizer that is not supported stays unchanged, and the reason is returned."""
     optimizer = zero(gradients(3), **fields)
     before = dict(vars(optimizer))
-    assert fuse_gradient_norm(optimizer) == GradientNormProvider(False, None, why)
+    assert fuse_deepspeed_overflow_check_and_norm(optimizer) == GradientNormProvider(
+        False, None, why
+    )
     assert vars(optimizer) == before
 
 
@@ -215,13 +219,16 @@ def test_replicated_and_modified_optimizers() -> None:
     """Pipeline parallelism, another type of optimizer, and a second application are refused."""
     replicated = zero(gradients(3))
     replicated.bit16_groups[0][0].ds_pipe_replicated = True
-    assert fuse_gradient_norm(replicated).why == "pipeline parallelism is not supported"
+    assert (
+        fuse_deepspeed_overflow_check_and_norm(replicated).why
+        == "pipeline parallelism is not supported"
+    )
     twice = zero(gradients(3))
-    assert [fuse_gradient_norm(twice).why for _ in range(2)] == [
+    assert [fuse_deepspeed_overflow_check_and_norm(twice).why for _ in range(2)] == [
         "",
         "the optimizer is modified already",
     ]
-    other = fuse_gradient_norm(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    other = fuse_deepspeed_overflow_check_and_norm(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     assert other == GradientNormProvider(False, None, "only ZeRO 1 and 2 are supported, not SGD")
 
 
@@ -246,7 +253,7 @@ def test_an_unknown_source_is_left_alone(
         pytest.skip(f"this DeepSpeed has no {name}")
     monkeypatch.setattr(owner, name, scaled_global_norm)
     optimizer = zero(gradients(3))
-    applied = fuse_gradient_norm(optimizer)
+    applied = fuse_deepspeed_overflow_check_and_norm(optimizer)
     assert applied == GradientNormProvider(
         False,
         None,
@@ -258,23 +265,23 @@ def test_an_unknown_source_is_left_alone(
 
 def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known functions in an unknown combination are refused."""
-    known = sources.known_function_hashes()
+    known = sources.known_function_hashes_by_release()
     # One function of a later release.
     mixed = {**known["0.18.0"], "step": known["0.19.8"]["step"]}
-    monkeypatch.setattr(sources, "installed_function_hashes", lambda *_: mixed)
-    assert sources.unknown_source_reason(DeepSpeedZeroOptimizer).startswith(
+    monkeypatch.setattr(sources, "installed_hash_by_function_name", lambda *_: mixed)
+    assert sources.reason_deepspeed_source_is_unknown_or_empty(DeepSpeedZeroOptimizer).startswith(
         "step differs from all known releases"
     )
-    monkeypatch.setattr(sources, "installed_function_hashes", lambda *_: known["0.18.0"])
-    assert sources.unknown_source_reason(DeepSpeedZeroOptimizer) == ""
+    monkeypatch.setattr(sources, "installed_hash_by_function_name", lambda *_: known["0.18.0"])
+    assert sources.reason_deepspeed_source_is_unknown_or_empty(DeepSpeedZeroOptimizer) == ""
 
 
 def test_a_function_without_source_is_unknown() -> None:
     """A function without source has no fingerprint, so that its release is unknown."""
     # Compiled, and made at run time.
-    assert sources.function_hash(len) == ""
+    assert sources.function_source_hash_or_empty(len) == ""
     made: Any = types.FunctionType((lambda: 0).__code__.replace(co_filename="<made>"), {})
-    assert sources.function_hash(made) == ""
+    assert sources.function_source_hash_or_empty(made) == ""
 
 
 def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str]]:
@@ -283,12 +290,12 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
     if optimizer is not None:
         stepper = object.__new__(DeepSpeedStepper)
         stepper.engine = types.SimpleNamespace(optimizer=optimizer)
-    fp16 = engine._install_fused_norm(
+    fp16 = engine._install_fused_gradient_norm_and_describe(
         made, used, stepper, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     )
     sharding = f"DeepSpeed ZeRO {made.zero.stage}" if made.zero else "none"
     report = engine_report(used, fp16_optimizer=fp16, sharding=sharding)
-    return asdict(fp16), plan_lines(report)[1:]
+    return asdict(fp16), engine_plan_lines(report)[1:]
 
 
 # Lines and reasons as they are printed.
@@ -341,4 +348,4 @@ def test_fp16_optimizer_of_an_own_loop() -> None:
 
     optimizer = zero([torch.ones(3)], param_groups=[{"params": [torch.zeros(1)]}])
     assert FP16_Optimizer(optimizer) is optimizer
-    assert type(optimizer.get_grad_norm_direct.__self__) is gradient_norm._FusedPass
+    assert type(optimizer.get_grad_norm_direct.__self__) is gradient_norm._FusedNormMethods

@@ -30,7 +30,7 @@ def wide(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def no_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail the test if the sum is computed in float64."""
     monkeypatch.setattr(
-        "ortlaunch.ortmodule.deepspeed.sum_of_squares._sum_in_float64",
+        "ortlaunch.ortmodule.deepspeed.sum_of_squares._sum_squares_in_float64",
         lambda tensors: pytest.fail("went the slow way"),
     )
 

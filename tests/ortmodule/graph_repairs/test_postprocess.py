@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ortlaunch.ortmodule import ORTModule, SettingError, Settings
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 
 pytestmark = needs_ort
@@ -50,7 +50,7 @@ def passed(postprocess: Callable[[Any], Any] | None) -> tuple[Any, list[torch.Te
     return module, [output, evaluated, *(one.grad for one in net.parameters())]
 
 
-def test_an_identity_changes_nothing(witness: Witness) -> None:
+def test_an_identity_changes_nothing(witness: PassAndGraphCounters) -> None:
     """Outputs and gradients stay bit for bit; the report names the function and the nodes."""
     _, plain = passed(None)
     module, changed = passed(with_identity)
@@ -62,10 +62,12 @@ def test_an_identity_changes_nothing(witness: Witness) -> None:
     assert report["postprocess"]["nodes_after"] == before + 1
     note = f"Settings.postprocess: {name} made {before + 1} nodes of an exported graph's {before}"
     assert note in report["notes"]
-    assert pickle.loads(pickle.dumps(module))._attached_settings().postprocess is with_identity
+    assert (
+        pickle.loads(pickle.dumps(module))._settings_of_this_module().postprocess is with_identity
+    )
 
 
-def test_the_changed_graph_runs(witness: Witness) -> None:
+def test_the_changed_graph_runs(witness: PassAndGraphCounters) -> None:
     """A changed value reaches output, evaluation and gradients."""
     _, plain = passed(None)
     _, changed = passed(with_negation)
@@ -96,7 +98,7 @@ def failing(model: Any) -> Any:
     ],
 )
 def test_a_bad_function_is_an_error(
-    witness: Witness, function: Callable[[Any], Any], message: str
+    witness: PassAndGraphCounters, function: Callable[[Any], Any], message: str
 ) -> None:
     """A function that fails, or returns no graph with the same ends, ends the first pass."""
     with pytest.raises(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.tracing.python_state import generator_state_text
+from ortlaunch.ortmodule.tracing.python_state import random_generator_state_text
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, wrapped
 
@@ -391,10 +391,10 @@ def test_a_drawn_number_changes_the_state_of_a_generator(kind: str) -> None:
 
     made = Foreign if kind == "foreign" else getattr(numpy.random, kind)
     generator = numpy.random.Generator(made(1))
-    before = generator_state_text(generator)
-    assert generator_state_text(generator) == before
+    before = random_generator_state_text(generator)
+    assert random_generator_state_text(generator) == before
     generator.random()
-    assert generator_state_text(generator) != before
+    assert random_generator_state_text(generator) != before
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.torch_in_graph import dropout
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 
@@ -32,7 +32,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("settings", [{}, {"memory_optimization": 1}])
-def test_both_passes_drop_the_same(witness: Witness, settings: dict[str, int]) -> None:
+def test_both_passes_drop_the_same(witness: PassAndGraphCounters, settings: dict[str, int]) -> None:
     """The gradient has the output's mask and scale; with recomputation the operator is ORT's."""
     model = Dropping(0.25)
     total, dropped = wrapped(model, **settings)(torch.ones(1000, 63))
@@ -69,7 +69,7 @@ def test_the_share_that_is_dropped_is_right_and_the_mean_stays(p: float) -> None
     """
     torch.manual_seed(3)
     size = 4_000_001
-    dropped, kept = dropout.dropout(torch.ones(size), p, train=True)
+    dropped, kept = dropout.apply_dropout_and_get_kept_mask(torch.ones(size), p, train=True)
     # 2**-17 is the rounding of p to a multiple of 2**-16.
     assert float((dropped == 0).double().mean()) == pytest.approx(
         p, abs=4 * (p * (1 - p) / size) ** 0.5 + 2**-17
@@ -77,13 +77,15 @@ def test_the_share_that_is_dropped_is_right_and_the_mean_stays(p: float) -> None
     # The standard deviation of the mean; at p = 1 everything is zero.
     spread = (p / (1 - p) / size) ** 0.5 if p < 1 else 0.0
     assert float(dropped.double().mean()) == pytest.approx(1.0 if p < 1 else 0.0, abs=4 * spread)
-    assert torch.equal(dropout.dropout_backward(torch.ones(size), kept, p, train=True), dropped)
+    assert torch.equal(
+        dropout.dropout_input_gradient(torch.ones(size), kept, p, train=True), dropped
+    )
 
 
 def test_each_element_is_dropped_by_itself() -> None:
     """The four elements that share one random number are uncorrelated."""
     torch.manual_seed(4)
-    _, kept = dropout.dropout(torch.ones(1_000_000), 0.5, train=True)
+    _, kept = dropout.apply_dropout_and_get_kept_mask(torch.ones(1_000_000), 0.5, train=True)
     # Rows of four elements come from one number; above the diagonal are the pairs' correlations.
     assert torch.corrcoef(kept.view(-1, 4).T.double()).triu(1).abs().max() < 0.01
 
@@ -91,6 +93,6 @@ def test_each_element_is_dropped_by_itself() -> None:
 def test_nothing_is_dropped_outside_training() -> None:
     """In evaluation both passes return their input."""
     x = torch.rand(7)
-    same, kept = dropout.dropout(x, 0.5, train=False)
+    same, kept = dropout.apply_dropout_and_get_kept_mask(x, 0.5, train=False)
     assert torch.equal(same, x)
-    assert torch.equal(dropout.dropout_backward(x, kept, 0.5, train=False), x)
+    assert torch.equal(dropout.dropout_input_gradient(x, kept, 0.5, train=False), x)

@@ -17,7 +17,7 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.settings import SettingError
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import operator_table
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import executed, language_model, same, wrapped
 
@@ -25,7 +25,7 @@ pytestmark = [
     needs_ort,
     pytest.mark.usefixtures("built", "seeded"),
     pytest.mark.skipif(
-        bool(extensions.interop_refusal_reason()),
+        bool(extensions.reason_interop_is_unbuildable_or_empty()),
         reason="ONNX Runtime's torch_interop_utils is not built",
     ),
 ]
@@ -115,18 +115,18 @@ def compare(model: nn.Module, batches: list[Any], **settings: Any) -> None:
     ],
 )
 def test_operators_without_a_form_or_a_gradient(
-    kind: Any, sizes: list[Any], operators: set[str], witness: Witness
+    kind: Any, sizes: list[Any], operators: set[str], witness: PassAndGraphCounters
 ) -> None:
     """Batches of two sizes need one export, and torch's operators are counted."""
     # The counters of a process, which earlier tests have used.
-    torch_calls.reset_counters()
+    torch_calls.reset_call_and_pass_counts()
     before = tally.exports
     compare(kind(), [(torch.randn(size),) for size in sizes])
-    found = {name.removeprefix("aten.") for name in torch_calls.counts_of_called()}
+    found = {name.removeprefix("aten.") for name in torch_calls.call_counts_by_called_name()}
     assert operators <= found, found
     # Once for each of the two batches; the calls in the export do not count.
-    assert {calls.forward for calls in torch_calls.counts_of_called().values()} == {2}
-    assert 0 < torch_calls.torch_share_of_pass_time() < 1
+    assert {calls.forward for calls in torch_calls.call_counts_by_called_name().values()} == {2}
+    assert 0 < torch_calls.torch_fraction_of_pass_time() < 1
     # One export, although the batches have two sizes.
     assert tally.exports == before + 1
 
@@ -150,7 +150,7 @@ def test_a_tensor_that_ort_writes_over_is_kept() -> None:
     compare(Reused(), [(torch.randn(8, 64),) for _ in range(3)])
 
 
-def test_named_operators(witness: Witness) -> None:
+def test_named_operators(witness: PassAndGraphCounters) -> None:
     """`torch_operators: [softmax]` keeps exactly this operator as torch's."""
 
     class Attends(nn.Module):
@@ -227,7 +227,7 @@ def test_values_that_are_none(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_the_usual_models_have_none(family: str, witness: Witness) -> None:
+def test_the_usual_models_have_none(family: str, witness: PassAndGraphCounters) -> None:
     model = language_model(family, "sdpa")
     ids = torch.randint(99, (2, 8))
     wrapped(model)(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).backward()
@@ -351,7 +351,7 @@ def double(x: torch.Tensor) -> None:
     x.mul_(2)
 
 
-def test_registered_operators_run_as_torch(witness: Witness) -> None:
+def test_registered_operators_run_as_torch(witness: PassAndGraphCounters) -> None:
     """An operator of torch.library has its own gradient; one that changes a tensor is refused."""
 
     class Registered(nn.Linear):
@@ -427,7 +427,7 @@ def test_layer_norms_without_bias_or_weights() -> None:
     ORT's gradient of one is wrong, so it gets a bias of zeros. ORT cannot run the other, which
     torch computes.
     """
-    torch_calls.reset_counters()
+    torch_calls.reset_call_and_pass_counts()
     norms = nn.LayerNorm(6, bias=False), nn.LayerNorm(6, elementwise_affine=False)
     model = nn.Sequential(nn.Linear(4, 6), norms[0], nn.Tanh(), norms[1])
     eager = copy.deepcopy(model)
@@ -436,7 +436,7 @@ def test_layer_norms_without_bias_or_weights() -> None:
     for run in (module, eager):
         run(x).sin().sum().backward()
     same(model, eager)
-    assert torch_calls.counts_of_called()["aten.layer_norm"].forward == 1
+    assert torch_calls.call_counts_by_called_name()["aten.layer_norm"].forward == 1
     with torch.no_grad():
         torch.testing.assert_close(module.eval()(x), eager.eval()(x))
 

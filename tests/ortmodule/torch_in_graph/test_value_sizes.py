@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, wrapped
 
@@ -106,7 +106,7 @@ class Boxes(nn.Module):
         return (self.first(x) @ self.boxes(boxes).T).sigmoid().sum() + self.first(x).mean()
 
 
-def test_an_argument_may_be_empty(witness: Witness) -> None:
+def test_an_argument_may_be_empty(witness: PassAndGraphCounters) -> None:
     """An empty argument has eager's gradients, in a graph of its own; other batches keep theirs."""
     eager = Boxes()
     model = copy.deepcopy(eager)

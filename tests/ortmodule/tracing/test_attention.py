@@ -251,14 +251,14 @@ UNKNOWN_TORCH = """
 from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.base import registry, source_guard
 source_guard.TORCH_SOURCE_TEXTS["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
-repaired.import_ortmodule()
+repaired.import_repaired_ortmodule()
 import torch
 from ortlaunch.ortmodule import ORTModule, Settings
 from tests.ortmodule.tracing.test_attention import Scores
 x = torch.randn(2, 4, 16, 8)
 ORTModule(Scores(0.0), Settings(threads=1))(x).backward()
 assert abs(ORTModule(Scores(0.3), Settings(threads=1)).eval()(x).item() - 1) < 1e-5
-assert "export_sdpa_dropout" in registry.unapplied_repair_reasons()
+assert "export_sdpa_dropout" in registry.reason_by_unapplied_repair()
 ORTModule(Scores(0.3), Settings(threads=1, torch_operators="off"))(x)
 """
 

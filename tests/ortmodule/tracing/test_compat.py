@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_root_without_creating
 from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.base import patching, registry
 from ortlaunch.ortmodule.build import extensions
@@ -33,7 +33,7 @@ from ortlaunch.ortmodule.torch_in_graph import operator_table
 from ortlaunch.ortmodule.tracing import compat
 from ortlaunch.ortmodule import ORTModule, Settings
 
-refusal = extensions.interop_refusal_reason()
+refusal = extensions.reason_interop_is_unbuildable_or_empty()
 
 def kept(repairs):
     return tuple(repair for repair in repairs if repair.name != skipped)
@@ -41,7 +41,7 @@ def kept(repairs):
 export, push = torch.onnx.export, torch.cuda.nvtx.range_push
 compat._BEFORE_IMPORT, compat._AFTER_IMPORT = kept(compat._BEFORE_IMPORT), kept(compat._AFTER_IMPORT)
 operator_table.OPERATORS = kept(operator_table.OPERATORS)
-repaired.import_ortmodule()
+repaired.import_repaired_ortmodule()
 assert first or "deepspeed" not in sys.modules, "ORT loaded DeepSpeed"
 
 class Reverse(torch.autograd.Function):
@@ -256,18 +256,18 @@ if not refusal:
 }
 EPILOGUE = """
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
-print("applied:", *registry.applied_repairs())
+print("applied:", *registry.applied_repair_names())
 """
 # By repair: the check that fails without it, and the error.
 WITHOUT = {
     "alias_moved_exporter_modules": ("step", "does not import"),
-    "forget_failed_import": ("checkpoint", "a checkpoint: "),
+    "restore_checkpoint_functions": ("checkpoint", "a checkpoint: "),
     "load_cached_extensions": ("step", "extensions were not detected"),
     "disable_custom_autograd": ("step", "torch_interop_utils"),
     "export_with_torchscript": ("step", "exporting the PyTorch model to ONNX"),
     "refuse_custom_backward": ("backward", "a custom backward was replaced"),
     "skip_padding_hook": ("padding", "padding would take a Python operator"),
-    "keep_bool_arguments": ("mask", "a mask became uint8"),
+    "keep_booleans_of_autograd_functions": ("mask", "a mask became uint8"),
     "export_exact_forms": ("detach", "the gradient went through detach"),
     "export_sdpa_dropout": ("attention", "scaled_dot_product_attention with dropout"),
     "keep_constants_apart": ("stacked", "stacked over another dimension: "),
@@ -275,7 +275,7 @@ WITHOUT = {
     "stop_gradient_under_no_grad": ("no_grad", "the gradient went through no_grad"),
     "propagate_inplace_views": ("view", "a change through a view was left out"),
     "infer_shapes_without_weights": ("weights", "weights of these sizes were copied"),
-    "follow_chunk_sizes": ("parts", "the number of rows of a part stayed"),
+    "export_chunks_with_sizes": ("parts", "the number of rows of a part stayed"),
     "silence_export_warnings": ("step", "warnings of the export"),
     "restore_convolution_symbolics": ("convolution", "a convolution: "),
     "skip_nvtx_without_cuda": ("step", "NVTX functions not installed"),
@@ -302,7 +302,7 @@ def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A copy of the real cache without one extension, which saves a build.
     here = extensions.extension_cache_folder()
     cache = tmp_path_factory.mktemp("refusing")
-    folder = cache / here.relative_to(cache_root())
+    folder = cache / here.relative_to(cache_root_without_creating())
     folder.mkdir(parents=True)
     for file in (*here.glob("*.so"), *here.glob("*.seal")):
         if file.stem != extensions.INTEROP:
@@ -326,12 +326,17 @@ def applied(fresh: Run, cache: Path, checks: Iterable[str]) -> list[str]:
 def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
     """All repairs that are applied with the installed versions, each with a cache that has it."""
     # Once with the real cache and once without the extension: no stack needs all repairs at once.
-    with_interop = applied(fresh, cache_root(), CHECKS)
+    with_interop = applied(fresh, cache_root_without_creating(), CHECKS)
     without = applied(fresh, refusing, {WITHOUT[repair][0] for repair in REFUSING})
     assert set(REFUSING) <= set(without)
-    assert extensions.interop_refusal_reason() or not set(REFUSING) & set(with_interop)
+    assert extensions.reason_interop_is_unbuildable_or_empty() or not set(REFUSING) & set(
+        with_interop
+    )
     # A repair that both need is tested with the real cache.
-    return {**dict.fromkeys(without, refusing), **dict.fromkeys(with_interop, cache_root())}
+    return {
+        **dict.fromkeys(without, refusing),
+        **dict.fromkeys(with_interop, cache_root_without_creating()),
+    }
 
 
 @needs_ort
@@ -352,7 +357,7 @@ def test_each_repair_is_needed_where_it_is_applied(
     if repair not in repairs:
         pytest.skip(f"not needed on torch {torch.__version__}")
     # Only this repair needs an import of ORT that failed before.
-    first = ["onnxruntime.training"] if repair == "forget_failed_import" else []
+    first = ["onnxruntime.training"] if repair == "restore_checkpoint_functions" else []
     before_import = repair in {each.name for each in compat._BEFORE_IMPORT}
     check, message = WITHOUT[repair]
     run = fresh if before_import else fresh_ort
@@ -395,10 +400,10 @@ def test_every_repair_is_tested(built: None) -> None:
 @needs_ort
 def test_importing_twice_repairs_once(built: None) -> None:
     """The second call returns the same module and applies no more repairs."""
-    repaired.import_ortmodule()
-    before = registry.applied_repairs()
-    assert repaired.import_ortmodule() is repaired.import_ortmodule()
-    assert registry.applied_repairs() == before
+    repaired.import_repaired_ortmodule()
+    before = registry.applied_repair_names()
+    assert repaired.import_repaired_ortmodule() is repaired.import_repaired_ortmodule()
+    assert registry.applied_repair_names() == before
     assert len(set(before)) == len(before)
 
 
@@ -408,7 +413,7 @@ def test_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ORTLAUNCH_TEST_B", raising=False)
 
     def fail() -> None:
-        with patching.set_environment_variables(
+        with patching.set_environment_variables_temporarily(
             ORTLAUNCH_TEST_A="during", ORTLAUNCH_TEST_B="during"
         ):
             assert (os.environ["ORTLAUNCH_TEST_A"], os.environ["ORTLAUNCH_TEST_B"]) == (

@@ -183,7 +183,7 @@ def test_a_form_is_torchs(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    bool(extensions.interop_refusal_reason()),
+    bool(extensions.reason_interop_is_unbuildable_or_empty()),
     reason="ONNX Runtime's torch_interop_utils is not built",
 )
 @pytest.mark.parametrize("name", list(TORCHS))

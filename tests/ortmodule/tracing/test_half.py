@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ortlaunch.worker.engine.engine import cast_parameters_in_place
-from ortlaunch.worker.model.chunked_loss import chunked_loss
+from ortlaunch.worker.model.chunked_loss import chunked_cross_entropy
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import manager_of, wrapped
@@ -83,7 +83,7 @@ class TwoLosses(nn.Module):
 
     def forward(self, ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         hidden = self.words(ids).tanh()
-        loss = chunked_loss(
+        loss = chunked_cross_entropy(
             hidden.view(-1, 32), self.head.weight, self.head.bias, ids.view(-1), 5, self.training
         )
         return loss + self.pair(hidden[:, 0]).float().square().mean()

@@ -17,7 +17,7 @@ from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.torch_in_graph import own_operators, rms_norm_gradient, torch_kernels
 from ortlaunch.ortmodule.tracing import cross_entropy
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Checkpointed, same, wrapped
 
@@ -106,7 +106,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Witness) -> None:
+def test_loss_and_gradients_are_eagers(
+    options: str, density: float, witness: PassAndGraphCounters
+) -> None:
     """Loss and gradients equal eager's for all options, densities and sizes, in one graph."""
     model = Scores(**OPTIONS[options])
     eager = copy.deepcopy(model)
@@ -143,14 +145,14 @@ def test_labels_of_one_byte(options: str) -> None:
 
 
 @pytest.mark.parametrize("options", ["mean", "sum", "one a label", "smoothed, weights"])
-def test_probabilities_for_labels(options: str, witness: Witness) -> None:
+def test_probabilities_for_labels(options: str, witness: PassAndGraphCounters) -> None:
     """Loss and gradients equal eager's, and no label is ignored."""
     model = Likely(**OPTIONS[options])
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
     assert tally.label_density is None
 
 
-def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
+def test_other_forms_of_the_loss_are_left_alone(witness: PassAndGraphCounters) -> None:
     """Scores in other shapes than one row for each label are left to ORT."""
     model = Along()
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
@@ -160,7 +162,7 @@ def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
 @pytest.mark.parametrize("matmul", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_no_label_counts(
-    reduction: str, matmul: bool, witness: Witness, monkeypatch: pytest.MonkeyPatch
+    reduction: str, matmul: bool, witness: PassAndGraphCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If all labels are ignored, the mean is nan and the sum zero, as in PyTorch.
 
@@ -197,14 +199,14 @@ class Legacy(Scores):
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated:UserWarning")
-def test_other_ways_to_the_loss(witness: Witness) -> None:
+def test_other_ways_to_the_loss(witness: PassAndGraphCounters) -> None:
     """Old arguments of the loss are handled, and the model's own gathers are unchanged."""
     model = Legacy()
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
     assert tally.label_density == 0.2
 
 
-def test_ignored_labels_are_left_out(witness: Witness) -> None:
+def test_ignored_labels_are_left_out(witness: PassAndGraphCounters) -> None:
     """Few labels that count are gathered and reported; with nearly all, or if off, they are not."""
     wrapped(Scores())(*batch(0.2)).backward()
     assert witness.graphs[-1].forward["ShrunkenGather"] > 0
@@ -242,7 +244,7 @@ def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
     assert gathered == {"input", "native_layer_norm"}
 
 
-def test_evaluation_takes_every_label(witness: Witness) -> None:
+def test_evaluation_takes_every_label(witness: PassAndGraphCounters) -> None:
     """An evaluation graph has eager's loss and gathers nothing."""
     model = Scores()
     eager = copy.deepcopy(model).eval()
@@ -269,7 +271,7 @@ def test_plain_pytorch_is_as_it_was() -> None:
     assert torch._C._nn.cross_entropy_loss is before
 
 
-def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
+def test_torchs_kernels_compute_the_loss(witness: PassAndGraphCounters) -> None:
     """On the CPU the training graph has torch's operators in place of ORT's, in both passes."""
     wrapped(Scores())(*batch(1.0)).backward()
     graph = witness.graphs[-1]
@@ -308,7 +310,7 @@ class Gated(nn.Module):
         return nn.functional.cross_entropy(scores.view(-1, CLASSES), labels.view(-1))
 
 
-def test_torchs_kernels_compute_gated_layers(witness: Witness) -> None:
+def test_torchs_kernels_compute_gated_layers(witness: PassAndGraphCounters) -> None:
     """The gradient of RMSNorm and SiLU are torch's; another factor in its sigmoid keeps ORT's."""
     # 1.702 is the factor of CLIP's GELU, for which torch has no operator.
     for alpha, ours in ((1.0, 2), (1.702, 1)):
@@ -335,7 +337,7 @@ class Tanh(Scores):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def test_torchs_kernels_compute_the_tanh_form_of_gelu(witness: Witness) -> None:
+def test_torchs_kernels_compute_the_tanh_form_of_gelu(witness: PassAndGraphCounters) -> None:
     """ORT fuses the tanh form of GELU to FastGelu; torch computes it in both passes."""
     eager = Tanh()
     check(wrapped(copy.deepcopy(eager)), eager, *batch(1.0))
@@ -362,7 +364,7 @@ class Convolved(nn.Module):
         return hidden.gather(2, places.expand(-1, 8, -1)).square().mean() + hidden.mean()
 
 
-def test_torchs_kernels_compute_convolutions_and_gathers(witness: Witness) -> None:
+def test_torchs_kernels_compute_convolutions_and_gathers(witness: PassAndGraphCounters) -> None:
     """Convolutions and gathers have torch's kernels, and their gradients, too."""
     eager = Convolved()
     module = wrapped(copy.deepcopy(eager))
@@ -409,7 +411,7 @@ class Added(nn.Module):
 
 
 def test_torchs_matrix_products_add_a_bias(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch
+    witness: PassAndGraphCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Gemm with a bias is one call of torch."""
     monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
@@ -443,7 +445,7 @@ def test_a_vector_added_to_a_layer_with_a_bias_leaves_the_bias(
 
 @pytest.mark.parametrize("kind", [Products, Scores])
 def test_torchs_matrix_products(
-    kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.Module], witness: PassAndGraphCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Matmuls with a matrix are torch's in both passes, with eager's loss and gradients."""
     monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
@@ -465,7 +467,7 @@ def test_torchs_matrix_products(
 
 
 def test_recomputed_products_stay_onnx_runtimes(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch
+    witness: PassAndGraphCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With recomputation matmuls stay ORT's, because it has no operators of torch."""
     monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
@@ -473,7 +475,9 @@ def test_recomputed_products_stay_onnx_runtimes(
     assert "linear" not in witness.graphs[-1].aten
 
 
-def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness) -> None:
+def test_a_models_own_checkpoints_keep_its_products_and_say_so(
+    witness: PassAndGraphCounters,
+) -> None:
     """A model's checkpoints become recomputation, so its matmuls stay ORT's, with a note."""
     wrapped(Checkpointed(reentrant=False), torch_matmul=True)(torch.randn(3, 8)).backward()
     assert any("torch_matmul is off" in note for note in tally.notes)
@@ -481,12 +485,12 @@ def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness)
 
 def test_products_are_torchs_unless_refused_or_recomputed() -> None:
     """Without a setting, matmuls are torch's; not so with memory optimization."""
-    assert torch_kernels.torch_computes_products(Settings())
-    assert not torch_kernels.torch_computes_products(Settings(torch_matmul=False))
-    assert not torch_kernels.torch_computes_products(Settings(memory_optimization=1))
+    assert torch_kernels.may_torch_compute_matmuls(Settings())
+    assert not torch_kernels.may_torch_compute_matmuls(Settings(torch_matmul=False))
+    assert not torch_kernels.may_torch_compute_matmuls(Settings(memory_optimization=1))
 
 
-def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
+def test_a_label_that_is_no_class_is_an_error(witness: PassAndGraphCounters) -> None:
     """A label that is no class is an error; ORT's own kernel would read beyond the scores."""
     x, labels = batch(1.0)
     # The first class number that is out of range.
@@ -508,7 +512,7 @@ class OneSample(Scores):
 
 
 @pytest.mark.parametrize("options", ["mean", "one a label", "smoothed, weights"])
-def test_scores_of_one_sample(options: str, witness: Witness) -> None:
+def test_scores_of_one_sample(options: str, witness: PassAndGraphCounters) -> None:
     """Loss and gradients equal eager's, where ONNX Runtime alone aborts the process."""
     model = OneSample(**OPTIONS[options])
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
@@ -552,7 +556,7 @@ def test_a_loss_under_autocast_is_computed_in_float32() -> None:
         types.append(scores.dtype)
         return scores.sum()
 
-    loss = cross_entropy._wrap_with_written_out_loss(plain)
+    loss = cross_entropy._wrap_loss_for_probabilities_and_smoothing(plain)
     scores = torch.zeros(2, 3, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss(scores, torch.zeros(2, dtype=torch.long), None, 1, -100, 0.0)

@@ -19,7 +19,10 @@ import torch
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import hold_checkpoint, is_checkpoint_held
+from ortlaunch.run_folder.held import (
+    is_checkpoint_locked_by_reader,
+    lock_checkpoint_against_removal,
+)
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import transaction
 from ortlaunch.worker.checkpoint.saving import remove_old_checkpoints_and_exports
@@ -38,7 +41,7 @@ class Writer:
     def named_state(self) -> Writer:
         return self
 
-    def write_files(self, folder: Path) -> dict[str, Any]:
+    def write_rank_file_and_index(self, folder: Path) -> dict[str, Any]:
         (folder / "part").mkdir()
         (folder / "part" / "weights").write_text("12345")
         if self.fails:
@@ -56,12 +59,12 @@ def take(writer: Writer, state: dict[str, Any], group: DistributedContext) -> Wr
 @pytest.fixture(autouse=True)
 def writers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a Writer write all checkpoints."""
-    monkeypatch.setattr(transaction, "rank_snapshot", take)
+    monkeypatch.setattr(transaction, "snapshot_of_this_rank", take)
 
 
 def save(run: RunDir, step: int, fails: bool = False) -> Path:
     stepper: Any = Writer(fails)
-    return checkpoint.save_checkpoint(
+    return checkpoint.write_checkpoint_of_step(
         run, {}, GROUP, stepper, step, {"step": step, "samples": 8 * step}
     )
 
@@ -81,7 +84,7 @@ def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
 def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     """Steps are compared as numbers; a folder without COMPLETE, or with another name, is none."""
     run = RunDir(tmp_path)
-    assert checkpoint.newest_checkpoint(run) is None
+    assert checkpoint.newest_complete_checkpoint(run) is None
     for step in (9, 100_000_000, 20):
         save(run, step)
     with pytest.raises(
@@ -91,7 +94,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     # A user's own folder.
     (run.checkpoints / "mine").mkdir()
     (run.checkpoints / "mine" / "COMPLETE").touch()
-    found = checkpoint.newest_checkpoint(run)
+    found = checkpoint.newest_complete_checkpoint(run)
     assert found is not None
     assert found == (100_000_000, run.checkpoint_folder(100_000_000))
 
@@ -100,10 +103,10 @@ def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
     """All ranks use the checkpoint that rank 0 sees, also if a shared disk shows an older one."""
     run = RunDir(tmp_path)
     other: Any = SimpleNamespace(gather=lambda mine: [[4, "step_00000004"], mine])
-    assert checkpoint.agreed_newest_checkpoint(run, other) == (4, run.checkpoint_folder(4))
+    assert checkpoint.newest_checkpoint_seen_by_rank_0(run, other) == (4, run.checkpoint_folder(4))
     save(run, 2)
-    assert checkpoint.agreed_newest_checkpoint(run, other) == (4, run.checkpoint_folder(4))
-    assert checkpoint.agreed_newest_checkpoint(run, GROUP) == (2, run.checkpoint_folder(2))
+    assert checkpoint.newest_checkpoint_seen_by_rank_0(run, other) == (4, run.checkpoint_folder(4))
+    assert checkpoint.newest_checkpoint_seen_by_rank_0(run, GROUP) == (2, run.checkpoint_folder(2))
 
 
 def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
@@ -168,11 +171,11 @@ def test_a_damaged_one_is_set_aside(
     run = RunDir(tmp_path)
     for step in (10, 20, 30):
         save(run, step)
-    checkpoint.ensure_newest_intact(run, GROUP)
+    checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
     assert capsys.readouterr().out == ""
     damage(run.checkpoint_folder(30) / file)
-    checkpoint.ensure_newest_intact(run, GROUP)
-    assert checkpoint.newest_checkpoint(run) == (20, run.checkpoint_folder(20))
+    checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
+    assert checkpoint.newest_complete_checkpoint(run) == (20, run.checkpoint_folder(20))
     said = capsys.readouterr().out
     assert said.startswith(f"{run.checkpoint_folder(30)} is damaged: {wrong}")
     assert (run.checkpoints / "step_00000030.broken").is_dir()
@@ -187,13 +190,13 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
         CheckpointError,
         match=r"(?s)00020 is damaged.*00010 is damaged.*No complete checkpoint is left",
     ):
-        checkpoint.ensure_newest_intact(run, GROUP)
+        checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
     with pytest.raises(
         CheckpointError,
         match=r"No complete checkpoint is left in .*00010.broken, step_00000020.broken",
     ):
         # A second start, as a scheduler makes it.
-        checkpoint.ensure_newest_intact(run, GROUP)
+        checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
 
 
 @pytest.mark.parametrize("name", ["part/weights", "manifest.json", "COMPLETE"])
@@ -216,7 +219,7 @@ def test_an_error_of_reading_is_no_damage(
     with pytest.raises(
         CheckpointError, match=r"could not be read, and was not changed: .*Stale file handle"
     ):
-        checkpoint.ensure_newest_intact(run, GROUP)
+        checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
     monkeypatch.undo()
     assert [step for step, _ in run.complete_checkpoints()] == [10, 20]
 
@@ -246,7 +249,7 @@ def test_a_whole_one_that_was_set_aside_is_taken_back(
         folder.rename(f"{folder}.broken")
     # The newest one is really damaged.
     flip(run.checkpoints / "step_200000000.broken" / "state")
-    checkpoint.ensure_newest_intact(run, GROUP)
+    checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
     assert run.complete_checkpoints() == [(100_000_000, run.checkpoint_folder(100_000_000))]
     assert "is intact when read again: renamed back to step_100000000\n" in capsys.readouterr().out
 
@@ -259,13 +262,13 @@ def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
     chosen = iter((1, 2))
     # Pruned since it was chosen: the choice is made again.
     shutil.rmtree(run.checkpoint_folder(1))
-    with hold_checkpoint(run, lambda: next(chosen)) as step:
+    with lock_checkpoint_against_removal(run, lambda: next(chosen)) as step:
         assert step == 2
         for later in (3, 4):
             save(run, later)
             remove_old_checkpoints_and_exports(run, 1, None)
         assert [step for step, _ in run.complete_checkpoints()] == [2, 4]
-        assert is_checkpoint_held(run.checkpoint_folder(2))
+        assert is_checkpoint_locked_by_reader(run.checkpoint_folder(2))
     remove_old_checkpoints_and_exports(run, 1, None)
     assert [step for step, _ in run.complete_checkpoints()] == [4]
 

@@ -16,7 +16,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import saving as savings
-from ortlaunch.worker.checkpoint.saves import readable_save_lines
+from ortlaunch.worker.checkpoint.saves import readable_save_records
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 from tests.makers import recipe
@@ -37,9 +37,9 @@ def saving(run: RunDir, stepper: Any = None, **policy: Any) -> checkpoint.Checkp
 
 def save_all(saver: checkpoint.CheckpointSaver, steps: range) -> list[int]:
     """Save at the steps that are due, and return them."""
-    due = [step for step in steps if saver.is_due(step)]
+    due = [step for step in steps if saver.is_checkpoint_due_after(step)]
     for step in due:
-        saver.save_or_start_saving(step, {"step": step, "samples": 8 * step})
+        saver.save_or_start_background_save(step, {"step": step, "samples": 8 * step})
     return due
 
 
@@ -90,14 +90,14 @@ def test_the_time_asks_for_one(
         # A minute a step.
         clock.now += 60
         agreed = SimpleNamespace(add_request=lambda what, step=step: asked.append((step, what)))
-        saver.request_save_when_due(agreed)  # type: ignore[arg-type]
+        saver.request_save_by_clock_on_rank_0(agreed)  # type: ignore[arg-type]
         if asked and asked[-1][0] == step:
-            saver.save_or_start_saving(step, {"step": step, "samples": 8 * step})
+            saver.save_or_start_background_save(step, {"step": step, "samples": 8 * step})
     assert asked == [(step, RankRequest.SAVE) for step in saved]
     # Another rank's clock requests nothing.
     saver.group = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu"))
     clock.now = 1e9
-    saver.request_save_when_due(agreed)  # type: ignore[arg-type]
+    saver.request_save_by_clock_on_rank_0(agreed)  # type: ignore[arg-type]
     assert len(asked) == len(saved)
 
 
@@ -112,10 +112,10 @@ class Slow(Writer):
     def copy_to_host(self) -> Slow:
         return self
 
-    def write_files(self, folder: Path) -> dict[str, Any]:
+    def write_rank_file_and_index(self, folder: Path) -> dict[str, Any]:
         self.writing += 1
         assert self.may.wait(20)
-        return super().write_files(folder)
+        return super().write_rank_file_and_index(folder)
 
 
 def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
     writer = Slow()
     saver = saving(run, stepper=writer, every_steps=40, **{"async": True})
     assert save_all(saver, range(1, 51)) == [40]
-    saver.request_save_when_due(None)  # type: ignore[arg-type]
+    saver.request_save_by_clock_on_rank_0(None)  # type: ignore[arg-type]
     # A checkpoint exists only once it is complete.
-    assert (kept(run), readable_save_lines(run)) == ([], [])
+    assert (kept(run), readable_save_records(run)) == ([], [])
     threading.Timer(0.3, writer.may.set).start()
     assert save_all(saver, range(51, 101)) == [80, 100]
     assert (kept(run), writer.writing) == ([40, 80, 100], 3)
-    assert [line["step"] for line in readable_save_lines(run)] == [40, 80, 100]
+    assert [line["step"] for line in readable_save_records(run)] == [40, 80, 100]
 
 
 @pytest.mark.parametrize("asked", [RankRequest.SAVE, RankRequest.TERMINATE])
@@ -142,11 +142,11 @@ def test_what_is_asked_for_is_complete(asked: RankRequest, tmp_path: Path) -> No
     saver = saving(run, stepper=writer, every_minutes=1, **{"async": True})
     # The last save seems to be a minute ago.
     saver.last_save_time -= 61
-    saver.request_save_when_due(clock)  # type: ignore[arg-type]
-    saver.save_or_start_saving(3, {"step": 3, "samples": 24}, RankRequest.SAVE)
+    saver.request_save_by_clock_on_rank_0(clock)  # type: ignore[arg-type]
+    saver.save_or_start_background_save(3, {"step": 3, "samples": 24}, RankRequest.SAVE)
     assert kept(run) == []
     writer.may.set()
-    saver.save_or_start_saving(5, {"step": 5, "samples": 40}, asked)
+    saver.save_or_start_background_save(5, {"step": 5, "samples": 40}, asked)
     assert kept(run) == [3, 5]
 
 
@@ -173,10 +173,10 @@ def test_one_written_beside_training_that_fails(
         if policy == "stop"
         else contextlib.nullcontext()
     ):
-        saver.wait_for_save()
+        saver.wait_for_background_save()
     # It does not count as saved.
     assert kept(run) == []
-    assert "No space left on device" in readable_save_lines(run)[0]["error"]
+    assert "No space left on device" in readable_save_records(run)[0]["error"]
     assert ("NOT SAVED" in capsys.readouterr().out) is (policy == "continue")
 
 
@@ -219,10 +219,12 @@ def test_a_save_that_nobody_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     save_all(saving(run, every_steps=50), range(1, 51))
     # As if that start had died before it wrote these lines.
     run.saves.unlink()
-    checkpoint.save_checkpoint(run, {}, GROUP, Writer(), 100, {"step": 100, "samples": 800})  # type: ignore[arg-type]
+    checkpoint.write_checkpoint_of_step(
+        run, {}, GROUP, Writer(), 100, {"step": 100, "samples": 800}
+    )  # type: ignore[arg-type]
     for _ in range(2):
-        saving(run).finish_and_remove_old()
-    told = [line["step"] for line in readable_save_lines(run)]
+        saving(run).wait_for_save_and_remove_old()
+    told = [line["step"] for line in readable_save_records(run)]
     assert (told, capsys.readouterr().out.count("an earlier start could not record that")) == (
         [50, 100],
         2,

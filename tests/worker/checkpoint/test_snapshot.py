@@ -17,8 +17,11 @@ from torch import nn
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint import tensor_file
-from ortlaunch.worker.checkpoint.restore import Shards, load_checkpoint
-from ortlaunch.worker.checkpoint.snapshot import rank_file_name, rank_snapshot
+from ortlaunch.worker.checkpoint.restore import (
+    CheckpointTensors,
+    load_checkpoint_and_return_loop_state,
+)
+from ortlaunch.worker.checkpoint.snapshot import rank_file_name, snapshot_of_this_rank
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.stepping import TorchStepper
 from ortlaunch.worker.model.named_state import NamedState, ParameterRange
@@ -49,7 +52,7 @@ def train(trained: TorchStepper, steps: int = 2) -> None:
     for step in range(steps):
         x = torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
         trained.model(x).sum().backward()
-        trained.clip_and_step(0.1)
+        trained.clip_step_and_clear_gradients(0.1)
 
 
 def save(
@@ -57,11 +60,11 @@ def save(
 ) -> None:
     """Save as this many ranks with the same state would."""
     for rank in range(ranks):
-        rank_snapshot(
+        snapshot_of_this_rank(
             named,
             state or {},
             DistributedContext(Rank(rank, ranks, rank, ranks), torch.device("cpu")),
-        ).write_files(folder)
+        ).write_rank_file_and_index(folder)
 
 
 def same(one: TorchStepper, other: TorchStepper) -> bool:
@@ -79,7 +82,7 @@ def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
     second = stepper(net(), optimizer)
     train(first)
     save(first.named_state(), tmp_path, ranks, {"step": 3, "learning_rate": 0.1})
-    assert load_checkpoint(tmp_path, second.named_state(), ALONE) == {
+    assert load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE) == {
         "step": 3,
         "learning_rate": 0.1,
     }
@@ -96,10 +99,10 @@ def test_a_copy_is_of_its_moment(tmp_path: Path) -> None:
     later = stepper(net())
     for one in (first, later):
         train(one)
-    taken = rank_snapshot(later.named_state(), {}, ALONE).copy_to_host()
+    taken = snapshot_of_this_rank(later.named_state(), {}, ALONE).copy_to_host()
     train(later)
-    taken.write_files(tmp_path)
-    load_checkpoint(tmp_path, second.named_state(), ALONE)
+    taken.write_rank_file_and_index(tmp_path)
+    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert same(first, second)
 
 
@@ -137,7 +140,7 @@ def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
     }  # fmt: skip
     with torch.no_grad():
         second.model[0].weight.fill_(7.0)  # type: ignore[index]
-    load_checkpoint(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert torch.equal(second.model[2].weight, first.model[2].weight)  # type: ignore[index]
     assert (second.model[0].weight == 7.0).all()  # type: ignore[index]
 
@@ -156,9 +159,9 @@ def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
     first, second = stepper(built()), stepper(built())
     for parameter in first.model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    first.clip_and_step(0.1)
+    first.clip_step_and_clear_gradients(0.1)
     save(first.named_state(), tmp_path, ranks=2)
-    load_checkpoint(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert same(first, second)
     assert second.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
 
@@ -170,14 +173,14 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
         {**scale[0].scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5}
     )
     save(scale[0].named_state(), tmp_path)
-    load_checkpoint(tmp_path, scale[1].named_state(), ALONE)
+    load_checkpoint_and_return_loop_state(tmp_path, scale[1].named_state(), ALONE)
     assert scale[1].scaler.state_dict() == scale[0].scaler.state_dict()
     # DeepSpeed's scaler has other counters, so only its scale is used.
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(
         json.dumps({**index, "loss_scale": {"scale": 8.0, "cur_iter": 7}})
     )
-    load_checkpoint(tmp_path, scale[2].named_state(), ALONE)
+    load_checkpoint_and_return_loop_state(tmp_path, scale[2].named_state(), ALONE)
     assert scale[2].scaler.get_scale() == 8.0
     assert scale[2].scaler.state_dict()["_growth_tracker"] == 0
 
@@ -188,7 +191,7 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
     second = stepper(net(), "sgd")
     train(first)
     save(first.named_state(), tmp_path)
-    load_checkpoint(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert (
         "the checkpoint has the state of AdamW; SGD starts with a new state"
         in capsys.readouterr().out
@@ -218,7 +221,7 @@ def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path:
     """Other shapes, and missing or unknown weights, are an error before anything is loaded."""
     save(stepper(net()).named_state(), tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(tmp_path, stepper(other).named_state(), ALONE)
+        load_checkpoint_and_return_loop_state(tmp_path, stepper(other).named_state(), ALONE)
 
 
 class Planted:
@@ -243,10 +246,10 @@ def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(planted)
         with pytest.raises(CheckpointError, match=f"{name} "):
-            load_checkpoint(tmp_path, one.named_state(), ALONE)
+            load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
     torch.save({"model": Planted(tmp_path / "ran")}, tmp_path / name)
     with pytest.raises(CheckpointError, match=f"{name} "):
-        load_checkpoint(tmp_path, one.named_state(), ALONE)
+        load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
     assert not (tmp_path / "ran").exists()
 
 
@@ -256,7 +259,7 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"index\.json is not an index of a checkpoint.*No such file"
     ):
-        load_checkpoint(tmp_path, stepper(net()).named_state(), ALONE)
+        load_checkpoint_and_return_loop_state(tmp_path, stepper(net()).named_state(), ALONE)
 
 
 def test_a_later_format(tmp_path: Path) -> None:
@@ -265,7 +268,7 @@ def test_a_later_format(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="of format 'ortlaunch 9', and this version reads 'ortlaunch 1'"
     ):
-        load_checkpoint(tmp_path, stepper(net()).named_state(), ALONE)
+        load_checkpoint_and_return_loop_state(tmp_path, stepper(net()).named_state(), ALONE)
 
 
 def test_a_missing_part(tmp_path: Path) -> None:
@@ -278,7 +281,7 @@ def test_a_missing_part(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({**index, "ranks": 1}))
     os.replace(tmp_path / rank_file_name(1), tmp_path / rank_file_name(0))
     with pytest.raises(CheckpointError, match=r"lacks the weight of \S+ from element \d+ on"):
-        load_checkpoint(tmp_path, one.named_state(), ALONE)
+        load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
 
 
 def test_a_part_that_begins_in_a_gap(tmp_path: Path) -> None:
@@ -287,12 +290,12 @@ def test_a_part_that_begins_in_a_gap(tmp_path: Path) -> None:
     save(one.named_state(), tmp_path, ranks=2)
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**index, "ranks": 1}))
-    shards = Shards(tmp_path)
+    shards = CheckpointTensors(tmp_path)
     (kind, name), pieces = max(shards.pieces.items(), key=lambda item: item[1][0][0])
     end = pieces[-1][0] + pieces[-1][1].elements
     part = ParameterRange(name, end + 3, 2, torch.zeros(2), 0, {})
     with pytest.raises(CheckpointError, match=f"lacks the {kind} of {name} from element"):
-        shards.read_part(kind, part, torch.zeros(2))
+        shards.read_part_into_flat_tensor(kind, part, torch.zeros(2))
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
@@ -302,7 +305,7 @@ def test_a_cut_file(size: int, tmp_path: Path) -> None:
     save(one.named_state(), tmp_path)
     os.truncate(tmp_path / rank_file_name(0), size)
     with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is not a safetensors file"):
-        load_checkpoint(tmp_path, one.named_state(), ALONE)
+        load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
 
 
 def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
@@ -337,5 +340,5 @@ def test_a_large_file_goes_onto_the_disk_in_parts(
     )
     monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 400)
     tensors = [(str(number), (100,), torch.zeros(100)) for number in range(3)]
-    size = tensor_file.write_tensors(tmp_path / "file", tensors, {})["bytes"]
+    size = tensor_file.write_safetensors_and_checksum(tmp_path / "file", tensors, {})["bytes"]
     assert flushed == [size - 800, size - 400, size, size]

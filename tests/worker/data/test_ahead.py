@@ -19,9 +19,9 @@ import torch
 
 from ortlaunch.errors import DataWorkerError, HookError
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data import Batches, OwnSamples
+from ortlaunch.worker.data import Batches, UserSamples
 from ortlaunch.worker.data import ahead as ahead_module
-from ortlaunch.worker.data.ahead import Reader
+from ortlaunch.worker.data.ahead import ReadAheadSettings
 from ortlaunch.worker.data.own import UserCollate
 from ortlaunch.worker.data.reading import DataError
 from tests import labs
@@ -30,7 +30,7 @@ from tests.training import train_here
 from tests.worker.tasks.test_train import ROWS, Line
 
 # In the rank itself, by a thread, and by two processes.
-READERS = [Reader(None), Reader(0), Reader(2)]
+READERS = [ReadAheadSettings(None), ReadAheadSettings(0), ReadAheadSettings(2)]
 
 
 class Items:
@@ -50,7 +50,7 @@ class Items:
 
 
 def batches_of(items: Any, accumulation: int = 2) -> Batches:
-    return Batches(OwnSamples(items), BatchPlan(2 * accumulation, 2, accumulation, 1, None), 7)
+    return Batches(UserSamples(items), BatchPlan(2 * accumulation, 2, accumulation, 1, None), 7)
 
 
 def taken(batches: Batches, keys: list[tuple[int, int]]) -> list[list[int]]:
@@ -58,13 +58,13 @@ def taken(batches: Batches, keys: list[tuple[int, int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("reader", READERS, ids=str)
-def test_the_same_batches_as_without(reader: Reader) -> None:
+def test_the_same_batches_as_without(reader: ReadAheadSettings) -> None:
     """Batches in order, repeated, after jumps and of another rank are the same as without."""
     batches = batches_of(Items())
     # (1, 0) is repeated; (7, 1) and (3, 0) are jumps, ahead and back.
     keys = [(0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (2, 0), (7, 1), (8, 0), (3, 0), (3, 1)]
     plain = taken(batches, keys)
-    with batches.read_ahead(0, reader):
+    with batches.read_rank_batches_ahead(0, reader):
         assert taken(batches, keys) == plain
         # Rank 1 is not read ahead.
         assert (
@@ -88,7 +88,7 @@ def test_processes_read_and_draw_alike() -> None:
     readers = set()
     for workers, first in ((None, 3), (1, 0), (3, 0), (2, 5)):
         batches = batches_of(Items())
-        with batches.read_ahead(0, Reader(workers)):
+        with batches.read_rank_batches_ahead(0, ReadAheadSettings(workers)):
             # 20 steps of 4 samples are two epochs of 40.
             for step in range(first, 20):
                 for number in (0, 1):
@@ -104,13 +104,13 @@ def test_processes_read_and_draw_alike() -> None:
 
 
 @pytest.mark.parametrize("reader", READERS[1:], ids=str)
-def test_what_is_wrong_with_a_sample_is_told(reader: Reader) -> None:
+def test_what_is_wrong_with_a_sample_is_told(reader: ReadAheadSettings) -> None:
     """An error in a sample is raised unchanged when the training reaches that sample."""
     batches = batches_of(Items())
     # A sample of the fourth micro batch becomes bad.
-    bad = batches.sample_indices(1, 1, 0)[0]
+    bad = batches.sample_indices_of_micro_batch(1, 1, 0)[0]
     batches.samples.items.bad = bad  # type: ignore[attr-defined]
-    with batches.read_ahead(0, reader):
+    with batches.read_rank_batches_ahead(0, reader):
         taken(batches, [(0, 0), (0, 1), (1, 0)])
         with pytest.raises(DataError, match=f"^sample {bad} is bad$"):
             batches.micro_batch(1, 1, 0)
@@ -160,7 +160,10 @@ def test_a_worker_that_fails_ends_the_reading(
             for number in (0, 1):
                 batches.micro_batch(step, number, 0)
 
-    with batches.read_ahead(0, Reader(2)), pytest.raises(DataWorkerError) as raised:
+    with (
+        batches.read_rank_batches_ahead(0, ReadAheadSettings(2)),
+        pytest.raises(DataWorkerError) as raised,
+    ):
         read_all()
     assert message in str(raised.value)
     assert str(raised.value).startswith("data.workers: ")
@@ -174,11 +177,11 @@ def test_a_worker_that_fails_ends_the_reading(
 LARGE = """
 import torch
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data import Batches, OwnSamples
-from ortlaunch.worker.data.ahead import Reader
-samples = OwnSamples([{"x": torch.zeros(1_000_000)}] * 8)
+from ortlaunch.worker.data import Batches, UserSamples
+from ortlaunch.worker.data.ahead import ReadAheadSettings
+samples = UserSamples([{"x": torch.zeros(1_000_000)}] * 8)
 batches = Batches(samples, BatchPlan(4, 4, 1, 1, None), 0)
-with batches.read_ahead(0, Reader(2)):
+with batches.read_rank_batches_ahead(0, ReadAheadSettings(2)):
     batches.micro_batch(0, 0, 0)
 """
 
@@ -203,7 +206,7 @@ def test_signals_of_a_stop_leave_them_be() -> None:
     """Worker processes ignore stop signals, and end when the reading ends."""
     # A stop signal goes to all processes, but the rank may still need samples.
     batches = batches_of(Items())
-    with batches.read_ahead(0, Reader(6)):
+    with batches.read_rank_batches_ahead(0, ReadAheadSettings(6)):
         plain = taken(batches, [(0, 0)])
         workers = multiprocessing.active_children()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -259,12 +262,12 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_collate_of_the_users_own(own: None) -> None:
     """The user's own collate function accepts samples of any type and length."""
-    items = OwnSamples([([1] * (1 + n % 3), n) for n in range(9)], is_mapping=False)
+    items = UserSamples([([1] * (1 + n % 3), n) for n in range(9)], is_mapping=False)
     batches = Batches(
         items, BatchPlan(3, 3, 1, 1, None), 7, stack=UserCollate("collates_of_a_test:padded")
     )
     batch = batches.micro_batch(0, 0, 0)
-    assert batch["y"].tolist() == batches.sample_indices(0, 0, 0)
+    assert batch["y"].tolist() == batches.sample_indices_of_micro_batch(0, 0, 0)
     assert batch["ids"].shape == (3, max(1 + n % 3 for n in batch["y"].tolist()))
 
 
@@ -297,10 +300,13 @@ class Bad:
 def test_a_sample_that_raises_in_a_process() -> None:
     """An error in a worker process begins with the samples and the user's own message."""
     # DataLoader would put its own text first.
-    batches = Batches(OwnSamples(Bad()), BatchPlan(16, 16, 1, 1, None), 7)
+    batches = Batches(UserSamples(Bad()), BatchPlan(16, 16, 1, 1, None), 7)
     said = (
         r"^data.workers: reading samples .*\b5\b.* "
         r"of data.train raised KeyError: 'no such picture'\n"
     )
-    with batches.read_ahead(0, Reader(2)), pytest.raises(HookError, match=said):
+    with (
+        batches.read_rank_batches_ahead(0, ReadAheadSettings(2)),
+        pytest.raises(HookError, match=said),
+    ):
         batches.micro_batch(0, 0, 0)

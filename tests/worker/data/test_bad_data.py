@@ -14,7 +14,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as rank_main
-from ortlaunch.worker.supervision.pulse import Pulse
+from ortlaunch.worker.supervision.pulse import SharedProgress
 from tests.makers import BERT, bert, plan
 
 GOOD = b'{"text": "some words", "label": 1}\n' * 3
@@ -35,7 +35,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     # A real rank changes the allocator and the garbage collector of its process.
-    monkeypatch.setattr(rank_main, "keep_freed_memory", lambda _: None)
+    monkeypatch.setattr(rank_main, "make_malloc_keep_memory_and_describe", lambda _: None)
     monkeypatch.setattr(
         "ortlaunch.worker.process_group.distributed.join_process_group",
         lambda *_: pytest.fail("the ranks met"),
@@ -136,7 +136,9 @@ def test_before_the_ranks_meet(
     run.recipe.write_text(dump_recipe_yaml(made))
     run.plan.write_text(plan(made).to_json())
     # A stand-in for the rank's watchdog.
-    watchdog: Any = SimpleNamespace(pulse=Pulse(), apply_stall_seconds=lambda _: None)
+    watchdog: Any = SimpleNamespace(
+        shared_progress=SharedProgress(), set_stall_seconds_from_recipe=lambda _: None
+    )
     with pytest.raises(InputError, match=message) as caught:
-        rank_main.run_rank(run, Rank(0, 2, 0, 2), watchdog)
+        rank_main.join_ranks_and_run_task(run, Rank(0, 2, 0, 2), watchdog)
     assert caught.value.exit_status == 2

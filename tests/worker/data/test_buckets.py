@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, Data
-from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, cut_padding
+from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, cut_padding_to_bucket
 
 BUCKETS = (4, 8)
 
@@ -53,7 +53,10 @@ def step_of(batches: Batches, step: int) -> list[tuple[list[int], dict[str, torc
         for n in range(plan.accumulation_steps)
         for rank in range(plan.data_parallel_ranks)
     ]
-    return [(batches.sample_indices(*place), batches.micro_batch(*place)) for place in places]
+    return [
+        (batches.sample_indices_of_micro_batch(*place), batches.micro_batch(*place))
+        for place in places
+    ]
 
 
 def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> None:
@@ -65,7 +68,7 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
         for step in range(4):
             taken = step_of(with_buckets, step)
             assert sorted(i for indices, _ in taken for i in indices) == sorted(
-                without.indices_of_step(step)
+                without.sample_indices_of_step(step)
             )
             sizes = [max(texts.size(index) for index in indices) for indices, _ in taken]
             # The shortest micro batches come first, by bucket.
@@ -83,15 +86,19 @@ def test_padding_to_the_longest(texts: LabelledTexts) -> None:
     """`padding: longest` cuts each micro batch to a multiple of 8, or leaves the full length."""
     data = {"train": {"format": "jsonl", "path": "a"}, "tokenizer": "x", "padding": "longest"}
     # The full length needs no bucket of its own.
-    assert [*Data.model_validate({**data, "sequence_length": 24}).lengths] == [8, 16]
-    lengths = Data.model_validate({**data, "sequence_length": 12}).lengths
+    assert [
+        *Data.model_validate({**data, "sequence_length": 24}).padding_lengths_below_sequence_length
+    ] == [8, 16]
+    lengths = Data.model_validate(
+        {**data, "sequence_length": 12}
+    ).padding_lengths_below_sequence_length
     plan = BatchPlan(16, 4, 2, 2, None)
     longest = Batches(texts, plan, 7, lengths)
     fixed = Batches(texts, plan, 7)
     for step in range(4):
         taken = step_of(longest, step)
         assert sorted(i for indices, _ in taken for i in indices) == sorted(
-            fixed.indices_of_step(step)
+            fixed.sample_indices_of_step(step)
         )
         for indices, batch in taken:
             assert batch["input_ids"].shape[1] == (8 if max(map(texts.size, indices)) <= 8 else 12)
@@ -103,7 +110,7 @@ def test_an_empty_text_costs_the_others_nothing(side: str, tmp_path: Path) -> No
     texts = labelled(tmp_path / "a.jsonl", ["a b a", "", "a b", ""], side)
     batches = Batches(texts, BatchPlan(4, 4, 1, 1, None), 7, BUCKETS)
     for chosen, expected in ((range(4), [3, 0, 2, 0]), ((1, 3), [0, 0])):
-        found = batches.stack_samples([texts.sample(index, 0) for index in chosen])
+        found = batches.stack_and_cut_padding([texts.sample(index, 0) for index in chosen])
         assert found["attention_mask"].shape[1] == 4
         assert (
             found["attention_mask"].sum(1).tolist()
@@ -138,9 +145,9 @@ def test_gradients_are_the_same(texts: LabelledTexts) -> None:
 
 def test_what_has_no_mask_is_left_alone() -> None:
     """Batches without a mask, and tensors of another length than the texts, are not cut."""
-    assert cut_padding({"x": torch.ones(2, 9)}, (4,))["x"].shape == (2, 9)
+    assert cut_padding_to_bucket({"x": torch.ones(2, 9)}, (4,))["x"].shape == (2, 9)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
-    found = cut_padding(
+    found = cut_padding_to_bucket(
         {"attention_mask": mask, "labels": torch.ones(1), "y": torch.ones(1, 2)}, (4,)
     )
     assert {name: tuple(value.shape) for name, value in found.items()} == {

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.chat_rows import read_chats
-from ortlaunch.worker.data.chats import ANSWER, Conversations, tokenize_chats
+from ortlaunch.worker.data.chat_rows import read_chats_and_shares
+from ortlaunch.worker.data.chats import ANSWER, ChatSamples, tokenize_chats_marking_answers
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.token_cache import Documents
@@ -125,7 +125,7 @@ def test_answers_are_those_that_transformers_marks(
     """Token ids and answers are those of apply_chat_template, with and without generation marks."""
     source = corpus(tmp_path, TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])
     by_marks, found = (
-        tokenize_chats(source, tokenizer_of(kind, form(template)), print)
+        tokenize_chats_marking_answers(source, tokenizer_of(kind, form(template)), print)
         for form in (marked, plain)
     )
     tokenizer = tokenizer_of(kind, marked(template))
@@ -153,8 +153,10 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     """Chats are cut or padded to one length; chats that are cut before any answer are left out."""
     tokenizer = tokenizer_of("byte-level", plain(CHATML))
     long = [{"role": "user", "content": "dog " * 50}, {"role": "assistant", "content": "no"}]
-    documents = tokenize_chats(corpus(tmp_path, TURNS[1:3], long, TURNS[3:]), tokenizer, print)
-    samples = Conversations(documents, 40, padding_id=2, recipe_key="data.train")
+    documents = tokenize_chats_marking_answers(
+        corpus(tmp_path, TURNS[1:3], long, TURNS[3:]), tokenizer, print
+    )
+    samples = ChatSamples(documents, 40, padding_id=2, recipe_key="data.train")
     assert len(samples) == 2
     longer = int((np.diff(documents.ends, prepend=0) > 40).sum())
     assert take_cache_notes() == [
@@ -174,7 +176,7 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"data.train: no chat has an answer within its first 5 tokens"
     ):
-        Conversations(documents, 5, padding_id=2, recipe_key="data.train")
+        ChatSamples(documents, 5, padding_id=2, recipe_key="data.train")
 
 
 def test_answers_are_looked_for_in_little_memory() -> None:
@@ -185,9 +187,7 @@ def test_answers_are_looked_for_in_little_memory() -> None:
     tokens[ends[::3] - 1] |= np.uint32(ANSWER)
     tracemalloc.start()
     try:
-        samples = Conversations(
-            Documents(tokens, ends), 1000, padding_id=2, recipe_key="data.train"
-        )
+        samples = ChatSamples(Documents(tokens, ends), 1000, padding_id=2, recipe_key="data.train")
         assert tracemalloc.get_traced_memory()[1] < len(tokens) / 3
     finally:
         tracemalloc.stop()
@@ -201,12 +201,14 @@ def test_prompt_and_response(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("spaces", plain(LLAMA))
     # The same texts once as two columns, once as messages.
     row = {"ask": TURNS[1]["content"], "say": TURNS[2]["content"]}
-    pair = tokenize_chats(
+    pair = tokenize_chats_marking_answers(
         corpus(tmp_path, row, prompt_column="ask", response_column="say"), tokenizer, print
     )
     assert (
         pair.tokens[:].tolist()
-        == tokenize_chats(corpus(tmp_path, TURNS[1:3]), tokenizer, print).tokens[:].tolist()
+        == tokenize_chats_marking_answers(corpus(tmp_path, TURNS[1:3]), tokenizer, print)
+        .tokens[:]
+        .tolist()
     )
 
 
@@ -220,17 +222,17 @@ def test_columns_of_alpaca(tmp_path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1))
     columns = {"prompt_column": "ask", "response_column": "say", "system_column": "rule"}
     source = Corpus(format="jsonl", path=(str(path),), input_column="more", **columns)
-    first, second = [chat.messages for chat, _ in read_chats(source)]
+    first, second = [chat.messages for chat, _ in read_chats_and_shares(source)]
     assert first == [
         {"role": "system", "content": "D"},
         {"role": "user", "content": "A\nB"},
         {"role": "assistant", "content": "C"},
     ]
     assert [each["content"] for each in second] == ["A", "C"]
-    assert len(list(read_chats(source.model_copy(update={"most_rows": 1})))) == 1
+    assert len(list(read_chats_and_shares(source.model_copy(update={"most_rows": 1})))) == 1
     wrong = Corpus(format="jsonl", path=(str(path),), input_column="inputs", **columns)
     with pytest.raises(DataError, match="no row has a column inputs"):
-        list(read_chats(wrong))
+        list(read_chats_and_shares(wrong))
 
 
 def test_messages_of_sharegpt(tmp_path: Path) -> None:
@@ -243,7 +245,7 @@ def test_messages_of_sharegpt(tmp_path: Path) -> None:
         tmp_path, row, messages_column="talk", system_column="rule", role_key="from",
         content_key="value", roles={"human": "user", "gpt": "assistant"},
     )  # fmt: skip
-    assert [chat.messages for chat, _ in read_chats(source)] == [
+    assert [chat.messages for chat, _ in read_chats_and_shares(source)] == [
         [
             {"role": "system", "content": "C"},
             {"role": "user", "content": "A"},
@@ -251,18 +253,20 @@ def test_messages_of_sharegpt(tmp_path: Path) -> None:
         ]
     ]
     without = source.model_copy(update={"roles": {"human": None, "gpt": "assistant"}})
-    assert [each["content"] for chat, _ in read_chats(without) for each in chat.messages] == [
+    assert [
+        each["content"] for chat, _ in read_chats_and_shares(without) for each in chat.messages
+    ] == [
         "C",
         "B",
     ]
     wrong = source.model_copy(update={"content_key": "text"})
     with pytest.raises(DataError, match=r"message 1 of talk has no 'text'; it has from, value"):
-        list(read_chats(wrong))
+        list(read_chats_and_shares(wrong))
 
 
 def test_built_in_chats() -> None:
     """`python-chats` has chats of one to three turns about the language reference."""
-    chats = [chat for chat, _ in read_chats("python-chats")]
+    chats = [chat for chat, _ in read_chats_and_shares("python-chats")]
     assert len(chats) > 500
     assert {tuple(each["role"] for each in chat.messages) for chat in chats} == {
         ("user", "assistant") * turns for turns in (1, 2, 3)
@@ -302,14 +306,14 @@ def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_p
         source = corpus(tmp_path, row)
         message = message.replace("jsonl:2", "jsonl:1")
     with pytest.raises(DataError, match=message):
-        tokenize_chats(source, tokenizer_of("byte-level", template), print)
+        tokenize_chats_marking_answers(source, tokenizer_of("byte-level", template), print)
 
 
 def test_columns_of_pairs_hold_text(tmp_path: Path) -> None:
     """An empty response is refused."""
     source = corpus(tmp_path, {"ask": "a", "say": ""}, prompt_column="ask", response_column="say")
     with pytest.raises(DataError, match=r"chats.jsonl:1: say is empty; leave the row out"):
-        list(read_chats(source))
+        list(read_chats_and_shares(source))
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -346,7 +350,9 @@ def test_a_template_writes_tools_and_calls(form: Any, in_json: bool, tmp_path: P
         "style": "brief",
         "tokenize": 1,
     }
-    found = tokenize_chats(corpus(tmp_path, row, messages_column="messages"), tokenizer, print)
+    found = tokenize_chats_marking_answers(
+        corpus(tmp_path, row, messages_column="messages"), tokenizer, print
+    )
     # The parts are joined, and no content is an empty one.
     text = [{"role": "user", "content": "Weather there?"}, {**CALL, "content": ""}, *CALLED[2:]]
     theirs = tokenizer.apply_chat_template(text, tools=TOOLS, style="brief", tokenize=False)
@@ -376,7 +382,7 @@ def test_tools_that_nothing_writes_are_refused(
     with pytest.raises(
         DataError, match=f"jsonl:2: {message}, and the chat template does not write"
     ):
-        tokenize_chats(source, tokenizer_of("byte-level", plain(template)), print)
+        tokenize_chats_marking_answers(source, tokenizer_of("byte-level", plain(template)), print)
 
 
 def test_parts_of_a_content_that_are_no_text(tmp_path: Path) -> None:
@@ -389,4 +395,4 @@ def test_parts_of_a_content_that_are_no_text(tmp_path: Path) -> None:
     ):
         source = corpus(tmp_path, [{"role": "user", "content": content}, TURNS[2]])
         with pytest.raises(DataError, match=rf"jsonl:1: message 1 of messages: content is {shown}"):
-            list(read_chats(source))
+            list(read_chats_and_shares(source))

@@ -24,8 +24,13 @@ from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import corpus as corpus_module
 from ortlaunch.worker.data import token_cache as tokens_module
-from ortlaunch.worker.data.corpus import corpus_files, corpus_fingerprint, corpus_texts, read_rows
-from ortlaunch.worker.data.reading import DataError, blocks_hash
+from ortlaunch.worker.data.corpus import (
+    corpus_fingerprint,
+    corpus_texts,
+    files_of_corpus_patterns,
+    read_corpus_rows,
+)
+from ortlaunch.worker.data.reading import DataError, hash_of_size_and_blocks
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
 
@@ -119,7 +124,7 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=rf"'{tmp_path}/.*' matches no file \(current folder: {os.getcwd()}\)"
     ):
-        corpus_files(source)
+        files_of_corpus_patterns(source)
 
 
 GOOD = b'{"text": "a"}\n'
@@ -246,7 +251,7 @@ def test_rows_are_those_of_datasets(
     theirs: Any = datasets.load_dataset(
         builder, data_files=path, split="train", streaming=True, **options
     )
-    ours = list(read_rows(Corpus(format=form, path=(path,))))
+    ours = list(read_corpus_rows(Corpus(format=form, path=(path,))))
     # A rest of blank lines is no text of ours.
     assert [row.values for row in ours] == [
         row for row in theirs if form != "text" or row["text"].strip()
@@ -268,7 +273,7 @@ def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         DataError, match=r"data \(hub nobody/nothing\): cannot be read: Dataset .* accessed\.$"
     ):
-        list(read_rows(Corpus(format="hub", name="nobody/nothing")))
+        list(read_corpus_rows(Corpus(format="hub", name="nobody/nothing")))
 
 
 @pytest.mark.parametrize("limit", [corpus_module._WHOLE_BYTES, 0], ids=["whole", "blocks"])
@@ -308,9 +313,12 @@ def test_blocks_show_another_file(changed: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
     content = bytes(100)
     path.write_bytes(content)
-    hashes = {blocks_hash(str(path), 20), blocks_hash(str(path), 100)}
+    hashes = {hash_of_size_and_blocks(str(path), 20), hash_of_size_and_blocks(str(path), 100)}
     path.write_bytes(content[:changed] + b"x" + content[changed + 1 :])
-    assert not hashes & {blocks_hash(str(path), 20), blocks_hash(str(path), 100)}
+    assert not hashes & {
+        hash_of_size_and_blocks(str(path), 20),
+        hash_of_size_and_blocks(str(path), 100),
+    }
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -324,9 +332,9 @@ def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
     first = corpus_fingerprint(source)
     assert corpus_fingerprint(source) == first
     one = source.model_copy(update={"files": (path.name,)})
-    assert list(read_rows(one)) == list(read_rows(source))
+    assert list(read_corpus_rows(one)) == list(read_corpus_rows(source))
     (tmp_path / "more.jsonl").write_text(path.read_text())
-    assert len(list(read_rows(source))) == 2 * len(list(read_rows(one)))
+    assert len(list(read_corpus_rows(source))) == 2 * len(list(read_corpus_rows(one)))
     first = corpus_fingerprint(source)
     others = [
         source.model_copy(update=changed)
@@ -366,7 +374,7 @@ def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty
     )
-    assert list(read_rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
+    assert list(read_corpus_rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
     assert asked == ["v1"]
 
 
@@ -396,16 +404,18 @@ def test_tokens_are_kept_until_the_corpus_changes(
     """Tokens are read from the cache until file, tokenizer or end mark changes."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     written = []
-    original = tokens_module._write_tokens
+    original = tokens_module._write_missing_tokens_and_list_files
     monkeypatch.setattr(
-        tokens_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args))[1]
+        tokens_module,
+        "_write_missing_tokens_and_list_files",
+        lambda *args: (written.append(args[0]), original(*args))[1],
     )
     path = write(tmp_path, "text", ["ab", "c"])
     source = Corpus(format="text", path=(path,))
 
     def tokens(tokenizer: Any = None, end_of_text: bool = False) -> list[int]:
         return list(
-            tokens_module.tokenize_documents(source, tokenizer or Letters(), end_of_text)
+            tokens_module.load_or_tokenize_documents(source, tokenizer or Letters(), end_of_text)
             .tokens[:]
             .tolist()
         )
@@ -428,16 +438,18 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 1)
         read = [("ab", 0.5), ("c", 1.0)]
-        patch.setattr(tokens_module, "read_documents", lambda source: iter(read))
+        patch.setattr(tokens_module, "read_texts_and_shares", lambda source: iter(read))
         # None is no token: the second document raises TypeError.
         patch.setattr(
             tokens_module,
-            "_plain_encoder",
+            "_encoder_without_special_tokens",
             lambda _: lambda texts: [[3 if texts == ["ab"] else None]],
         )
         with pytest.raises(TypeError):
-            tokens_module.tokenize_documents(source, Letters(), False)
-    assert tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist() == [
+            tokens_module.load_or_tokenize_documents(source, Letters(), False)
+    assert tokens_module.load_or_tokenize_documents(source, Letters(), False).tokens[
+        :
+    ].tolist() == [
         97,
         98,
         99,
@@ -448,13 +460,19 @@ def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     """A changed file of tokens is detected, written again, and reported once."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
-    before = tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist()
+    before = tokens_module.load_or_tokenize_documents(source, Letters(), False).tokens[:].tolist()
     (path,) = (tmp_path / "cache" / "tokens").glob("*.u32")
     # Two of four tokens.
     path.write_bytes(path.read_bytes()[:8])
-    assert tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist() == before
+    assert (
+        tokens_module.load_or_tokenize_documents(source, Letters(), False).tokens[:].tolist()
+        == before
+    )
     assert take_cache_notes() == [f"{path}: has 8 bytes, and had 16; rebuilt"]
-    assert tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist() == before
+    assert (
+        tokens_module.load_or_tokenize_documents(source, Letters(), False).tokens[:].tolist()
+        == before
+    )
     assert take_cache_notes() == []
 
 
@@ -465,7 +483,7 @@ def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     letters = "abcdefg"
     source = Corpus(format="text", path=(write(tmp_path, "text", list(letters)),))
     np.testing.assert_array_equal(
-        tokens_module.tokenize_documents(source, Letters(), False).tokens,
+        tokens_module.load_or_tokenize_documents(source, Letters(), False).tokens,
         [ord(letter) for letter in letters],
     )
 
@@ -476,16 +494,16 @@ import sys, time
 from pathlib import Path
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import token_cache as tokens
-original = tokens._write_tokens
+original = tokens._write_missing_tokens_and_list_files
 def slowly(*args):
     with open(sys.argv[1] + ".builds", "a") as file:
         file.write("built\\n")
     time.sleep(0.5)
     return original(*args)
-tokens._write_tokens = slowly
+tokens._write_missing_tokens_and_list_files = slowly
 print("ready", flush=True)
 sys.stdin.readline()
-print(tokens.tokenize_documents(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tokens.tolist())
+print(tokens.load_or_tokenize_documents(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tokens.tolist())
 """
 
 

@@ -18,7 +18,13 @@ from pandas import DataFrame
 from torch.utils.data import DataLoader
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data import Batches, LoadedData, OwnSamples, call_user_function, collate
+from ortlaunch.worker.data import (
+    Batches,
+    LoadedData,
+    UserSamples,
+    collate,
+    seed_and_call_user_function,
+)
 from ortlaunch.worker.data.reading import DataError
 from tests.makers import recipe
 
@@ -38,8 +44,8 @@ class Numbers:
         return {"x": index}
 
 
-def own(count: int) -> OwnSamples:
-    return OwnSamples(Numbers(count))
+def own(count: int) -> UserSamples:
+    return UserSamples(Numbers(count))
 
 
 def batches(count: int, total: int, micro: int, ranks: int, seed: int = 7) -> Batches:
@@ -276,7 +282,7 @@ def test_a_factory_that_is_not_there(
     """A missing module or function, or arguments that do not match, are named."""
     module(text)
     with pytest.raises(DataError, match=message):
-        call_user_function("data.factory", target, arguments, 0)
+        seed_and_call_user_function("data.factory", target, arguments, 0)
 
 
 @pytest.mark.parametrize(
@@ -295,14 +301,17 @@ def test_an_error_of_the_users_own_code_stays_what_it_is(
     module(text)
     # A module that is missing within the user's module is not the module of the recipe.
     with pytest.raises(error, match=message) as caught:
-        call_user_function("data.factory", "own_module:make", {}, 0)
+        seed_and_call_user_function("data.factory", "own_module:make", {}, 0)
     assert not isinstance(caught.value, DataError)
 
 
 def test_a_factory_gets_its_arguments(module: Any) -> None:
     """Arguments of the recipe are passed to the function by name."""
     module(FUNCTION)
-    assert call_user_function("data.factory", "own_module:make", {"b": 5, "a": 1}, 0) == [1, 5]
+    assert seed_and_call_user_function("data.factory", "own_module:make", {"b": 5, "a": 1}, 0) == [
+        1,
+        5,
+    ]
 
 
 @pytest.mark.parametrize("length", [-1, 1.5, 10**30])
@@ -317,7 +326,7 @@ def test_a_length_that_is_no_number_of_samples(length: float) -> None:
             return index
 
     with pytest.raises(DataError, match="returned Odd, whose __len__ is no number of samples: "):
-        OwnSamples(Odd())
+        UserSamples(Odd())
 
 
 class Ordered(torch.utils.data.IterableDataset[int]):
@@ -339,7 +348,7 @@ def test_own_data_that_is_empty() -> None:
     with pytest.raises(
         DataError, match=r"^data\.train\.factory returned list, which is empty; it must"
     ):
-        OwnSamples([], recipe_key="data.train.factory")
+        UserSamples([], recipe_key="data.train.factory")
 
 
 @pytest.mark.parametrize(
@@ -364,7 +373,7 @@ def test_own_data_must_be_samples(items: Any, form: str) -> None:
     key = "data.evaluation.factory"
     message = f"{key} returned {type(items).__name__}.* (must have|return).*{re.escape(form)}"
     with pytest.raises(DataError, match=message):
-        OwnSamples(items, recipe_key=key)
+        UserSamples(items, recipe_key=key)
     # The form is code, which gives samples.
     if "(" in form or "." in form:
         values = dict.fromkeys(("samples", "columns", "table", "loader"), items)
@@ -376,7 +385,7 @@ def test_own_data_must_be_samples(items: Any, form: str) -> None:
 
 def test_a_data_set_of_hugging_face_is_samples() -> None:
     """A `datasets.Dataset` is taken as it is; its lists become tensors."""
-    samples = OwnSamples(Dataset.from_list(ROWS))
+    samples = UserSamples(Dataset.from_list(ROWS))
     batch = collate([samples.sample(index, 0) for index in range(2)])
     assert {name: each.tolist() for name, each in batch.items()} == COLUMNS
 
@@ -388,7 +397,7 @@ def test_a_sample_must_be_a_mapping(item: Any) -> None:
         DataError,
         match=f"sample 0 of data.train.factory is a {type(item).__name__}; it must be a mapping",
     ):
-        OwnSamples([item]).sample(0, 0)
+        UserSamples([item]).sample(0, 0)
 
 
 @pytest.mark.parametrize(

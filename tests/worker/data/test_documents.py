@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import corpus_fingerprint, corpus_texts
-from ortlaunch.worker.data.reading import DataError, read_file
+from ortlaunch.worker.data.reading import DataError, read_file_rows
 
 TEXT = "One. A line\nof it.\n\nTwo, ünd more.\n"
 EXPECTED = {
@@ -47,7 +47,7 @@ def test_a_line_of_blanks_is_an_empty_line(
             packed.writestr("a.txt", text)
     else:
         path.write_bytes(text)
-    rows = list(read_file(str(path), "text"))
+    rows = list(read_file_rows(str(path), "text"))
     assert [row.values["text"].strip() for row in rows] == ["A b.", "C\n d."]
     assert name == "a.zip" or [row.location for row in rows] == [f"{path}:1", f"{path}:3"]
 

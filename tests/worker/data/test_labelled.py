@@ -23,10 +23,10 @@ from ortlaunch.worker.data import (
 )
 from ortlaunch.worker.data import labelled as labelled_module
 from ortlaunch.worker.data.labelled import (
-    class_lines,
-    class_names,
-    renumber_by_trained_classes,
-    replace_labels_by_numbers,
+    class_and_rare_class_lines,
+    class_names_of_integer_labels,
+    number_labels_and_list_names,
+    renumber_labels_by_trained_classes,
 )
 from ortlaunch.worker.data.reading import DataError
 
@@ -129,7 +129,7 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
     )
     mixture = Mixture([one, other], [1, 1])
     theirs = datasets.Dataset.from_dict({"label": words}).class_encode_column("label")
-    assert replace_labels_by_numbers(mixture, held_out) == theirs.features["label"].names
+    assert number_labels_and_list_names(mixture, held_out) == theirs.features["label"].names
     assert [int(mixture.sample(i, 0)["labels"]) for i in range(6)] == theirs["label"][:]
     assert int(held_out.sample(0, 0)["labels"]) == theirs["label"][1]
     assert mixture.classes == 5
@@ -162,13 +162,17 @@ def test_classes_are_printed(labels: list[Any], expected: list[str], tmp_path: P
         for n, part in enumerate((labels[:2], labels[2:]))
     ]
     samples = Mixture(parts, [1, 1])
-    names = replace_labels_by_numbers(samples, None)
-    assert [*class_lines(samples, names, samples.classes)] == expected
+    names = number_labels_and_list_names(samples, None)
+    assert [*class_and_rare_class_lines(samples, names, samples.classes)] == expected
 
 
 def test_regressions_print_no_classes(tmp_path: Path) -> None:
     """A regression has no classes to print."""
-    assert [*class_lines(labelled(tmp_path / "x.jsonl", rows_of(1, 0.5), ScoredTexts), [], 0)] == []
+    assert [
+        *class_and_rare_class_lines(
+            labelled(tmp_path / "x.jsonl", rows_of(1, 0.5), ScoredTexts), [], 0
+        )
+    ] == []
 
 
 @pytest.mark.parametrize("source", ["hub", "parquet"])
@@ -194,12 +198,12 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
 
     one = of(["so-so", "good", "bad"])
     # Labels that are integers are not numbered again.
-    assert replace_labels_by_numbers(one, one) == []
-    assert class_names(one, one) == ["so-so", "good", "bad"]
+    assert number_labels_and_list_names(one, one) == []
+    assert class_names_of_integer_labels(one, one) == ["so-so", "good", "bad"]
     with pytest.raises(
         DataError, match="so-so, good, bad in one source and good, bad, so-so in another"
     ):
-        class_names(one, of(["good", "bad", "so-so"]))
+        class_names_of_integer_labels(one, of(["good", "bad", "so-so"]))
 
 
 def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
@@ -213,15 +217,15 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     )
     unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
     with pytest.raises(DataError, match="names in one source and numbers in another"):
-        replace_labels_by_numbers(Mixture([word, number], [1, 1]), None)
+        number_labels_and_list_names(Mixture([word, number], [1, 1]), None)
     with pytest.raises(
         DataError,
         match=r"data.evaluation: label 'c' is in no row of data.train, whose labels are a, b",
     ):
-        replace_labels_by_numbers(word, unknown)
+        number_labels_and_list_names(word, unknown)
     with pytest.raises(DataError, match="every label is 'b'"):
-        replace_labels_by_numbers(same, None)
-    assert replace_labels_by_numbers(number, number) == []
+        number_labels_and_list_names(same, None)
+    assert number_labels_and_list_names(number, number) == []
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     row = {"text": ["abcd", "e", "abc-e", "e"], "label": ["B-X", "O", "I-X", "O"]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     samples = TaggedWords(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), tokenizer, 12)
-    assert replace_labels_by_numbers(samples, None) == ["B-X", "I-X", "O"]
+    assert number_labels_and_list_names(samples, None) == ["B-X", "I-X", "O"]
     encoded = tokenizer(
         row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12
     )
@@ -324,7 +328,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
 
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source without rows is an error."""
-    monkeypatch.setattr(label_rows, "read_rows", lambda source: iter(()))
+    monkeypatch.setattr(label_rows, "read_corpus_rows", lambda source: iter(()))
     monkeypatch.setattr(labelled_module, "corpus_fingerprint", lambda source: "")
     with pytest.raises(DataError, match=": has no rows"):
         LabelledTexts(Corpus(format="hub", name="some/set"), words(), 4)
@@ -369,9 +373,9 @@ def test_labels_of_a_trained_model(
     take_cache_notes()
     if isinstance(expected, str):
         with pytest.raises(DataError, match=re.escape(expected)):
-            renumber_by_trained_classes(samples, known, classes)
+            renumber_labels_by_trained_classes(samples, known, classes)
         return
-    renumber_by_trained_classes(samples, known, classes)
+    renumber_labels_by_trained_classes(samples, known, classes)
     assert samples.labels == expected
     # Class numbers of classes with names may be a mistake.
     noted = ["data: labels are whole numbers and no class names; they are read as class numbers: "
@@ -389,7 +393,7 @@ def test_names_of_numbers_in_another_order(tmp_path: Path) -> None:
     samples = LabelledTexts(
         Corpus(format="parquet", path=(str(tmp_path / "x.parquet"),)), words(), 4
     )
-    renumber_by_trained_classes(samples, NAMED, 2)
+    renumber_labels_by_trained_classes(samples, NAMED, 2)
     # The row's 1 is "bad", the model's class 0.
     assert samples.labels == [0, 1]
 
@@ -398,14 +402,16 @@ def test_whole_numbers_as_names_are_in_their_order(tmp_path: Path) -> None:
     """Class names that are whole numbers are numbered by value; one that is a word, by letters."""
     names = [str(number) for number in range(12)]
     assert (
-        replace_labels_by_numbers(labelled(tmp_path / "x.jsonl", rows_of(*names[::-1])), None)
+        number_labels_and_list_names(labelled(tmp_path / "x.jsonl", rows_of(*names[::-1])), None)
         == names
     )
-    mixed = replace_labels_by_numbers(labelled(tmp_path / "y.jsonl", rows_of("10", "9", "x")), None)
+    mixed = number_labels_and_list_names(
+        labelled(tmp_path / "y.jsonl", rows_of("10", "9", "x")), None
+    )
     assert mixed == ["10", "9", "x"]
     # A model to be trained that knows the names already.
     stars = labelled(tmp_path / "z.jsonl", rows_of(5, 1))
-    assert replace_labels_by_numbers(stars, None, STARS) == [*STARS]
+    assert number_labels_and_list_names(stars, None, STARS) == [*STARS]
     assert stars.labels == [4, 0]
 
 
@@ -415,7 +421,7 @@ def test_cells_of_csv_are_labels(tmp_path: Path) -> None:
     path.write_text("text;label\na;10\nb;9\nc; -1.5e1\n")
     source = Corpus(format="csv", path=(str(path),), most_rows=2)
     made = LabelledTexts(source, words(), 8)
-    assert replace_labels_by_numbers(made, None) == ["9", "10"]
+    assert number_labels_and_list_names(made, None) == ["9", "10"]
     assert [int(made.sample(n, 0)["labels"]) for n in range(2)] == [1, 0]
     numbers = ScoredTexts(source.model_copy(update={"most_rows": None}), words(), 8)
     assert [float(numbers.sample(n, 0)["labels"]) for n in range(3)] == [10, 9, -15]

@@ -19,10 +19,10 @@ from ortlaunch.cache import take_cache_notes
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.data.identity import data_identity
+from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data_audit import class_counts
-from ortlaunch.worker.model.model import build_model_config
+from ortlaunch.worker.data_audit import training_rows_by_class_name
+from ortlaunch.worker.model.model import build_transformers_config
 from tests.makers import bert
 
 VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
@@ -92,9 +92,9 @@ def test_an_image_folder_is_that_of_datasets(images: Path, processors: Path) -> 
             pixels = processor(row["image"].convert("RGB"), return_tensors="pt").pixel_values[0]
             assert torch.equal(sample["pixel_values"], pixels)
     assert take_cache_notes() == [f"{images}/train/cat: 1 files are no images and are not read"]
-    assert build_model_config(recipe, data).id2label == {0: "cat", 1: "dog", 2: "emu"}
+    assert build_transformers_config(recipe, data).id2label == {0: "cat", 1: "dog", 2: "emu"}
     names = [data.class_names[number] for number in splits["train"]["label"]]
-    assert class_counts(data) == Counter(names)
+    assert training_rows_by_class_name(data) == Counter(names)
     assert collate([data.train.sample(n, 0) for n in range(4)])["pixel_values"].shape[0] == 4
 
 
@@ -122,13 +122,13 @@ def test_images_that_a_table_names(form: str, images: Path, processors: Path) ->
 def test_the_identity_is_of_contents(images: Path, processors: Path) -> None:
     """Images are known by their contents and classes, not by their names."""
     source = {"format": "folder", "path": str(images / "train")}
-    before = data_identity(LoadedData(image_recipe(source, processors)).train)
+    before = data_identity_record(LoadedData(image_recipe(source, processors)).train)
     # A resume on another machine finds the same images elsewhere.
     images.rename(images.parent / "moved")
     source["path"] = str(images.parent / "moved/train")
-    assert data_identity(LoadedData(image_recipe(source, processors)).train) == before
+    assert data_identity_record(LoadedData(image_recipe(source, processors)).train) == before
     Image.new("RGB", (9, 9)).save(images.parent / "moved/train/cat/0.png")
-    assert data_identity(LoadedData(image_recipe(source, processors)).train) != before
+    assert data_identity_record(LoadedData(image_recipe(source, processors)).train) != before
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
@@ -212,7 +212,7 @@ def test_an_audio_folder_is_that_of_datasets(
         labels = sample["labels"]
         words = data.tokenizer.decode(labels[labels != -100], skip_special_tokens=True)
         assert (words, labels.shape) == (row["transcription"], (8,))
-    assert data_identity(data.train) == data_identity(
+    assert data_identity_record(data.train) == data_identity_record(
         LoadedData(sound_recipe(folder, processors)).train
     )
 

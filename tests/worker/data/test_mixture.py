@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data import Batches, LoadedData, Mixture, OwnSamples
-from ortlaunch.worker.data.identity import data_identity
-from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, places_by_source
+from ortlaunch.worker.data import Batches, LoadedData, Mixture, UserSamples
+from ortlaunch.worker.data.identity import data_identity_record
+from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, block_positions_by_source
 from tests.makers import recipe
 
 # Sources of very different sizes: the small ones are repeated often.
@@ -83,7 +83,7 @@ def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]
 def test_shares_fill_a_block() -> None:
     """Shares of a block are within one place of the weights, and their sum is the block."""
     for weights in ([1.0], [1, 1, 1], [0.1, 0.2, 0.7], [1e-3, 1e9 / 65_537, 1e9]):
-        found = places_by_source(weights)
+        found = block_positions_by_source(weights)
         assert found.sum() == BLOCK
         assert np.abs(found - np.array(weights) / sum(weights) * BLOCK).max() < 1
 
@@ -93,14 +93,15 @@ def test_one_sequence_on_any_world() -> None:
 
     def steps(ranks: int, micro: int) -> list[list[int]]:
         mixture = Mixture(
-            [OwnSamples([{"x": 100 * n + i} for i in range(9)]) for n in (0, 1)], [2, 1]
+            [UserSamples([{"x": 100 * n + i} for i in range(9)]) for n in (0, 1)], [2, 1]
         )
         batches = Batches(mixture, BatchPlan(16, micro, 16 // (micro * ranks), ranks, None), 7)
         return [
-            [mixture.sample(i, 0)["x"] for i in batches.indices_of_step(step)] for step in range(6)
+            [mixture.sample(i, 0)["x"] for i in batches.sample_indices_of_step(step)]
+            for step in range(6)
         ]
 
-    # `indices_of_step` goes pass by pass and rank by rank, so that the order is compared, too.
+    # `sample_indices_of_step` goes pass by pass and rank by rank, so that the order is compared, too.
     assert steps(1, 4) == steps(2, 4) == steps(4, 4) == steps(4, 2)
 
 
@@ -126,6 +127,6 @@ def test_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(4)
     )
     assert len(data.train) == sum(map(len, data.train.parts))
-    found = data_identity(data.train)
+    found = data_identity_record(data.train)
     assert found["order"] == "mixture of shuffle, shuffle, shuffle"
-    assert found["fingerprint"] not in (None, data_identity(first)["fingerprint"])
+    assert found["fingerprint"] not in (None, data_identity_record(first)["fingerprint"])

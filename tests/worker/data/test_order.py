@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ortlaunch.worker.data.identity import data_identity
-from ortlaunch.worker.data.order import Feistel, Order, permutation
+from ortlaunch.worker.data.identity import data_identity_record
+from ortlaunch.worker.data.order import FeistelPermutation, SampleOrder, epoch_permutation
 
 # Samples of the statistical tests, and cells of each axis of their tables.
 COUNT = 200_000
@@ -22,7 +22,7 @@ CELLS = 64
 def test_each_sample_once_an_epoch(samples: int) -> None:
     """Each epoch has each sample once, for sizes around the change of method; epochs differ."""
     # Squares and powers of two are among the sizes.
-    first, second = (permutation(samples, 7, epoch)(np.arange(samples)) for epoch in (0, 1))
+    first, second = (epoch_permutation(samples, 7, epoch)(np.arange(samples)) for epoch in (0, 1))
     for found in (first, second):
         assert np.array_equal(np.sort(found), np.arange(samples))
     assert samples < 4 or not np.array_equal(first, second)
@@ -32,7 +32,7 @@ def test_the_network_permutes_any_number() -> None:
     """The Feistel network permutes any number of samples."""
     # For small numbers, much of the rectangle is outside the data set.
     for samples in range(1, 300):
-        assert sorted(Feistel(samples, 1, 2)(np.arange(samples)).tolist()) == list(
+        assert sorted(FeistelPermutation(samples, 1, 2)(np.arange(samples)).tolist()) == list(
             range(samples)
         ), samples
 
@@ -41,30 +41,31 @@ def test_the_order_of_a_seed_stands() -> None:
     """The order of a seed does not change between versions."""
     # Checkpoints depend on it: a change needs a new name in order.py, and a line in CHANGELOG.
     # This one is NumPy's.
-    assert permutation(5, 42, 0)(np.arange(5)).tolist() == [1, 4, 3, 0, 2]
+    assert epoch_permutation(5, 42, 0)(np.arange(5)).tolist() == [1, 4, 3, 0, 2]
     # This one is the Feistel network's.
     computed = [194446371, 81501990, 464369328, 20904739, 215825597]
-    assert permutation(500_000_000, 42, 3)(np.arange(5)).tolist() == computed
+    assert epoch_permutation(500_000_000, 42, 3)(np.arange(5)).tolist() == computed
 
 
 def test_places_count_on_from_epoch_to_epoch() -> None:
     """A batch that spans two epochs is the same alone and after others."""
-    order = Order(70_000, 7)
+    order = SampleOrder(70_000, 7)
     last = [69_998, 69_999, 70_000, 70_001, 140_000]
     found = order.at(last)
     assert [epoch for _, epoch in found] == [0, 0, 1, 1, 2]
     expected = [
-        permutation(70_000, 7, place // 70_000)(np.array([place % 70_000]))[0] for place in last
+        epoch_permutation(70_000, 7, place // 70_000)(np.array([place % 70_000]))[0]
+        for place in last
     ]
     assert [index for index, _ in found] == expected
     # A new order that starts at each of these places.
-    assert [Order(70_000, 7).at([place])[0] for place in last] == found
+    assert [SampleOrder(70_000, 7).at([place])[0] for place in last] == found
 
 
 def test_half_a_thousand_million_samples_take_no_memory() -> None:
     """The order of 500 million samples takes less than 2 MB."""
     # NumPy's permutation of them would take 4 GB.
-    order = Order(500_000_000, 7)
+    order = SampleOrder(500_000_000, 7)
     tracemalloc.start()
     order.at(list(range(499_999_000, 500_001_000)))
     peak = tracemalloc.get_traced_memory()[1]
@@ -92,7 +93,7 @@ def numpys(seed: int, epoch: int) -> np.ndarray[Any, Any]:
 
 
 def ours(seed: int, epoch: int) -> np.ndarray[Any, Any]:
-    return permutation(COUNT, seed, epoch)(np.arange(COUNT))
+    return epoch_permutation(COUNT, seed, epoch)(np.arange(COUNT))
 
 
 @pytest.mark.parametrize("make", [numpys, ours])
@@ -133,7 +134,7 @@ def test_distances_and_rises(make: Any) -> None:
 
 def test_large_data_sets_too() -> None:
     """A part of the order of 5e8 samples is spread evenly over the data, by high and low digits."""
-    found = Feistel(500_000_000, 42, 0)(np.arange(123_456_789, 123_456_789 + 200_000))
+    found = FeistelPermutation(500_000_000, 42, 0)(np.arange(123_456_789, 123_456_789 + 200_000))
     assert len(set(found.tolist())) == 200_000
     assert abs(excess(np.bincount(found * 1000 // 500_000_000, minlength=1000))) < 4
     assert abs(excess(np.bincount(found % 997, minlength=997))) < 4
@@ -141,7 +142,7 @@ def test_large_data_sets_too() -> None:
 
 def test_a_checkpoint_names_the_order() -> None:
     """The identity names the stored order and the computed order by different names."""
-    assert [data_identity(range(count))["order"] for count in (65_536, 65_537)] == [
+    assert [data_identity_record(range(count))["order"] for count in (65_536, 65_537)] == [
         "shuffle",
         "feistel",
     ]

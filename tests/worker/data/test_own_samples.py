@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.run_folder.origin import may_be_same_data
-from ortlaunch.worker.data import Mixture, OwnSamples, call_user_function
-from ortlaunch.worker.data.identity import data_identity
-from ortlaunch.worker.session import require_same_data
+from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
+from ortlaunch.worker.data import Mixture, UserSamples, seed_and_call_user_function
+from ortlaunch.worker.data.identity import data_identity_record
+from ortlaunch.worker.session import require_same_samples_on_all_ranks
 from tests.makers import recipe
 from tests.training import train_here
 
@@ -39,7 +39,7 @@ def test_a_factory_draws_the_same_everywhere(
         # As in another process, whose generators are elsewhere and which imports the module anew.
         sys.modules.pop("drawing", None)
         random.random(), np.random.rand(), torch.rand(3)
-        return call_user_function("data.factory", "drawing:made", {}, seed)
+        return seed_and_call_user_function("data.factory", "drawing:made", {}, seed)
 
     assert drawn(7) == drawn(7) != drawn(8)
     del sys.modules["drawing"]
@@ -61,7 +61,7 @@ class Sometimes:
 
 
 def fingerprint(items: Any) -> Any:
-    return data_identity(OwnSamples(items, is_mapping=False))["fingerprint"]
+    return data_identity_record(UserSamples(items, is_mapping=False))["fingerprint"]
 
 
 # Python, NumPy and torch each have forms that no common function hashes.
@@ -81,18 +81,20 @@ def test_any_value_has_a_fingerprint(value: Any) -> None:
 def test_data_in_another_order_or_of_another_seed_differ() -> None:
     """A shuffle, other values and another number of samples are seen; the last digits are not."""
     rows = [{"x": torch.tensor([0.1 + row, 1e-9 * row]), "y": row} for row in range(10)]
-    assert not may_be_same_data(fingerprint(rows), fingerprint(rows[::-1]))
-    assert not may_be_same_data(fingerprint(rows), fingerprint([{**row, "y": 0} for row in rows]))
+    assert not may_fingerprints_be_of_same_data(fingerprint(rows), fingerprint(rows[::-1]))
+    assert not may_fingerprints_be_of_same_data(
+        fingerprint(rows), fingerprint([{**row, "y": 0} for row in rows])
+    )
     # The sign alone is another value.
     turned = [{**row, "x": -row["x"]} for row in rows]  # type: ignore[operator]
-    assert not may_be_same_data(fingerprint(rows), fingerprint(turned))
+    assert not may_fingerprints_be_of_same_data(fingerprint(rows), fingerprint(turned))
     other_cpu = [{**row, "x": row["x"] * (1 + 1e-6) + 1e-8} for row in rows]
-    assert may_be_same_data(fingerprint(rows), fingerprint(other_cpu))
-    parts = [OwnSamples(rows), OwnSamples(rows[:3])]
+    assert may_fingerprints_be_of_same_data(fingerprint(rows), fingerprint(other_cpu))
+    parts = [UserSamples(rows), UserSamples(rows[:3])]
     mixed, turned = (Mixture(each, [1, 1]) for each in (parts, parts[::-1]))
-    one, other = (data_identity(each)["fingerprint"] for each in (mixed, turned))
-    assert may_be_same_data(one, one)  # type: ignore[arg-type]
-    assert not may_be_same_data(one, other)  # type: ignore[arg-type]
+    one, other = (data_identity_record(each)["fingerprint"] for each in (mixed, turned))
+    assert may_fingerprints_be_of_same_data(one, one)  # type: ignore[arg-type]
+    assert not may_fingerprints_be_of_same_data(one, other)  # type: ignore[arg-type]
 
 
 def test_random_samples_are_not_taken_for_others() -> None:
@@ -100,7 +102,7 @@ def test_random_samples_are_not_taken_for_others() -> None:
     assert fingerprint(Sometimes(0.9)) is None
     for seed in range(20):
         now, later = (fingerprint(Sometimes(0.1, 2 * seed + n)) for n in (0, 1))
-        assert may_be_same_data(now, later)
+        assert may_fingerprints_be_of_same_data(now, later)
 
 
 def test_the_training_draws_as_if_nothing_was_read() -> None:
@@ -129,16 +131,18 @@ class Ranks:
 
 def test_ranks_with_other_data_do_not_train() -> None:
     """Ranks whose factories return other samples, or other counts, are refused on all ranks."""
-    mine = data_identity(OwnSamples([{"x": row} for row in range(10)]))
-    moved = data_identity(OwnSamples([{"x": 9 - row} for row in range(10)]))
-    fewer = data_identity(OwnSamples([{"x": row} for row in range(9)]))
-    require_same_data("data.train", mine, recipe(), Ranks(mine))  # type: ignore[arg-type]
-    require_same_data("data.train", mine, recipe(), Ranks({**mine, "fingerprint": None}))  # type: ignore[arg-type]
+    mine = data_identity_record(UserSamples([{"x": row} for row in range(10)]))
+    moved = data_identity_record(UserSamples([{"x": 9 - row} for row in range(10)]))
+    fewer = data_identity_record(UserSamples([{"x": row} for row in range(9)]))
+    require_same_samples_on_all_ranks("data.train", mine, recipe(), Ranks(mine))  # type: ignore[arg-type]
+    require_same_samples_on_all_ranks(
+        "data.train", mine, recipe(), Ranks({**mine, "fingerprint": None})
+    )  # type: ignore[arg-type]
     # Another order, and a shard of its own.
     for other, count in (moved, 10), (fewer, 9):
         message = rf"other samples on rank 1 \({count}\) than on rank 0 \(10\). It must"
         with pytest.raises(InputError, match=message):
-            require_same_data("data.train", mine, recipe(), Ranks(other))  # type: ignore[arg-type]
+            require_same_samples_on_all_ranks("data.train", mine, recipe(), Ranks(other))  # type: ignore[arg-type]
 
 
 class Drawing(nn.Module):

@@ -10,11 +10,11 @@ import torch
 
 from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import HeldOut
-from ortlaunch.worker.data import IGNORED, Conversations, Mixture, collate
+from ortlaunch.worker.data import IGNORED, ChatSamples, Mixture, collate
 from ortlaunch.worker.data.chats import ANSWER
-from ortlaunch.worker.data.identity import data_identity
-from ortlaunch.worker.data.mixture import split_held_out
-from ortlaunch.worker.data.packs import Packs, first_fit_decreasing, pack_chats
+from ortlaunch.worker.data.identity import data_identity_record
+from ortlaunch.worker.data.mixture import split_training_and_held_out
+from ortlaunch.worker.data.packs import PackedSamples, first_fit_decreasing, pack_chats_if_requested
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.model.model import LossModule
 from tests.ort import needs_ort
@@ -24,14 +24,14 @@ LENGTH = 24
 SIZES = [5, 20, 3, 24, 7, 2, 2, 11, 9, 16, 4]
 
 
-def chats(sizes: list[int] | None = None) -> Conversations:
+def chats(sizes: list[int] | None = None) -> ChatSamples:
     """Return chats of random tokens; the second half of each is its answer."""
     sizes = sizes or SIZES
     tokens = np.random.default_rng(0).integers(3, 60, sum(sizes)).astype(np.uint32)
     ends = np.cumsum(sizes)
     for end, size in zip(ends, sizes):
         tokens[end - size // 2 : end] |= np.uint32(ANSWER)
-    return Conversations(Documents(tokens, ends), LENGTH, 0, "data.train")
+    return ChatSamples(Documents(tokens, ends), LENGTH, 0, "data.train")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -54,7 +54,7 @@ def test_packs_are_those_of_first_fit_decreasing(seed: int) -> None:
 def test_nothing_is_cut_and_documents_are_apart() -> None:
     """Each chat is in one pack with its labels, at positions from 0; padding has no label."""
     alone = chats()
-    packs = Packs(alone, LENGTH, "data.train")
+    packs = PackedSamples(alone, LENGTH, "data.train")
     assert take_cache_notes()[-1] == (
         "data.train: 11 chats are packed into 5 samples of 24 tokens, 85.8% of them filled"
     )
@@ -81,16 +81,16 @@ def test_rows_are_held_out_before_they_are_packed() -> None:
     from ortlaunch.recipe.fields.data import Data
 
     data = Data(train="python-chats", packing=True, sequence_length=LENGTH, tokenizer="here")
-    kept, held = split_held_out(
+    kept, held = split_training_and_held_out(
         Mixture([chats(), chats(SIZES[::-1])], [1.0, 3.0]), HeldOut(samples=6), 0
     )
-    packs = pack_chats(kept, data, "data.train")
+    packs = pack_chats_if_requested(kept, data, "data.train")
     assert isinstance(packs, Mixture)
-    assert [len(part.members) for part in packs.parts if isinstance(part, Packs)] == [8, 8]
+    assert [len(part.members) for part in packs.parts if isinstance(part, PackedSamples)] == [8, 8]
     # The recipe's weight is a number.
     assert packs.weights == [1.0, 3.0]
-    assert data_identity(packs)["held_out"] == data_identity(kept)["held_out"] == 6
-    assert len(pack_chats(held, data, "data.evaluation")) < len(held)
+    assert data_identity_record(packs)["held_out"] == data_identity_record(kept)["held_out"] == 6
+    assert len(pack_chats_if_requested(held, data, "data.evaluation")) < len(held)
 
 
 def passes(module: Any, net: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
@@ -106,7 +106,7 @@ def passes(module: Any, net: Any, batch: dict[str, torch.Tensor]) -> tuple[float
 def batches() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the same chats as one batch of rows, and as one of packs."""
     alone = chats()
-    packs = Packs(alone, LENGTH, "data.train")
+    packs = PackedSamples(alone, LENGTH, "data.train")
     take_cache_notes()
     both = (collate([of.sample(index, 0) for index in range(len(of))]) for of in (alone, packs))
     first, second = both
@@ -137,4 +137,4 @@ def test_packed_equals_unpacked_on_onnx_runtime(witness: Any) -> None:
     )
     assert found == pytest.approx(expected, rel=1e-6)
     assert (gradients - row_gradients).abs().max() < 1e-6 * row_gradients.abs().max()
-    assert witness.counts_record()["forward_passes"] == 2
+    assert witness.pass_and_graph_counts_record()["forward_passes"] == 2

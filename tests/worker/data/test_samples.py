@@ -13,11 +13,11 @@ from torch.testing import assert_close
 from ortlaunch.recipe.fields.data import MaskedLm
 from ortlaunch.worker.data import (
     IGNORED,
-    Blocks,
     MaskedBlocks,
     Masking,
     Mixture,
     SentencePairs,
+    TokenWindows,
     collate,
 )
 from ortlaunch.worker.data.reading import DataError
@@ -343,7 +343,7 @@ def test_masking_needs_its_words(missing: str) -> None:
 def test_blocks_are_consecutive(tokens: int, blocks: int) -> None:
     """Causal samples are consecutive windows; labels are the inputs, and the mask is all ones."""
     text = corpus(tokens)
-    samples = Blocks(text, 64, with_mask=True)
+    samples = TokenWindows(text, 64, with_mask=True)
     assert len(samples) == blocks
     for index in range(blocks):
         sample = samples.sample(index, epoch=index)

@@ -18,9 +18,9 @@ import pytest
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, StreamSettings
-from ortlaunch.worker.data import Batches, Blocks, Mixture, OwnSamples
-from ortlaunch.worker.data.corpus import corpus_files
-from ortlaunch.worker.data.reading import DataError, read_file
+from ortlaunch.worker.data import Batches, Mixture, TokenWindows, UserSamples
+from ortlaunch.worker.data.corpus import files_of_corpus_patterns
+from ortlaunch.worker.data.reading import DataError, read_file_rows
 from ortlaunch.worker.data.streams import remote
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import StreamedCorpus
@@ -51,10 +51,10 @@ def encode(texts: list[str]) -> list[list[int]]:
 def stream(path: Path | str | list[str], folder: Path, buffer: int = 0) -> Any:
     paths = tuple(path) if isinstance(path, list) else (str(path),)
     corpus = Corpus(format="text", path=paths, document="line", stream=StreamSettings())
-    streamed = StreamedCorpus(corpus, corpus_files(corpus), encode, LENGTH, SHUFFLE, 7)
+    streamed = StreamedCorpus(corpus, files_of_corpus_patterns(corpus), encode, LENGTH, SHUFFLE, 7)
     return StreamedSamples(
         streamed,
-        lambda documents, seed: Blocks(documents.tokens, LENGTH, False),
+        lambda documents, seed: TokenWindows(documents.tokens, LENGTH, False),
         "",
         folder,
         buffer,
@@ -76,8 +76,8 @@ def trained(of: Batches, steps: range) -> list[Taken]:
         taken = []
         for rank in range(world):
             ids = of.micro_batch(step, 0, rank)["input_ids"].tolist()
-            taken += [*zip(of.sample_indices(step, 0, rank), ids)]
-        of.release_before(of.positions_passed(step + 1))
+            taken += [*zip(of.sample_indices_of_micro_batch(step, 0, rank), ids)]
+        of.release_streamed_samples_before(of.positions_before_step(step + 1))
         found.append(taken)
     of.close_streams()
     return found
@@ -124,12 +124,14 @@ def test_a_resume_in_another_world_takes_the_same_samples(
     ):
         samples = stream(shards / "*.txt", tmp_path / ("same" if kept else str(number)))
         of = batches(samples, world)
-        of.begin_at(begin, seen)
+        of.begin_step_after_positions(begin, seen)
         of.seek_streams(positions)
         assert trained(of, range(begin, end)) == whole[begin:end]
         # As JSON, which a checkpoint is.
-        positions = json.loads(json.dumps(of.release_before(of.positions_passed(end))))
-        seen = of.positions_passed(end)
+        positions = json.loads(
+            json.dumps(of.release_streamed_samples_before(of.positions_before_step(end)))
+        )
+        seen = of.positions_before_step(end)
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
@@ -154,7 +156,7 @@ def test_windows_after_a_power_failure(
     """Windows that are not what was written are written again, and the run says so."""
     of = batches(stream(shards / "*.txt", tmp_path))
     assert trained(of, range(3)) == whole[:3]
-    positions = of.release_before(of.positions_passed(3))
+    positions = of.release_streamed_samples_before(of.positions_before_step(3))
     # The window in use, and those that were written ahead.
     waiting = [path for path in tmp_path.rglob(f"*{ending}") if path.stem >= "000000002"]
     assert waiting
@@ -163,7 +165,7 @@ def test_windows_after_a_power_failure(
         path.unlink()
         path.write_bytes(data) if data is not None else None
     of = batches(stream(shards / "*.txt", tmp_path))
-    of.begin_at(3, of.positions_passed(3))
+    of.begin_step_after_positions(3, of.positions_before_step(3))
     of.seek_streams(positions)
     assert trained(of, range(3, 20)) == whole[3:20]
     said = "its tokens are not as they were written" in capfd.readouterr().out
@@ -176,14 +178,14 @@ def test_a_resume_opens_one_file(
     """The position alone leads to the file and the document, in any epoch."""
     of = batches(stream(shards / "*.txt", tmp_path / "a"))
     trained(of, range(66))
-    positions = of.release_before(of.positions_passed(66))
+    positions = of.release_streamed_samples_before(of.positions_before_step(66))
     opened = []
     from ortlaunch.worker.data.streams import writer
 
-    read = writer.read_file
-    monkeypatch.setattr(writer, "read_file", lambda *a: (opened.append(a[0]), read(*a))[1])
+    read = writer.read_file_rows
+    monkeypatch.setattr(writer, "read_file_rows", lambda *a: (opened.append(a[0]), read(*a))[1])
     again = batches(stream(shards / "*.txt", tmp_path / "b"))
-    again.begin_at(66, 66 * GLOBAL)
+    again.begin_step_after_positions(66, 66 * GLOBAL)
     again.seek_streams(positions)
     assert trained(again, range(66, 67)) == whole[66:67]
     assert len({*opened}) <= 3
@@ -196,9 +198,9 @@ def test_a_rollback_reads_deleted_windows_again(
     """The same process goes back to a checkpoint whose windows are gone."""
     of = batches(stream(shards / "*.txt", tmp_path), 2)
     trained(of, range(5))
-    positions = of.release_before(5 * GLOBAL)
+    positions = of.release_streamed_samples_before(5 * GLOBAL)
     trained(of, range(5, 50))
-    of.begin_at(5, 5 * GLOBAL)
+    of.begin_step_after_positions(5, 5 * GLOBAL)
     of.seek_streams(positions)
     assert trained(of, range(5, 50)) == whole[5:50]
 
@@ -219,7 +221,7 @@ def test_the_disk_space_is_bounded(shards: Path, tmp_path: Path) -> None:
     most = 0
     for step in range(steps):
         assert len(of.micro_batch(step, 0, 0)["input_ids"]) == GLOBAL
-        of.release_before(of.positions_passed(step + 1))
+        of.release_streamed_samples_before(of.positions_before_step(step + 1))
         before, after = sizes(tmp_path), None
         # Until the writer waits for room, as files come and go while they are listed.
         while before != after:
@@ -234,15 +236,17 @@ def test_a_mixture_of_a_stream_and_indexed_samples(shards: Path, tmp_path: Path)
     """Weights hold, and a resume in another world has the same samples of both."""
 
     def mixed(folder: str) -> Mixture:
-        own = OwnSamples([{"input_ids": [-n] * LENGTH, "labels": [-n] * LENGTH} for n in range(50)])
+        own = UserSamples(
+            [{"input_ids": [-n] * LENGTH, "labels": [-n] * LENGTH} for n in range(50)]
+        )
         return Mixture([own, stream(shards / "*.txt", tmp_path / folder)], [1.0, 3.0])
 
     one = batches(mixed("a"))
     first = trained(one, range(20))
-    positions = one.release_before(20 * GLOBAL)
+    positions = one.release_streamed_samples_before(20 * GLOBAL)
     rest = trained(one, range(20, 50))
     again = batches(mixed("b"), 3)
-    again.begin_at(20, 20 * GLOBAL)
+    again.begin_step_after_positions(20, 20 * GLOBAL)
     again.seek_streams(positions)
     assert trained(again, range(20, 50)) == rest
     streamed = [ids[0] >= 0 and ids[-1] > 0 for step in first + rest for _, ids in step]
@@ -341,7 +345,7 @@ def test_parquet_over_http(
     size = (tmp_path / "a.parquet").stat().st_size
     with served(tmp_path, failing=2) as (url, handler):
         corpus = Corpus(format="parquet", path=(f"{url}/a.parquet",), stream=StreamSettings())
-        rows = read_file(corpus_files(corpus)[0], "parquet")
+        rows = read_file_rows(files_of_corpus_patterns(corpus)[0], "parquet")
         assert next(rows).values == {"text": texts[0]}
         # The metadata at the end, and groups of rows: not a request for each block.
         assert len(handler.requests) < size // 2000

@@ -61,7 +61,7 @@ class Bytes(Letters):
 def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     """After SIGKILL, the next process tokenizes the rest, with the same result."""
     killed = multiprocessing.get_context("fork").Process(
-        target=tokens.tokenize_documents, args=(source, Counting("text 25"), True)
+        target=tokens.load_or_tokenize_documents, args=(source, Counting("text 25"), True)
     )
     killed.start()
     killed.join(60)
@@ -69,7 +69,7 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     second = Counting()
     told = list[str]()
     found = (
-        tokens.tokenize_documents(source, second, True, show_progress=told.append)
+        tokens.load_or_tokenize_documents(source, second, True, show_progress=told.append)
         .tokens[:]
         .tolist()
     )
@@ -80,13 +80,13 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     cache = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
     # The record of the progress is removed at the end.
     assert sorted(path.suffix for path in cache.iterdir()) == [".ends", ".lock", ".seal", ".u32"]
-    ends = tokens.tokenize_documents(source, Counting(), True).ends
+    ends = tokens.load_or_tokenize_documents(source, Counting(), True).ends
     assert [found[end - 1] for end in ends] == [7] * 40
 
 
 def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None:
     """Bytes after the saved progress are dropped; a file that is too short is made again."""
-    whole = tokens.tokenize_documents(source, Letters(), True).tokens[:].tolist()
+    whole = tokens.load_or_tokenize_documents(source, Letters(), True).tokens[:].tolist()
     (record,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.seal")
     path = record.with_suffix(".00000.u32")
     content = path.read_bytes()
@@ -101,7 +101,9 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
         record.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
         # The case is one of the two.
         assert counted * 4 <= 400 or len(left) < counted * 4
-        assert tokens.tokenize_documents(source, Letters(), True).tokens[:].tolist() == whole
+        assert (
+            tokens.load_or_tokenize_documents(source, Letters(), True).tokens[:].tolist() == whole
+        )
 
 
 def test_a_process_that_is_killed_while_it_sums_loses_nothing(
@@ -110,15 +112,15 @@ def test_a_process_that_is_killed_while_it_sums_loses_nothing(
     """A process killed while it computes checksums loses no tokens."""
     # The checksums of terabytes take hours.
     with monkeypatch.context() as patched:
-        patched.setattr(cache, "_sha256", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        patched.setattr(cache, "_sha256_of_file", lambda _: os.kill(os.getpid(), signal.SIGKILL))
         killed = multiprocessing.get_context("fork").Process(
-            target=tokens.tokenize_documents, args=(source, Counting(), True)
+            target=tokens.load_or_tokenize_documents, args=(source, Counting(), True)
         )
         killed.start()
         killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     second = Counting()
-    assert len(tokens.tokenize_documents(source, second, True).tokens) > 0
+    assert len(tokens.load_or_tokenize_documents(source, second, True).tokens) > 0
     # Only the checksums are computed again.
     assert second.seen == []
 
@@ -133,13 +135,13 @@ def test_a_temporary_file_of_a_killed_process_is_removed(
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         killed = multiprocessing.get_context("fork").Process(
-            target=tokens.tokenize_documents, args=(source, Counting(), True)
+            target=tokens.load_or_tokenize_documents, args=(source, Counting(), True)
         )
         killed.start()
         killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     assert [path for path in cache_files.iterdir() if is_temporary_file(path)]
-    assert len(tokens.tokenize_documents(source, Letters(), True).tokens) > 0
+    assert len(tokens.load_or_tokenize_documents(source, Letters(), True).tokens) > 0
     assert {path.suffix for path in cache_files.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
 
 
@@ -149,7 +151,7 @@ def test_shards_are_one_row(source: Corpus, monkeypatch: pytest.MonkeyPatch, siz
     whole = "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     monkeypatch.setattr(shards, "SHARD", size)
     monkeypatch.setattr(tokens, "SHARD", size)
-    found = tokens.tokenize_documents(source, Letters(), True).tokens
+    found = tokens.load_or_tokenize_documents(source, Letters(), True).tokens
     assert len(found) == len(whole)
     for start, stop in (
         (0, 5),
@@ -179,7 +181,7 @@ def test_a_killed_process_is_gone_on_from_shard_by_shard(
     whole = "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     for damaged in (False, True):
         killed = multiprocessing.get_context("fork").Process(
-            target=tokens.tokenize_documents, args=(source, Counting("text 25"), True)
+            target=tokens.load_or_tokenize_documents, args=(source, Counting("text 25"), True)
         )
         killed.start()
         killed.join(60)
@@ -188,7 +190,7 @@ def test_a_killed_process_is_gone_on_from_shard_by_shard(
         if damaged:
             first.write_bytes(b"?" * first.stat().st_size)
         second = Counting()
-        found = tokens.tokenize_documents(source, second, True).tokens
+        found = tokens.load_or_tokenize_documents(source, second, True).tokens
         assert bytes(found[0 : len(found)].tolist()).decode() == whole
         assert len(second.seen) == 40 if damaged else len(second.seen) <= 24
         assert {path.suffix for path in folder.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
@@ -204,10 +206,12 @@ def test_a_shard_that_changed_is_named_and_made_anew(
     """A changed shard is named, and all shards are made again."""
     monkeypatch.setattr(shards, "SHARD", 50)
     monkeypatch.setattr(tokens, "SHARD", 50)
-    whole = tokens.tokenize_documents(source, Letters(), True).tokens[0:1000].tolist()
+    whole = tokens.load_or_tokenize_documents(source, Letters(), True).tokens[0:1000].tolist()
     path = sorted((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32"))[2]
     path.write_bytes(b"?" * path.stat().st_size)
-    assert tokens.tokenize_documents(source, Letters(), True).tokens[0:1000].tolist() == whole
+    assert (
+        tokens.load_or_tokenize_documents(source, Letters(), True).tokens[0:1000].tolist() == whole
+    )
     assert take_cache_notes() == [f"{path}: differs from the recorded checksum; rebuilt"]
 
 
@@ -235,7 +239,9 @@ def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
     backend.enable_truncation(5)
     backend.enable_padding(length=9)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
-    assert tokens.tokenize_documents(source, tokenizer, False).tokens[:].tolist() == expected
+    assert (
+        tokens.load_or_tokenize_documents(source, tokenizer, False).tokens[:].tolist() == expected
+    )
     # The tokenizer itself was not changed.
     assert tokenizer.backend_tokenizer.truncation is not None
 
@@ -251,10 +257,10 @@ def test_memory_is_flat_over_a_corpus_many_times_as_large(
         def read(_: Any) -> Iterator[tuple[str, float]]:
             return (("x" * (2000 + n % 7), 0.0) for n in range(count))
 
-        monkeypatch.setattr(tokens, "read_documents", read)
+        monkeypatch.setattr(tokens, "read_texts_and_shares", read)
         monkeypatch.setattr(tokens, "corpus_fingerprint", lambda _: str(count))
         tracemalloc.start()
-        found = len(tokens.tokenize_documents(source, Bytes(), False).tokens)
+        found = len(tokens.load_or_tokenize_documents(source, Bytes(), False).tokens)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert found > count * 2000
@@ -267,13 +273,13 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     """A full disk raises ENOSPC, by which `train` reports it."""
     # NumPy's `tofile` reports only the amount written.
     ids = np.zeros(1 << 20, dtype=np.uint32)
-    encoded = tokens.Encoded(ids, [len(ids)], tokens.Chunk([], 1.0))
+    encoded = tokens.EncodedChunk(ids, [len(ids)], tokens.Chunk([], 1.0))
     writer = shards.ShardWriter(tmp_path / "corpus", 0)
     writer.file.close()
     with open("/dev/full", "wb") as full:
         writer.file = full
         with pytest.raises(OSError, match="No space left") as caught:
-            tokens._write_chunks(
+            tokens._append_chunks_and_save_progress(
                 writer, full, tmp_path / "note", tokens.WriteProgress(), [encoded], lambda *_: None
             )
     assert caught.value.errno == errno.ENOSPC

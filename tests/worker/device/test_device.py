@@ -18,30 +18,44 @@ from torch import nn
 from ortlaunch.errors import CheckpointError, EngineError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import Recipe, dump_recipe_yaml, load_recipe, parse_resolved, read_resolved
+from ortlaunch.recipe import (
+    Recipe,
+    dump_recipe_yaml,
+    load_recipe,
+    parse_resolved_recipe,
+    read_resolved_recipe_of_run,
+)
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.worker.checkpoint.restore import Shards
-from ortlaunch.worker.checkpoint.tensor_file import read_range
+from ortlaunch.worker.checkpoint.restore import CheckpointTensors
+from ortlaunch.worker.checkpoint.tensor_file import read_flat_elements
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.device import graph
-from ortlaunch.worker.device.artifacts import device_recipe, write_device_artifacts
-from ortlaunch.worker.device.average import write_average
+from ortlaunch.worker.device.artifacts import (
+    recipe_for_device_artifacts,
+    write_and_check_device_artifacts,
+)
+from ortlaunch.worker.device.average import write_weighted_average_checkpoint
 from ortlaunch.worker.device.device import (
     SAMPLES,
     STEPS,
     Device,
-    int_property,
-    load_state,
-    save_state,
+    int_property_or_0,
+    load_checkpoint_state,
+    write_checkpoint_state_atomically,
 )
-from ortlaunch.worker.device.evaluate import evaluate_checkpoint
-from ortlaunch.worker.device.inference import export_for_inference
-from ortlaunch.worker.device.train import train_on_device
-from ortlaunch.worker.evaluation.evaluate_model import evaluate_model_file, evaluate_module
-from ortlaunch.worker.export.export_checkpoint import write_checkpoint_export as write_export
-from ortlaunch.worker.export.import_checkpoint import import_checkpoint
-from ortlaunch.worker.model.model import LossModule, build_model
+from ortlaunch.worker.device.evaluate import evaluate_device_checkpoint_and_print
+from ortlaunch.worker.device.inference import write_checked_inference_folder
+from ortlaunch.worker.device.train import train_device_checkpoint_and_save
+from ortlaunch.worker.evaluation.evaluate_model import (
+    evaluate_loss_module,
+    load_and_evaluate_model_file,
+)
+from ortlaunch.worker.export.export_checkpoint import (
+    write_and_record_checkpoint_export as write_export,
+)
+from ortlaunch.worker.export.import_checkpoint import write_run_from_device_checkpoint
+from ortlaunch.worker.model.model import LossModule, build_loss_module
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests import makers
 from tests.ort import needs_ort
@@ -71,18 +85,18 @@ class Made:
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         folder.mkdir()
-        self.recipe = device_recipe(recipe, 2)
+        self.recipe = recipe_for_device_artifacts(recipe, 2)
         self.place = DeviceFolder(folder)
         self.data = LoadedData(self.recipe)
         self.data.train, self.data.evaluation = First(self.data.train), First(self.data.train)
-        self.whole: LossModule = build_model(self.recipe, self.data)
-        self.told = write_device_artifacts(self.recipe, folder, self.whole, self.data)
+        self.whole: LossModule = build_loss_module(self.recipe, self.data)
+        self.told = write_and_check_device_artifacts(self.recipe, folder, self.whole, self.data)
 
     def train(self, to: Path, steps: int | None = None, checkpoint: Path | None = None) -> Any:
-        train_on_device(
+        train_device_checkpoint_and_save(
             self.place, self.recipe, self.data, checkpoint or self.place.checkpoint, to, steps
         )
-        return load_state(to)
+        return load_checkpoint_state(to)
 
 
 class First:
@@ -116,7 +130,7 @@ def test_steps_are_pytorchs(bert: Made) -> None:
     """Steps with clipping and AdamW's weight decay give PyTorch's weights, for two lengths."""
     assert bert.told.outputs == ["loss", "prediction_logits", "seq_relationship_logits"]
     assert bert.told.inputs[-2:] == ["labels", "next_sentence_label"]
-    batches = graph.labelled_batches(bert.recipe, bert.whole, bert.data)
+    batches = graph.labelled_batches_in_forward_order(bert.recipe, bert.whole, bert.data)
     for batch in batches:
         # Padding has no labels, so that its embedding has no gradient.
         batch["labels"][batch["attention_mask"] == 0] = -100
@@ -126,7 +140,7 @@ def test_steps_are_pytorchs(bert: Made) -> None:
 def steps_are_pytorchs(made: Made, batches: list[Any]) -> None:
     """Compare losses and weights of two steps with those of plain PyTorch."""
     device = Device(made.place, made.place.checkpoint, is_training=True)
-    whole = build_model(made.recipe, made.data).float()
+    whole = build_loss_module(made.recipe, made.data).float()
     optimizer = torch.optim.AdamW(
         whole.parameters(), lr=1e-2, weight_decay=0.1, eps=made.recipe.optimizer.epsilon
     )
@@ -136,7 +150,7 @@ def steps_are_pytorchs(made: Made, batches: list[Any]) -> None:
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert device.train_step(batch, 1e-2) == pytest.approx(loss.item(), abs=1e-5)
+        assert device.train_on_batch(batch, 1e-2) == pytest.approx(loss.item(), abs=1e-5)
     found = weights(device.state)
     for name, value in whole.named_parameters():
         torch.testing.assert_close(torch.tensor(found[name]), value.detach(), atol=2e-5, rtol=0)
@@ -182,7 +196,7 @@ def test_a_device_hears_and_sees(
         train={"max_steps": 6, "max_grad_norm": 1.0},
     )
     made = Made(recipe, tmp_path / "artifacts")
-    steps_are_pytorchs(made, graph.labelled_batches(recipe, made.whole, made.data))
+    steps_are_pytorchs(made, graph.labelled_batches_in_forward_order(recipe, made.whole, made.data))
 
 
 def test_more_steps_than_epochs_have(bert: Made) -> None:
@@ -205,7 +219,7 @@ def test_it_learns_goes_on_and_leaves(
     bert.train(tmp_path / "two", steps=2)
     chained = bert.train(tmp_path / "all", checkpoint=tmp_path / "two", steps=9)
     assert "--steps 9: 4 steps of 6 left; for more: train.max_steps=11\n" in capsys.readouterr().out
-    assert (int_property(chained, STEPS), int_property(chained, SAMPLES)) == (6, 12)
+    assert (int_property_or_0(chained, STEPS), int_property_or_0(chained, SAMPLES)) == (6, 12)
     expected = weights(at_once)
     for name, value in weights(chained).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-6)
@@ -213,19 +227,25 @@ def test_it_learns_goes_on_and_leaves(
         bert.train(tmp_path / "more", checkpoint=tmp_path / "six")
 
     # The loss has become lower, and is equal by the artifacts and by the exported model.
-    before = evaluate_checkpoint(bert.place, bert.recipe, bert.data, bert.place.checkpoint)
-    after = evaluate_checkpoint(bert.place, bert.recipe, bert.data, tmp_path / "six")
+    before = evaluate_device_checkpoint_and_print(
+        bert.place, bert.recipe, bert.data, bert.place.checkpoint
+    )
+    after = evaluate_device_checkpoint_and_print(
+        bert.place, bert.recipe, bert.data, tmp_path / "six"
+    )
     assert after.metrics["loss"] < before.metrics["loss"] - 0.1
     assert (after.step, after.samples) == (6, 8)
-    export_for_inference(bert.place, tmp_path / "six", tmp_path / "model")
+    write_checked_inference_folder(bert.place, tmp_path / "six", tmp_path / "model")
     assert {path.name for path in (tmp_path / "model").iterdir()} >= {
         "model.onnx",
         "config.json",
         "tokenizer.json",
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: bert.data)
-        found = evaluate_model_file(bert.recipe, tmp_path / "model" / "model.onnx", tmp_path)
+        patch.setattr("ortlaunch.worker.data.load_data_and_print_notes", lambda *_, **__: bert.data)
+        found = load_and_evaluate_model_file(
+            bert.recipe, tmp_path / "model" / "model.onnx", tmp_path
+        )
     assert found.metrics["loss"] == pytest.approx(after.metrics["loss"], abs=1e-5)
     assert found.metrics["next_sentence_accuracy"] == after.metrics["next_sentence_accuracy"]
 
@@ -233,8 +253,8 @@ def test_it_learns_goes_on_and_leaves(
 def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """Under LoRA a device changes the adapters and no other weight."""
     made = Made(LORA, tmp_path / "artifacts")
-    assert parse_resolved(made.place.recipe.read_text()).model.attention == "eager"
-    before = weights(load_state(made.place.checkpoint))
+    assert parse_resolved_recipe(made.place.recipe.read_text()).model.attention == "eager"
+    before = weights(load_checkpoint_state(made.place.checkpoint))
     after = weights(made.train(tmp_path / "after", steps=2))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {each.name for each in made.told.parameters if each.trained}
@@ -267,16 +287,20 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
     assert abs(loss - across) > 0.01
     assert any("use one row per document" in note for note in made.told.notes)
     device = Device(made.place, made.place.checkpoint, is_training=True)
-    assert device.train_step(batch, 1e-3) == pytest.approx(loss, abs=1e-5)
+    assert device.train_on_batch(batch, 1e-3) == pytest.approx(loss, abs=1e-5)
 
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    expected = evaluate_module(made.recipe, made.whole, made.data.evaluation, group)
-    given = evaluate_checkpoint(made.place, made.recipe, made.data, made.place.checkpoint)
+    expected = evaluate_loss_module(made.recipe, made.whole, made.data.evaluation, group)
+    given = evaluate_device_checkpoint_and_print(
+        made.place, made.recipe, made.data, made.place.checkpoint
+    )
     assert given.metrics["loss"] == pytest.approx(expected.metrics["loss"])
-    export_for_inference(made.place, made.place.checkpoint, tmp_path / "model")
+    write_checked_inference_folder(made.place, made.place.checkpoint, tmp_path / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: made.data)
-        found = evaluate_model_file(made.recipe, tmp_path / "model" / "model.onnx", tmp_path)
+        patch.setattr("ortlaunch.worker.data.load_data_and_print_notes", lambda *_, **__: made.data)
+        found = load_and_evaluate_model_file(
+            made.recipe, tmp_path / "model" / "model.onnx", tmp_path
+        )
     assert found.metrics["perplexity"] == pytest.approx(expected.metrics["perplexity"])
 
 
@@ -285,21 +309,23 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
     one = bert.train(tmp_path / "one", steps=1)
     two = bert.train(tmp_path / "two", steps=3)
     clients = [tmp_path / "one", tmp_path / "two"]
-    write_average(bert.place, clients, None, tmp_path / "mean")
-    mean = load_state(tmp_path / "mean")
+    write_weighted_average_checkpoint(bert.place, clients, None, tmp_path / "mean")
+    mean = load_checkpoint_state(tmp_path / "mean")
     first = weights(one)
     second = weights(two)
     for name, value in weights(mean).items():
         np.testing.assert_allclose(value, (first[name] + 3 * second[name]) / 4, atol=1e-6)
-    assert (int_property(mean, STEPS), int_property(mean, SAMPLES)) == (3, 8)
+    assert (int_property_or_0(mean, STEPS), int_property_or_0(mean, SAMPLES)) == (3, 8)
     # The count of samples begins again after an average.
     assert (
-        int_property(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES)
+        int_property_or_0(
+            bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES
+        )
         == 4
     )
-    write_average(bert.place, clients, [1.0, 1.0], tmp_path / "even")
+    write_weighted_average_checkpoint(bert.place, clients, [1.0, 1.0], tmp_path / "even")
     name = next(iter(first))
-    even = weights(load_state(tmp_path / "even"))[name]
+    even = weights(load_checkpoint_state(tmp_path / "even"))[name]
     np.testing.assert_allclose(even, (first[name] + second[name]) / 2, atol=1e-6)
 
 
@@ -309,20 +335,20 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     bert.train(good, steps=1)
     to = tmp_path / "mean"
     with pytest.raises(InputError, match="checkpoint trained on no sample since the last average"):
-        write_average(bert.place, [good, bert.place.checkpoint], None, to)
+        write_weighted_average_checkpoint(bert.place, [good, bert.place.checkpoint], None, to)
     with pytest.raises(InputError, match="got weight 0; a weight is above 0"):
-        write_average(bert.place, [good, good], [1.0, 0.0], to)
+        write_weighted_average_checkpoint(bert.place, [good, good], [1.0, 0.0], to)
     with pytest.raises(CheckpointError, match=r"device\.json is no checkpoint of onnxruntime's"):
-        write_average(bert.place, [good, bert.place.description], None, to)
+        write_weighted_average_checkpoint(bert.place, [good, bert.place.description], None, to)
 
     # A checkpoint with nan in one weight.
     spoiled = Device(bert.place, good)
     name = bert.told.parameters[0].name
     parameters = spoiled.state.parameters
     parameters[name] = np.full_like(parameters[name].data, np.nan)
-    save_state(spoiled.state, tmp_path / "nan", with_optimizer=False)
+    write_checkpoint_state_atomically(spoiled.state, tmp_path / "nan", with_optimizer=False)
     with pytest.raises(CheckpointError, match=f"nan: {name} contains inf or nan"):
-        write_average(bert.place, [good, tmp_path / "nan"], None, to)
+        write_weighted_average_checkpoint(bert.place, [good, tmp_path / "nan"], None, to)
 
     # A checkpoint of a wider model.
     config = {"model_type": "bert", **SMALL, "intermediate_size": 48}
@@ -333,10 +359,12 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"intermediate.*is of shape \[48.*, and of \[32.* in the artifacts"
     ):
-        write_average(bert.place, [good, other.place.checkpoint], [1.0, 1.0], to)
+        write_weighted_average_checkpoint(
+            bert.place, [good, other.place.checkpoint], [1.0, 1.0], to
+        )
     shutil.copy(good, tmp_path / "copy")
     with pytest.raises(CheckpointError, match="is not of these artifacts: it has"):
-        write_average(
+        write_weighted_average_checkpoint(
             DeviceFolder(other_names(bert, tmp_path / "renamed")),
             [good, tmp_path / "copy"],
             None,
@@ -394,14 +422,14 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
     made = Made(recipe, tmp_path / "artifacts")
     # The subcommands read the recipe from the folder.
     assert load_recipe(made.place.recipe).recipe == made.recipe
-    before = evaluate_checkpoint(made.place, made.recipe, made.data, made.place.checkpoint).metrics[
-        "loss"
-    ]
+    before = evaluate_device_checkpoint_and_print(
+        made.place, made.recipe, made.data, made.place.checkpoint
+    ).metrics["loss"]
     made.train(tmp_path / "trained")
     assert (
-        evaluate_checkpoint(made.place, made.recipe, made.data, tmp_path / "trained").metrics[
-            "loss"
-        ]
+        evaluate_device_checkpoint_and_print(
+            made.place, made.recipe, made.data, tmp_path / "trained"
+        ).metrics["loss"]
         < before / 4
     )
 
@@ -461,33 +489,35 @@ def test_a_checkpoint_returns_to_its_run(
     run = run_here(tmp_path / "run", shorter)
     artifacts = DeviceFolder(tmp_path / "artifacts")
     write_export(run, 2, artifacts.path, "ondevice")
-    device_recipe = read_resolved(artifacts.recipe)
+    device_recipe = read_resolved_recipe_of_run(artifacts.recipe)
     data = LoadedData(device_recipe)
-    train_on_device(artifacts, device_recipe, data, artifacts.checkpoint, artifacts.checkpoint, 1)
+    train_device_checkpoint_and_save(
+        artifacts, device_recipe, data, artifacts.checkpoint, artifacts.checkpoint, 1
+    )
     back = RunDir(tmp_path / "back")
-    import_checkpoint(artifacts, artifacts.checkpoint, run, 2, back)
+    write_run_from_device_checkpoint(artifacts, artifacts.checkpoint, run, 2, back)
     assert "checkpoint of step 2, without optimizer state" in capsys.readouterr().out
     assert back.vocabulary.read_text() == run.vocabulary.read_text()
     assert [path.name for path in back.tokenizer.iterdir()] == [
         path.name for path in run.tokenizer.iterdir()
     ]
-    state = load_state(artifacts.checkpoint)
-    shards = Shards(back.checkpoint_folder(2))
+    state = load_checkpoint_state(artifacts.checkpoint)
+    shards = CheckpointTensors(back.checkpoint_folder(2))
     trained = [name for kind, name in shards.pieces if kind == "weight"]
     described = read_own_json(artifacts.description)["parameters"]
     assert sorted(trained) == sorted(each["name"] for each in described if each["trained"])
-    before = Shards(run.checkpoint_folder(2))
+    before = CheckpointTensors(run.checkpoint_folder(2))
     for name in trained:
         (_, entry), = shards.pieces["weight", name]  # fmt: skip
         (_, old), = before.pieces["weight", name]  # fmt: skip
-        weights = read_range(entry, 0, entry.elements).view(entry.shape)
+        weights = read_flat_elements(entry, 0, entry.elements).view(entry.shape)
         assert np.array_equal(weights, state.parameters[name].data)
-        assert not torch.equal(weights, read_range(old, 0, old.elements).view(old.shape))
+        assert not torch.equal(weights, read_flat_elements(old, 0, old.elements).view(old.shape))
     # The export is the model that the device evaluates.
     whole = getattr(transformers, read_own_json(back.export / "config.json")["architectures"][0])
     exported = whole.from_pretrained(back.export).eval()
     batch = collate([data.train.sample(0, 0)])
-    device = Device(artifacts, artifacts.checkpoint).evaluate(batch)
+    device = Device(artifacts, artifacts.checkpoint).evaluate_batch(batch)
     with torch.no_grad():
         loss = exported(**{name: batch[name] for name in batch}).loss
     assert abs(float(loss) - float(device["loss"])) < 1e-5
@@ -508,7 +538,9 @@ def test_frozen_weights_are_compared_in_float32(tmp_path: Path) -> None:
     # The records of such a run; the checkpoint has the same form.
     run.recipe.write_text(dump_recipe_yaml(shorter.model_copy(update={"precision": "bf16"})))
     run.plan.write_text(replace(Plan.read(run.plan), deepspeed={"bf16": {}}).to_json())
-    import_checkpoint(artifacts, artifacts.checkpoint, run, 1, RunDir(tmp_path / "back"))
+    write_run_from_device_checkpoint(
+        artifacts, artifacts.checkpoint, run, 1, RunDir(tmp_path / "back")
+    )
     assert RunDir(tmp_path / "back").checkpoint_folder(1).exists()
 
 
@@ -527,15 +559,17 @@ def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
         if not each["trained"]
     )
     device.state.parameters[name] = device.state.parameters[name].data + np.float32(1)
-    save_state(device.state, tmp_path / "changed", with_optimizer=False)
+    write_checkpoint_state_atomically(device.state, tmp_path / "changed", with_optimizer=False)
     with pytest.raises(CheckpointError, match=f"{name}: is not trained, and differs from that"):
-        import_checkpoint(artifacts, tmp_path / "changed", run, 1, RunDir(tmp_path / "back"))
+        write_run_from_device_checkpoint(
+            artifacts, tmp_path / "changed", run, 1, RunDir(tmp_path / "back")
+        )
     assert not (tmp_path / "back").exists()
     # What a browser sends has no names, only a size.
     (tmp_path / "short.f32").write_bytes(bytes(12))
     with pytest.raises(
         CheckpointError, match=r"short.f32 has 12 bytes; the .* trained weights take"
     ):
-        write_average(
+        write_weighted_average_checkpoint(
             artifacts, [tmp_path / "short.f32", artifacts.checkpoint], [1, 1], tmp_path / "to"
         )

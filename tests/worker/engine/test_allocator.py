@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT, keep_freed_memory
+from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT, make_malloc_keep_memory_and_describe
 
 FAULTS = """
 import ctypes, resource, sys
-from ortlaunch.worker.engine.allocator import trim_heap, keep_freed_memory
+from ortlaunch.worker.engine.allocator import trim_heap, make_malloc_keep_memory_and_describe
 if sys.argv[1] != "plain":
-    keep_freed_memory({})
+    make_malloc_keep_memory_and_describe({})
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     buffer = bytearray(int(sys.argv[2]) << 20)  # written once
@@ -79,7 +79,7 @@ def test_large_blocks_come_in_large_pages(
 from pathlib import Path
 from ortlaunch.worker.engine import allocator
 allocator._REPORTING, environ = Path({str(told)!r}), {given}
-print(allocator.keep_freed_memory(environ))
+print(allocator.make_malloc_keep_memory_and_describe(environ))
 print(environ.get("THP_MEM_ALLOC_ENABLE"))
 """
     done = subprocess.run(
@@ -100,11 +100,14 @@ print(environ.get("THP_MEM_ALLOC_ENABLE"))
 )
 def test_what_the_user_chose_stays(environ: dict[str, str]) -> None:
     """Settings of malloc in the environment stay unchanged and are reported."""
-    assert all(text in keep_freed_memory({**environ, "PATH": "/bin"}) for text in environ.values())
+    assert all(
+        text in make_malloc_keep_memory_and_describe({**environ, "PATH": "/bin"})
+        for text in environ.values()
+    )
 
 
 def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another libc than glibc is left unchanged."""
     # Musl has no such settings.
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert "not glibc" in keep_freed_memory({})
+    assert "not glibc" in make_malloc_keep_memory_and_describe({})

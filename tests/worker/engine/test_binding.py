@@ -12,15 +12,15 @@ from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.worker.engine import binding
 from ortlaunch.worker.engine.binding import (
-    Bound,
     Cpu,
-    bind_process_to_cores,
-    choose_cores,
+    RankCoreBinding,
+    bind_process_and_set_thread_count,
+    choose_cpus_of_rank,
+    cpus_sorted_by_numa_node_and_core,
     format_cpu_list,
-    gpu_nodes,
-    let_waiting_threads_sleep,
+    numa_nodes_of_local_gpus,
     parse_cpu_list,
-    sort_cpus_by_node,
+    set_openmp_wait_policy_unless_set,
 )
 from tests.makers import host, plan, recipe
 
@@ -65,7 +65,8 @@ def test_cores_of_ranks(
 ) -> None:  # fmt: skip
     """All ranks get equally many cores, whole if possible, beside their GPU and in one node."""
     found = [
-        choose_cores(asked, cpus, Rank(rank, ranks, rank, ranks), gpus) for rank in range(ranks)
+        choose_cpus_of_rank(asked, cpus, Rank(rank, ranks, rank, ranks), gpus)
+        for rank in range(ranks)
     ]
     assert [format_cpu_list(one.cpus) for one in found] == cores
     assert (found[0].used, found[0].threads, bool(found[0].unbound_reason)) == (
@@ -83,7 +84,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(set(cpus)))
     monkeypatch.setattr(
         binding,
-        "sort_cpus_by_node",
+        "cpus_sorted_by_numa_node_and_core",
         lambda allowed: [Cpu(0, number, number) for number in sorted(allowed)],
     )
     return bound
@@ -96,20 +97,25 @@ def test_threads_follow(cores: list[set[int]]) -> None:
     made = plan(recipe(), [host("a", 2)], "torchrun")
     # torchrun's value, not the user's.
     environ = {"OMP_NUM_THREADS": "1"}
-    assert bind_process_to_cores("core", made, rank, environ) == Bound(
+    assert bind_process_and_set_thread_count("core", made, rank, environ) == RankCoreBinding(
         "core", "core", (2, 3), 2, None
     )
     assert (environ, cores) == ({"OMP_NUM_THREADS": "2"}, [{2, 3}])
     for count in ("1", "3"):
         made = plan(recipe(launch={"env": {"OMP_NUM_THREADS": count}}), [host("a", 2)], "torchrun")
         if count == "1":
-            assert bind_process_to_cores("core", made, rank, {"OMP_NUM_THREADS": "1"}).threads == 1
+            assert (
+                bind_process_and_set_thread_count(
+                    "core", made, rank, {"OMP_NUM_THREADS": "1"}
+                ).threads
+                == 1
+            )
             continue
         with pytest.raises(
             LaunchError,
             match=r"^launch.binding is core, OMP_NUM_THREADS is 3, and a rank would have 2",
         ):
-            bind_process_to_cores("core", made, rank, {"OMP_NUM_THREADS": "3"})
+            bind_process_and_set_thread_count("core", made, rank, {"OMP_NUM_THREADS": "3"})
     assert len(cores) == 2
 
 
@@ -117,7 +123,7 @@ def test_a_launcher_of_the_users_own_binds_or_does_not(cores: list[set[int]]) ->
     """The ranks of the user's own launcher are not bound."""
     # Its ranks may have their cores already, which must not be divided again.
     made = plan(recipe(), [host("a", 2)], "inside")
-    found = bind_process_to_cores("core", made, Rank(0, 2, 0, 2), {})
+    found = bind_process_and_set_thread_count("core", made, Rank(0, 2, 0, 2), {})
     assert (found.used, "srun --cpu-bind" in (found.unbound_reason or ""), cores) == (
         "none",
         True,
@@ -140,7 +146,7 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(binding, "_SYSTEM", tmp_path)
     monkeypatch.setattr(binding, "_GPUS", tmp_path / "gpus")
     monkeypatch.setattr(binding, "_PCI", tmp_path / "pci")
-    assert sort_cpus_by_node({0, 1, 2, 3}) == [
+    assert cpus_sorted_by_numa_node_and_core({0, 1, 2, 3}) == [
         Cpu(0, 0, 0),
         Cpu(0, 0, 2),
         Cpu(1, 1, 1),
@@ -149,9 +155,12 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made = plan(recipe(launch={"device": "cuda"}), [Host("a", 2, (0, 1))], "torchrun")
     # Plans are frozen.
     object.__setattr__(made, "device", "cuda")
-    assert gpu_nodes(made, Rank(0, 2, 0, 2), {}) == [0, 1]
+    assert numa_nodes_of_local_gpus(made, Rank(0, 2, 0, 2), {}) == [0, 1]
     # Only one GPU is visible, so that the node of the second rank is unknown.
-    assert gpu_nodes(made, Rank(0, 2, 0, 2), {"CUDA_VISIBLE_DEVICES": "1"}) == [1, None]
+    assert numa_nodes_of_local_gpus(made, Rank(0, 2, 0, 2), {"CUDA_VISIBLE_DEVICES": "1"}) == [
+        1,
+        None,
+    ]
 
 
 def test_lists_as_the_kernel_writes_them() -> None:
@@ -165,5 +174,5 @@ def test_lists_as_the_kernel_writes_them() -> None:
 def test_threads_that_wait_sleep(own: dict[str, str], policy: str) -> None:
     """OpenMP's threads do not spin at barriers, unless the user's environment says otherwise."""
     environ = dict(own)
-    let_waiting_threads_sleep(environ)
+    set_openmp_wait_policy_unless_set(environ)
     assert environ["OMP_WAIT_POLICY"] == policy

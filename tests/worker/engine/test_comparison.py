@@ -14,11 +14,11 @@ from torch import nn
 from ortlaunch.errors import EngineError
 from ortlaunch.precisions import PRECISIONS
 from ortlaunch.worker.engine.comparison import (
-    active_dropouts,
-    compare_passes,
-    compare_with_draws,
+    active_dropout_attributes,
+    compare_replaying_random_numbers,
     disable_dropout,
-    evaluation_losses,
+    engine_and_reference_evaluation_losses,
+    run_and_compare_passes,
 )
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(3))}
@@ -72,7 +72,7 @@ def spoilt(net: Net, factor: float) -> Any:
 def test_a_module_is_equal_to_itself_with_dropout_off() -> None:
     """A model with dropout is equal to itself in every trained parameter."""
     net = Net()
-    found = compare_passes(net, net, BATCH)
+    found = run_and_compare_passes(net, net, BATCH)
     assert found.largest_difference == 0
     assert {d.name for d in found.gradients} == {
         n for n, p in net.named_parameters() if p.requires_grad
@@ -92,7 +92,7 @@ def test_nothing_is_left_behind() -> None:
     buffers = copy.deepcopy(dict(net.named_buffers()))
     random = torch.get_rng_state()
     # The engine draws a random number, too.
-    compare_passes(net, lambda x: net(x + torch.rand(1)), BATCH)
+    run_and_compare_passes(net, lambda x: net(x + torch.rand(1)), BATCH)
     assert all((p.grad is None) == (gradients[n] is None) for n, p in net.named_parameters())
     assert all(g is None or torch.equal(g, net.get_parameter(n).grad) for n, g in gradients.items())
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())
@@ -114,14 +114,14 @@ def test_both_passes_begin_with_the_same_buffers() -> None:
             return (self.weight * x).mean() * self.passes
 
     module = Running()
-    assert compare_passes(module, module, BATCH).largest_difference == 0
+    assert run_and_compare_passes(module, module, BATCH).largest_difference == 0
     assert module.passes == 0
 
 
 def test_a_wrong_gradient_behind_a_right_loss_is_named() -> None:
     """A gradient that is 1 % too large has a difference of 0.01; the loss has none."""
     net = Net()
-    found = compare_passes(net, spoilt(net, 1.01), BATCH)
+    found = run_and_compare_passes(net, spoilt(net, 1.01), BATCH)
     assert found.loss_difference < 1e-6
     assert found.gradients[0].name == "second.weight"
     assert found.gradients[0].value == pytest.approx(0.01, rel=1e-3)
@@ -136,9 +136,9 @@ def test_a_wrong_gradient_behind_a_right_loss_is_named() -> None:
 def test_a_number_that_is_not_finite_is_an_infinite_difference(factor: float) -> None:
     """A gradient or loss that is not finite has an infinite difference."""
     net = Net()
-    found = compare_passes(net, spoilt(net, factor), BATCH)
+    found = run_and_compare_passes(net, spoilt(net, factor), BATCH)
     assert (found.gradients[0].name, found.gradients[0].value) == ("second.weight", math.inf)
-    assert compare_passes(net, lambda x: net(x) * factor, BATCH).loss_difference == math.inf
+    assert run_and_compare_passes(net, lambda x: net(x) * factor, BATCH).loss_difference == math.inf
 
 
 def test_a_missing_gradient_is_one_of_zeros() -> None:
@@ -154,8 +154,12 @@ def test_a_missing_gradient_is_one_of_zeros() -> None:
     def more(x: torch.Tensor) -> torch.Tensor:
         return net(x) + (net.unused.bias - net.unused.bias.detach()).sum()
 
-    assert compare_passes(net, lacking, BATCH).gradients[0][:3] == ("second.weight", 1.0, 0.0)
-    found = compare_passes(net, more, BATCH)
+    assert run_and_compare_passes(net, lacking, BATCH).gradients[0][:3] == (
+        "second.weight",
+        1.0,
+        0.0,
+    )
+    found = run_and_compare_passes(net, more, BATCH)
     assert found.gradients[0].name == "unused.bias"
     assert found.gradients[0].reference_norm == 0
     assert found.gradients[0].value > 1
@@ -188,7 +192,7 @@ def test_rounding_of_a_zero_gradient_is_no_difference() -> None:
     engine = Apart()
     engine.linear = module.linear
     engine.shift = module.shift
-    found = compare_passes(module, engine, BATCH)
+    found = run_and_compare_passes(module, engine, BATCH)
     shift = next(d for d in found.gradients if d.name == "shift")
     assert abs(shift.norm - shift.reference_norm) > 0.1 * shift.reference_norm
     assert found.largest_difference < 1e-4
@@ -219,7 +223,7 @@ def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
     stays.key = net.key
     before = copy.deepcopy(net.state_dict())
     storage = net.key.weight.data_ptr()
-    assert compare_passes(net, net, BATCH).largest_difference == 0
+    assert run_and_compare_passes(net, net, BATCH).largest_difference == 0
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert net.key.weight.data_ptr() == storage
 
@@ -230,14 +234,14 @@ def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
         weight, bias = (p + (m - p).detach() for p, m in zip((net.key.weight, net.key.bias), moved))
         return (net.query(x) - nn.functional.linear(x, weight, bias)).square().mean()
 
-    found = compare_passes(net, late, BATCH)
+    found = run_and_compare_passes(net, late, BATCH)
     assert max(found.loss_difference, found.gradient_difference) < 1e-6
     assert {(each.name, each.value) for each in found.state} == {
         ("key.weight", 1.0),
         ("key.bias", 1.0),
     }
     assert found.largest_difference == 1.0
-    assert compare_passes(net, stays, BATCH).loss_difference > 0.01
+    assert run_and_compare_passes(net, stays, BATCH).loss_difference > 0.01
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.2])
@@ -253,7 +257,7 @@ def test_statistics_that_a_pass_leaves_are_compared(momentum: float) -> None:
     other.norm.weight, other.norm.bias = net.norm.weight, net.norm.bias
     other.norm._buffers = net.norm._buffers
     other.drop.p = other.attention_dropout = 0.0
-    found = compare_passes(net, other, BATCH)
+    found = run_and_compare_passes(net, other, BATCH)
     assert (found.state_difference > 0.5) == (momentum != 0.1)
     assert found.gradient_difference < 1e-6
 
@@ -292,11 +296,13 @@ def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) ->
     tolerance = 1e-7
     images = {"x": torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)) * 30 + 100}
     own = next(
-        each for each in compare_passes(net, net, images).gradients if each.name == "conv.bias"
+        each
+        for each in run_and_compare_passes(net, net, images).gradients
+        if each.name == "conv.bias"
     )
     # This norm is eager's own rounding, because the exact gradient is zero.
     assert 0 < own.reference_norm < 1e-8
-    found = compare_passes(
+    found = run_and_compare_passes(
         net, off_by(net, roundings * own.reference_norm), images, tolerance=tolerance
     )
     bias = next(each for each in found.gradients if each.name == "conv.bias")
@@ -316,7 +322,7 @@ def test_float64_derives_only_the_gradients_in_question() -> None:
     net = BeforeNorm()
     images = {"x": torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))}
     with mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as derive:
-        found = compare_passes(net, off_by(net, 1.0), images)
+        found = run_and_compare_passes(net, off_by(net, 1.0), images)
     assert [each.name for each in found.gradients if each.value > 1e-4] == ["conv.bias"]
     derived = [len(call.args[1]) for call in derive.call_args_list]
     # In float64 torch calls the function once more, by way of its mode.
@@ -337,7 +343,7 @@ def test_an_engine_that_is_nearer_to_float64_is_right() -> None:
             return ((x * self.weight + 1e5) - 1e5).square().mean()
 
     net = Losing()
-    found = compare_passes(net, lambda x: (x * net.weight).square().mean(), BATCH)
+    found = run_and_compare_passes(net, lambda x: (x * net.weight).square().mean(), BATCH)
     assert found.gradients[0].value > 0.001
     assert found.rounding == ["loss", "weight"]
     assert found.largest_difference == 0
@@ -354,8 +360,10 @@ def test_a_model_whose_passes_differ_is_no_rounding() -> None:
             return super().forward(x) * self.passes
 
     net = Counting()
-    found = compare_passes(net, lambda x: Net.forward(net, x), BATCH)
-    assert compare_passes(net, lambda x: Net.forward(net, x), BATCH).largest_difference > 0.1
+    found = run_and_compare_passes(net, lambda x: Net.forward(net, x), BATCH)
+    assert (
+        run_and_compare_passes(net, lambda x: Net.forward(net, x), BATCH).largest_difference > 0.1
+    )
     assert found.rounding == []
 
 
@@ -397,7 +405,7 @@ def test_a_missing_gradient_is_no_rounding(product: Any) -> None:
 
     net = Scaled()
     net.drop.p = net.attention_dropout = 0.0
-    found = compare_passes(net, lambda x: net(x, lost=True), BATCH)
+    found = run_and_compare_passes(net, lambda x: net(x, lost=True), BATCH)
     assert (found.largest_difference, found.rounding) == (1, [])
     # The exact gradient shows an error of the engine; without one there is no judgement.
     assert ("scale" in found.not_judged) == (product is by_script)
@@ -417,10 +425,10 @@ def test_a_loss_that_is_not_finite_judges_nothing(factor: float) -> None:
     endless.drop.p = endless.attention_dropout = 0.0
     for name, module in net.named_children():
         setattr(endless, name, module)
-    found = compare_passes(endless, endless, BATCH)
+    found = run_and_compare_passes(endless, endless, BATCH)
     assert (found.largest_difference, found.gradients) == (0, ())
     assert found.not_judged == f"the loss is {factor} in plain PyTorch, too"
-    assert compare_passes(endless, net, BATCH).largest_difference == math.inf
+    assert run_and_compare_passes(endless, net, BATCH).largest_difference == math.inf
 
 
 def test_evaluation_is_compared_too() -> None:
@@ -434,15 +442,15 @@ def test_evaluation_is_compared_too() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x + torch.rand_like(x))
 
-    assert evaluation_losses(Drawing(), Drawing(), BATCH, None) is None
+    assert engine_and_reference_evaluation_losses(Drawing(), Drawing(), BATCH, None) is None
     net = Pooled()
     net.norm.eval()
     statistics = net.norm.running_mean.clone()
-    ours, theirs = evaluation_losses(net, net, BATCH, None) or (0.0, 1.0)
+    ours, theirs = engine_and_reference_evaluation_losses(net, net, BATCH, None) or (0.0, 1.0)
     assert ours == theirs
     plain = Net()
     plain.load_state_dict(net.state_dict())
-    ours, theirs = evaluation_losses(net, plain, BATCH, None) or (0.0, 0.0)
+    ours, theirs = engine_and_reference_evaluation_losses(net, plain, BATCH, None) or (0.0, 0.0)
     assert theirs == pytest.approx(2 * ours)
     assert (net.training, net.norm.training, plain.training) == (True, False, True)
     assert torch.equal(net.norm.running_mean, statistics)
@@ -457,7 +465,7 @@ def test_what_cannot_run_in_float64_is_not_judged() -> None:
             self.first = torch.jit.script(self.first)
 
     net = Scripted()
-    found = compare_passes(net, lambda x: net(x) * 1.01, BATCH)
+    found = run_and_compare_passes(net, lambda x: net(x) * 1.01, BATCH)
     assert found.largest_difference == pytest.approx(0.01, rel=1e-2)
     assert "dtype" in found.not_judged
 
@@ -480,10 +488,10 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
     called: list[int] = []
     net.first.weight.register_post_accumulate_grad_hook(lambda _: called.append(1))
     batch = {"x": BATCH["x"].clone().requires_grad_()}
-    found = compare_passes(net, plain, batch)
+    found = run_and_compare_passes(net, plain, batch)
     assert found.largest_difference < 1e-6
     assert found.gradients[0].reference_norm > 0
-    assert compare_passes(net, lambda x: plain(x) * 1.01, batch).not_judged == ""
+    assert run_and_compare_passes(net, lambda x: plain(x) * 1.01, batch).not_judged == ""
     assert all(parameter.grad is None for parameter in net.parameters())
     assert called == []
 
@@ -498,12 +506,12 @@ def test_a_model_with_randomness_of_its_own_is_compared() -> None:
     net = Noisy()
     net.drop.p = net.attention_dropout = 0.0
     before = torch.get_rng_state()
-    assert compare_passes(net, net, BATCH).largest_difference == 0
-    assert compare_passes(net, lambda x: net(x) * 1.01, BATCH).largest_difference == pytest.approx(
-        0.01, rel=1e-2
-    )
+    assert run_and_compare_passes(net, net, BATCH).largest_difference == 0
+    assert run_and_compare_passes(
+        net, lambda x: net(x) * 1.01, BATCH
+    ).largest_difference == pytest.approx(0.01, rel=1e-2)
     with pytest.raises(EngineError, match="draws random numbers"):
-        compare_passes(net, drawing_otherwise(net), BATCH)
+        run_and_compare_passes(net, drawing_otherwise(net), BATCH)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -549,12 +557,14 @@ def test_recorded_random_numbers_are_given_to_both() -> None:
     """A model with random numbers is equal to itself, and the random state does not change."""
     net = Sampling()
     before = torch.get_rng_state()
-    found = compare_with_draws(net, drawing_otherwise(net), BATCH, lambda model: model)
+    found = compare_replaying_random_numbers(
+        net, drawing_otherwise(net), BATCH, lambda model: model
+    )
     # The draws are randn_like, Normal, dropout, uniform_, randint and bernoulli.
     assert (found.largest_difference, found.draws) == (0, 6)
     assert {each.name for each in found.gradients} == {name for name, _ in net.named_parameters()}
     assert torch.equal(torch.get_rng_state(), before)
-    wrong = compare_with_draws(
+    wrong = compare_replaying_random_numbers(
         net, drawing_otherwise(net), BATCH, lambda model: lambda draws, x: model(draws, x=x) * 1.01
     )
     assert wrong.largest_difference == pytest.approx(0.01, rel=1e-2)
@@ -566,14 +576,14 @@ def test_random_numbers_that_cannot_be_recorded_are_refused() -> None:
     # A Gamma variate has a gradient, which a recorded tensor would lack.
     net = Sampling(gamma=True)
     with pytest.raises(EngineError, match="cannot be given to both"):
-        compare_with_draws(
+        compare_replaying_random_numbers(
             net,
             drawing_otherwise(net),
             BATCH,
             lambda model: lambda **batch: (torch.rand(1), model(**batch))[1],
         )
     # The same numbers show the difference.
-    off = compare_with_draws(net, lambda x: net(x) * 1.01, BATCH, None)
+    off = compare_replaying_random_numbers(net, lambda x: net(x) * 1.01, BATCH, None)
     assert off.largest_difference == pytest.approx(0.01, rel=1e-2)
 
 
@@ -583,7 +593,7 @@ def test_a_compiled_model_is_compared_with_itself_uncompiled() -> None:
     calls = []
     # As Module.compile sets it.
     net._compiled_call_impl = lambda **batch: calls.append(1) or Net.forward(net, **batch)
-    assert compare_passes(net, net, BATCH).largest_difference == 0
+    assert run_and_compare_passes(net, net, BATCH).largest_difference == 0
     assert calls == [1]
 
 
@@ -591,7 +601,9 @@ def test_half_precision_by_autocast() -> None:
     """A bf16 pass equals itself, and differs from float32 within the tolerance of bf16."""
     net = Net()
     assert (
-        compare_passes(net, net, BATCH, precision="bf16", uses_autocast=True).largest_difference
+        run_and_compare_passes(
+            net, net, BATCH, precision="bf16", uses_autocast=True
+        ).largest_difference
         == 0
     )
 
@@ -599,7 +611,7 @@ def test_half_precision_by_autocast() -> None:
         with torch.autocast("cpu", enabled=False):
             return net(x)
 
-    found = compare_passes(net, exact, BATCH, precision="bf16", uses_autocast=True)
+    found = run_and_compare_passes(net, exact, BATCH, precision="bf16", uses_autocast=True)
     assert PRECISIONS["fp32"].tolerance < found.largest_difference < PRECISIONS["bf16"].tolerance
 
 
@@ -607,7 +619,8 @@ def test_the_scale_of_fp16_is_taken_back() -> None:
     """Norms of fp16 gradients do not contain the loss scale."""
     net = Net()
     plain, scaled = (
-        compare_passes(net, spoilt(net, 1.01), BATCH, precision=name) for name in ("fp32", "fp16")
+        run_and_compare_passes(net, spoilt(net, 1.01), BATCH, precision=name)
+        for name in ("fp32", "fp16")
     )
     assert scaled.gradients[0].norm == pytest.approx(plain.gradients[0].norm, rel=1e-5)
     assert scaled.gradients[0].value == pytest.approx(plain.gradients[0].value, rel=1e-3)
@@ -626,13 +639,13 @@ def test_every_dropout_of_a_transformers_model_is_found(family: str) -> None:
         )
     else:
         model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, attention_dropout=0.2))
-    found = {(type(owner).__name__, name) for owner, name, _ in active_dropouts(model)}
+    found = {(type(owner).__name__, name) for owner, name, _ in active_dropout_attributes(model)}
     expected = {
         "bert": {("Dropout", "p"), ("BertConfig", "attention_probs_dropout_prob")},
         "llama": {("LlamaAttention", "attention_dropout"), ("LlamaConfig", "attention_dropout")},
     }
     assert expected[family] <= found
-    before = active_dropouts(model)
+    before = active_dropout_attributes(model)
     with disable_dropout(model):
-        assert active_dropouts(model) == []
-    assert active_dropouts(model) == before
+        assert active_dropout_attributes(model) == []
+    assert active_dropout_attributes(model) == before

@@ -15,7 +15,7 @@ from deepspeed.comm import comm
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups
 
-from ortlaunch.planning.deepspeed_config import deepspeed_config
+from ortlaunch.planning.deepspeed_config import deepspeed_config_or_none
 from ortlaunch.rank import Rank
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.optimizer import build_optimizer
@@ -67,7 +67,7 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, kind: Any) -> None:
     """Weights after step 1 are plain PyTorch's from the same gradients, as no step precedes it."""
     made = recipe(zero={"stage": stage}, precision="bf16", optimizer={"name": name, **ADAM})
-    config: Any = deepspeed_config(made, 4, 1, 1)
+    config: Any = deepspeed_config_or_none(made, 4, 1, 1)
     model = Mean()
     stepper = DeepSpeedStepper(
         model, build_optimizer(made.optimizer, model, "eager", CPU).optimizer, GROUP, config
@@ -81,8 +81,8 @@ def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, k
         assert parameter.grad is not None
         master.grad = parameter.grad.float()
     kind(masters, lr=RATE, eps=made.optimizer.epsilon, weight_decay=0.5).step()
-    stepper.micro_step({"x": x}, is_last_of_step=True)
-    stepper.clip_and_step(RATE)
+    stepper.run_micro_batch({"x": x}, is_last_of_step=True)
+    stepper.clip_step_and_clear_gradients(RATE)
     for parameter, master in zip(model.parameters(), masters):
         assert torch.equal(parameter, master.bfloat16())
 
@@ -101,12 +101,14 @@ def test_an_offloaded_optimizer_trains_as_one_that_is_not(
         )
         model = Mean()
         generator = torch.Generator().manual_seed(1)
-        config: Any = deepspeed_config(made, 4, 1, 1)
+        config: Any = deepspeed_config_or_none(made, 4, 1, 1)
         chosen = build_optimizer(made.optimizer, model, "eager", CPU, config, 1)
         stepper = DeepSpeedStepper(model, chosen.optimizer, GROUP, config)
         for _ in range(3):
-            stepper.micro_step({"x": torch.randn(4, 8, generator=generator)}, is_last_of_step=True)
-            stepper.clip_and_step(RATE)
+            stepper.run_micro_batch(
+                {"x": torch.randn(4, 8, generator=generator)}, is_last_of_step=True
+            )
+            stepper.clip_step_and_clear_gradients(RATE)
         with GatheredParameters(list(model.parameters()), enabled=stage == 3):
             return [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
-from ortlaunch.worker.engine.garbage import collect_as_usual, collect_rarely
+from ortlaunch.worker.engine.garbage import (
+    collect_freeze_and_restore_threshold,
+    raise_garbage_threshold,
+)
 
 
 class Cycle:
@@ -19,11 +22,11 @@ def test_garbage_of_the_start_is_collected_and_what_stays_is_left_out() -> None:
     """After the start, collections are as frequent as usual and visit new objects only."""
     usual = gc.get_threshold()
     try:
-        collect_rarely()
+        raise_garbage_threshold()
         assert gc.get_threshold()[0] > 10 * usual[0]
         gone = weakref.ref(Cycle())
         stays = Cycle()
-        collect_as_usual()
+        collect_freeze_and_restore_threshold()
         assert (gone(), gc.get_threshold()) == (None, usual)
         later = weakref.ref(Cycle())
         # The collector does not list objects that were frozen.

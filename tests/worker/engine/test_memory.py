@@ -11,10 +11,13 @@ from torch import nn
 
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import estimate_rank_memory, full_config
+from ortlaunch.planning.memory import (
+    estimate_rank_memory_or_none,
+    model_config_with_defaults_or_none,
+)
 from ortlaunch.planning.model_sizes import build_model_shape
 from ortlaunch.recipe import Recipe, load_recipe
-from ortlaunch.recipe.fields.families import fill_config_defaults
+from ortlaunch.recipe.fields.families import config_with_family_defaults_or_none
 from ortlaunch.recipe.inputs import rounded_vocabulary_size
 from ortlaunch.resolve import shipped
 from tests.makers import BERT, WORDS, bert
@@ -68,7 +71,9 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """The count of BERT's parameters equals transformers', with each head."""
     config = {**BERT, **fields}
     assert sum(
-        build_model_shape(fill_config_defaults(config) or {}, task).tensor_sizes()
+        build_model_shape(
+            config_with_family_defaults_or_none(config) or {}, task
+        ).parameter_element_counts()
     ) == parameters(transformers_model(config, task))
 
 
@@ -90,7 +95,9 @@ def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None
     """The count of Llama's parameters equals transformers', with all options of the config."""
     config = {**LLAMA, **fields}
     assert sum(
-        build_model_shape(fill_config_defaults(config) or {}, task).tensor_sizes()
+        build_model_shape(
+            config_with_family_defaults_or_none(config) or {}, task
+        ).parameter_element_counts()
     ) == parameters(transformers_model(config, task))
 
 
@@ -108,14 +115,21 @@ def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None
 @pytest.mark.skipif(version("transformers") < "5", reason="transformers 4 lacks some types")
 def test_curated_models_have_their_sizes(name: str, published: int) -> None:
     """The decoders of recipes/models have their published sizes, here and in transformers."""
-    config = load_recipe(shipped.find_shipped_recipe(f"models/{name}")).recipe.model.config or {}
+    config = (
+        load_recipe(shipped.shipped_recipe_path_or_refuse(f"models/{name}")).recipe.model.config
+        or {}
+    )
     assert (
-        sum(build_model_shape(fill_config_defaults(config) or {}, "causal-lm").tensor_sizes())
+        sum(
+            build_model_shape(
+                config_with_family_defaults_or_none(config) or {}, "causal-lm"
+            ).parameter_element_counts()
+        )
         == published
     )
     assert parameters(transformers_model(config, "causal-lm")) == published
-    adapters = load_recipe(shipped.find_shipped_recipe(f"models/{name}-lora")).recipe
-    planned = estimate_rank_memory(adapters, 1, 1, "cuda")
+    adapters = load_recipe(shipped.shipped_recipe_path_or_refuse(f"models/{name}-lora")).recipe
+    planned = estimate_rank_memory_or_none(adapters, 1, 1, "cuda")
     peft = pytest.importorskip("peft")
     with_adapters = peft.get_peft_model(
         transformers_model(config, "causal-lm"), peft.LoraConfig(r=16, target_modules="all-linear")
@@ -136,7 +150,12 @@ def test_curated_models_have_their_sizes(name: str, published: int) -> None:
 def test_published_sizes(config: dict[str, Any], task: str, published: int) -> None:
     """The models of the shipped recipes have their published sizes, here and in transformers."""
     assert (
-        sum(build_model_shape(fill_config_defaults(config) or {}, task).tensor_sizes()) == published
+        sum(
+            build_model_shape(
+                config_with_family_defaults_or_none(config) or {}, task
+            ).parameter_element_counts()
+        )
+        == published
     )
     assert parameters(transformers_model(config, task)) == published
 
@@ -183,7 +202,7 @@ def test_adapters_have_pefts_count(config: dict[str, Any], task: str, modules: l
 
 def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
     """Return the estimate of a recipe, which must have one."""
-    memory = estimate_rank_memory(recipe, micro, ranks)
+    memory = estimate_rank_memory_or_none(recipe, micro, ranks)
     assert memory is not None
     return memory
 
@@ -201,7 +220,7 @@ def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
 def test_no_guess_where_the_count_is_not_known(model: dict[str, Any]) -> None:
     """There is no estimate for other models, weights on disk and unusual adapters."""
     # The worker counts those after it has built the model.
-    assert estimate_rank_memory(bert(model=model), 2, 1) is None
+    assert estimate_rank_memory_or_none(bert(model=model), 2, 1) is None
 
 
 # Optimizer and precision -> bytes per parameter of (weights, gradients, optimizer) on one rank.
@@ -298,7 +317,9 @@ def test_zero_3_keeps_small_tensors_whole() -> None:
     """Tensors up to DeepSpeed's threshold stay whole beside their pieces."""
     # With the default threshold biases and norms stay whole, then none, then all tensors.
     config = {**BERT, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    sizes = build_model_shape(fill_config_defaults(config) or {}, "masked-lm").tensor_sizes()
+    sizes = build_model_shape(
+        config_with_family_defaults_or_none(config) or {}, "masked-lm"
+    ).parameter_element_counts()
     # By hand: each of 2 layers has 4 biases of 512, biases of 1024 and 512, and 4 vectors of norms.
     # Outside the layers are type embeddings (2 x 512) and their norm, and the head's bias, norm and
     # bias of the words.
@@ -328,7 +349,7 @@ def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]
     # On CUDA (0 in `expected`) they have half a billion elements; on a CPU (1) no more than there
     # are parameters. ZeRO 3 on CUDA also gathers weights, here all of them.
     made = bert(precision="bf16")
-    memory = estimate_rank_memory(made, 2, ranks, device)
+    memory = estimate_rank_memory_or_none(made, 2, ranks, device)
     assert memory is not None
     found = [parts.buckets for _, parts in memory.by_stage]
     most = [0, 0 if ranks == 1 else 2 * memory.trainable, *[2 * 500_000_000] * 3]
@@ -414,7 +435,9 @@ def test_what_saves_activations(sections: dict[str, Any], less: str) -> None:
 def test_vocabulary_of_the_tokenizer(config: dict[str, Any], tokenizer: Any, words: int) -> None:
     """A tokenizer that the run trains sets the vocabulary, padded to 8, unless the config does."""
     model = {"task": "masked-lm", "config": {"model_type": "bert", **config}}
-    found = full_config(bert(model=model, data={**WORDS, "tokenizer": tokenizer}))
+    found = model_config_with_defaults_or_none(
+        bert(model=model, data={**WORDS, "tokenizer": tokenizer})
+    )
     assert (found or {})["vocab_size"] == words
 
 
@@ -457,7 +480,7 @@ def test_start_and_host_of_llama(
     # In bytes per parameter. ORTModule adds whole gradients.
     adam = {"name": "fused_adam", "learning_rate": 1e-4}
     model = {"task": "causal-lm", "config": LLAMA_7B}
-    memory = estimate_rank_memory(
+    memory = estimate_rank_memory_or_none(
         bert(model=model, optimizer=adam, precision="fp16", **sections), 1, 8, "cuda"
     )
     assert memory is not None

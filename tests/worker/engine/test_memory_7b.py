@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from tests.makers import bert
 from tests.worker.engine.test_memory import LLAMA_7B
 
@@ -52,7 +52,7 @@ def planned(sections: dict[str, Any]) -> dict[str, int]:
     """
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 8}
     adam = {"name": "adamw", "learning_rate": 1.0}
-    memory = estimate_rank_memory(
+    memory = estimate_rank_memory_or_none(
         bert(
             model={"task": "causal-lm", "config": LLAMA_7B}, data=data, optimizer=adam, **sections
         ),

@@ -16,9 +16,9 @@ from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.planning.capacity import crowded_host_notes
-from ortlaunch.planning.workload import plan_workload
-from ortlaunch.worker.engine.memory_limits import RankLimits
+from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
+from ortlaunch.planning.workload import solve_batch_and_estimate_memory
+from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
 from tests import labs
 from tests.kernel_files import GiB, KernelFiles
 from tests.makers import host, recipe, world_of
@@ -40,19 +40,20 @@ def test_plan_trial_and_export_see_one_limit(
     refused = f"{name} is 2.0 GiB; use fewer ranks"
     with pytest.raises(PlanError, match=refused):
         list(
-            crowded_host_notes(
+            notes_or_refusal_for_crowded_hosts(
                 world := world_of(recipe(), [host("localhost", 11)], "torchrun"),
-                plan_workload(recipe(), world, ProcessMemory(200 << 20, 0)),
+                solve_batch_and_estimate_memory(recipe(), world, ProcessMemory(200 << 20, 0)),
                 is_planned_only=False,
             )
         )
     limits = {
-        limit.name: (limit.size, limit.free) for limit in RankLimits(torch.device("cpu"), 2).limits
+        limit.name: (limit.size, limit.free)
+        for limit in RankMemoryLimits(torch.device("cpu"), 2).limits
     }
     # Half a GiB is in use, and two ranks share the rest.
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
-    options.decide_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
-    copies = options.decisions_record()["deepcopy_before_export"]
+    options.decide_and_record_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
+    copies = options.deepcopy_decision_record()["deepcopy_before_export"]
     assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (
         name,
         2 * GiB,
@@ -62,21 +63,26 @@ def test_plan_trial_and_export_see_one_limit(
 
 def test_the_machine_is_shared_by_its_ranks() -> None:
     """Each of two ranks of a host may use half of the free memory."""
-    alone, shared = (RankLimits(torch.device("cpu"), ranks).limits[0] for ranks in (1, 2))
+    alone, shared = (RankMemoryLimits(torch.device("cpu"), ranks).limits[0] for ranks in (1, 2))
     assert shared.free == pytest.approx(alone.free / 2, rel=0.1)
-    assert 0 < alone.free <= alone.size == machine.memory_limits()[0].total_bytes
+    assert (
+        0
+        < alone.free
+        <= alone.size
+        == machine.machine_and_control_group_memory_limits()[0].total_bytes
+    )
 
 
 TAKES = """
 import resource, sys, torch
-from ortlaunch.worker.engine.memory_limits import RankLimits, process_status_bytes
+from ortlaunch.worker.engine.memory_limits import RankMemoryLimits, process_status_bytes
 if sys.argv[1] == "RLIMIT_AS":
     limit = process_status_bytes("VmSize") + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-limits = RankLimits(torch.device("cpu"), 1)
+limits = RankMemoryLimits(torch.device("cpu"), 1)
 taken = torch.ones(200 << 18)
 del taken
-share, limit = limits.tightest_limit()
+share, limit = limits.used_fraction_and_tightest_limit()
 print(limit.name, limit.used_bytes() >> 20, share)
 """
 
@@ -102,10 +108,10 @@ SEEN = """
 import json, torch
 from ortlaunch import machine
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.worker.engine.memory_limits import RankLimits
-options.decide_deepcopy(torch.nn.Linear(2, 2), Settings())
-limits = {limit.name: limit.size for limit in RankLimits(torch.device("cpu"), 1).limits}
-exported = options.decisions_record()["deepcopy_before_export"]
+from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
+options.decide_and_record_deepcopy(torch.nn.Linear(2, 2), Settings())
+limits = {limit.name: limit.size for limit in RankMemoryLimits(torch.device("cpu"), 1).limits}
+exported = options.deepcopy_decision_record()["deepcopy_before_export"]
 planned = machine.smallest_memory_limit()
 print(json.dumps([planned.name, planned.total_bytes, limits[planned.name], exported["limit"], exported["limit_bytes"]]))
 """

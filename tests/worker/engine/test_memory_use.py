@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from ortlaunch.worker.engine.memory_use import _count_new_storages
+from ortlaunch.worker.engine.memory_use import _bytes_of_new_storages_and_add_them
 
 
 class StandIn(torch.Tensor):
@@ -25,12 +25,17 @@ def test_what_has_no_device_has_no_memory() -> None:
     """A tensor without a device is not counted, and does not end the run."""
     ones = torch.ones(4)
     # Four float32 elements count; the view shares their storage.
-    assert _count_new_storages([torch.ones(8).as_subclass(StandIn), ones, ones[1:]], {}) == 16
+    assert (
+        _bytes_of_new_storages_and_add_them(
+            [torch.ones(8).as_subclass(StandIn), ones, ones[1:]], {}
+        )
+        == 16
+    )
 
 
 def test_what_torch_compile_traces_with_has_no_memory(recwarn: pytest.WarningsRecorder) -> None:
     """Fake tensors are not counted, and torch prints no warning."""
     with FakeTensorMode():
         traced = torch.ones(8)
-    assert _count_new_storages([traced], {}) == 0
+    assert _bytes_of_new_storages_and_add_them([traced], {}) == 0
     assert not recwarn.list

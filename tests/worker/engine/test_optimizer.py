@@ -13,11 +13,11 @@ from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.optimizer import (
-    _unsupported_reason,
+    _reason_fused_adam_is_refused_or_empty,
     build_optimizer,
     require_trained_parameters,
 )
-from ortlaunch.worker.model.parameter_groups import build_parameter_groups
+from ortlaunch.worker.model.parameter_groups import build_parameter_groups_and_notes
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -72,7 +72,7 @@ def test_words_of_no_decay_choose_the_group(
 ) -> None:
     """Each parameter is in one group, without decay if its name matches; no group is empty."""
     model = Net()
-    groups, notes = build_parameter_groups(
+    groups, notes = build_parameter_groups_and_notes(
         recipe(**({} if no_decay is None else {"no_decay": no_decay})), model
     )
     assert notes == ()
@@ -84,7 +84,7 @@ def test_frozen_parameters_are_left_out() -> None:
     """A frozen parameter is in no group, and a name that matches only frozen ones is noted."""
     model = Net()
     model.dense.requires_grad_(False)
-    groups, notes = build_parameter_groups(recipe(no_decay=("dense", "norm")), model)
+    groups, notes = build_parameter_groups_and_notes(recipe(no_decay=("dense", "norm")), model)
     assert [names(model, group) for group in groups] == [
         ["LayerNorm.weight", "LayerNorm.bias"],
         ["input_layernorm.weight", "q_norm.weight"],
@@ -256,7 +256,9 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
     )
     if zero is None:
         model = nn.ParameterList([*model][:1])
-    found = _unsupported_reason(build_parameter_groups(recipe(), model)[0], zero, ranks)
+    found = _reason_fused_adam_is_refused_or_empty(
+        build_parameter_groups_and_notes(recipe(), model)[0], zero, ranks
+    )
     assert why in found
     assert bool(why) == bool(found)
 
@@ -265,9 +267,9 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
 def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
     """On a GPU, 50 steps of ORT's kernel and of torch's give the same weights."""
     pytest.importorskip("onnxruntime.training")
-    from ortlaunch.ortmodule.repaired import import_ortmodule
+    from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
 
-    import_ortmodule()
+    import_repaired_ortmodule()
     model, gradients = fifty_steps(torch.float32)
     ours = copy.deepcopy(model).cuda()
     theirs = model.cuda()

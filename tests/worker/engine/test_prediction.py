@@ -15,24 +15,26 @@ import transformers
 from ortlaunch import machine
 from ortlaunch.planning.prediction import (
     StepWork,
-    contradictory_operators,
-    predict_by_engine,
-    prediction_lines,
-    prediction_path,
-    read_cached_prediction,
-    record_measured_step,
-    seconds_by_operator,
+    cache_measured_step_seconds,
+    cached_prediction_path,
+    engine_prediction_table_lines,
+    operators_with_contradictory_rates,
+    plain_pytorch_seconds_by_operator,
+    predict_seconds_and_memory_by_engine,
+    read_cached_prediction_or_none,
 )
 from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine import prediction
-from ortlaunch.worker.engine.prediction import count_step_work, measure_operator_rates
+from ortlaunch.worker.engine.prediction import count_step_work, measure_seconds_per_unit_by_operator
 from ortlaunch.worker.model.model import LossModule
 from tests import makers
 from tests.training import run_here
 
-RECIPE = load_recipe(shipped.find_shipped_recipe("llama2-7b/tiny"), ["engine.name=eager"]).recipe
+RECIPE = load_recipe(
+    shipped.shipped_recipe_path_or_refuse("llama2-7b/tiny"), ["engine.name=eager"]
+).recipe
 CPU = torch.device("cpu")
 
 
@@ -120,24 +122,29 @@ def test_rates_cover_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "_ROUNDS", 1)
     monkeypatch.setattr(prediction, "_MOST_ROUNDS", 2)
     model, batch = llama()
-    rates = measure_operator_rates(CPU, torch.float32)
+    rates = measure_seconds_per_unit_by_operator(CPU, torch.float32)
     counted = count_step_work(RECIPE, model, batch, CPU, 1)
     assert {kind for kind, *_ in counted.operators} <= rates.keys()
     assert rates["matmul"][-1][1] < rates["matmul"][0][1]
-    begun = predict_by_engine(RECIPE, "cpu", counted, rates, "llama")
+    begun = predict_seconds_and_memory_by_engine(RECIPE, "cpu", counted, rates, "llama")
     assert begun.keys() == {"eager", "inductor", "ort"}
     assert 0 < begun["eager"]["seconds"] < 10
     # A compared step on ort takes more memory; a GPU's allocator counts tensors alone.
     compared = RECIPE.model_copy(
         update={"engine": RECIPE.engine.model_copy(update={"parity_steps": 2})}
     )
-    assert predict_by_engine(compared, "cpu", counted, rates, "llama")["eager"] == begun["eager"]
     assert (
-        predict_by_engine(RECIPE, "cpu", counted, rates, "opt")["ort"]["memory"]
+        predict_seconds_and_memory_by_engine(compared, "cpu", counted, rates, "llama")["eager"]
+        == begun["eager"]
+    )
+    assert (
+        predict_seconds_and_memory_by_engine(RECIPE, "cpu", counted, rates, "opt")["ort"]["memory"]
         > begun["ort"]["memory"]
     )
     assert (
-        predict_by_engine(RECIPE, "cuda", counted, rates, "llama")["eager"]["memory"]
+        predict_seconds_and_memory_by_engine(RECIPE, "cuda", counted, rates, "llama")["eager"][
+            "memory"
+        ]
         == counted.peak_bytes
     )
 
@@ -147,7 +154,9 @@ def test_rate_between_two_sizes_is_interpolated() -> None:
     rates = {"matmul": [(10.0, 1.0), (1000.0, 0.01)]}
     for size, seconds in ((1, 1.0), (10, 1.0), (100, 0.1), (1000, 0.01), (5000, 0.01)):
         counted = StepWork([("matmul", size, 1.0)], 0, 0)
-        assert seconds_by_operator(counted, rates) == {"matmul": pytest.approx(seconds)}
+        assert plain_pytorch_seconds_by_operator(counted, rates) == {
+            "matmul": pytest.approx(seconds)
+        }
 
 
 def test_a_prediction_in_doubt_is_not_printed(
@@ -157,21 +166,21 @@ def test_a_prediction_in_doubt_is_not_printed(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     model, batch = llama()
     busy = iter((["sort (7): 98% of a core"], []))
-    monkeypatch.setattr(machine, "busy_processes", lambda: next(busy))
+    monkeypatch.setattr(machine, "watch_and_describe_busy_processes", lambda: next(busy))
     kinds = {kind for kind, *_ in count_step_work(RECIPE, model, batch, CPU, 1).operators}
     rates = {kind: [(1.0, 1.0)] for kind in kinds}
     # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.
-    monkeypatch.setattr(prediction, "measure_operator_rates", lambda *_: rates)
+    monkeypatch.setattr(prediction, "measure_seconds_per_unit_by_operator", lambda *_: rates)
     plan = makers.plan(RECIPE)
-    prediction.write_prediction(RECIPE, plan, model, batch)
-    found = read_cached_prediction(RECIPE, plan)
+    prediction.count_measure_and_cache_prediction(RECIPE, plan, model, batch)
+    found = read_cached_prediction_or_none(RECIPE, plan)
     assert found is not None
-    assert found.doubt == "1 other process ran while the rates were measured"
-    assert [*prediction_lines(RECIPE, plan)][-1] == "    sort (7): 98% of a core"
-    prediction.write_prediction(RECIPE, plan, model, batch)
-    again = read_cached_prediction(RECIPE, plan)
+    assert found.reason_seconds_are_doubtful == "1 other process ran while the rates were measured"
+    assert [*engine_prediction_table_lines(RECIPE, plan)][-1] == "    sort (7): 98% of a core"
+    prediction.count_measure_and_cache_prediction(RECIPE, plan, model, batch)
+    again = read_cached_prediction_or_none(RECIPE, plan)
     assert again is not None
-    assert again.doubt == ""
+    assert again.reason_seconds_are_doubtful == ""
 
 
 def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +188,15 @@ def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     plan = makers.plan(RECIPE)
     engines = {name: {"seconds": 3.0, "memory": 1} for name in ("eager", "ort")}
-    write_json_atomically(prediction_path(RECIPE, plan), {"engines": engines, "others": []})
-    record_measured_step(RECIPE, plan, "eager", 0.3)
-    found = read_cached_prediction(RECIPE, plan)
+    write_json_atomically(cached_prediction_path(RECIPE, plan), {"engines": engines, "others": []})
+    cache_measured_step_seconds(RECIPE, plan, "eager", 0.3)
+    found = read_cached_prediction_or_none(RECIPE, plan)
     assert found is not None
-    assert (found.step_seconds("eager"), found.step_seconds("ort")) == (0.3, pytest.approx(0.3))
-    assert any("0.3 (of a run)" in line for line in prediction_lines(RECIPE, plan))
+    assert (
+        found.measured_or_corrected_step_seconds("eager"),
+        found.measured_or_corrected_step_seconds("ort"),
+    ) == (0.3, pytest.approx(0.3))
+    assert any("0.3 (of a run)" in line for line in engine_prediction_table_lines(RECIPE, plan))
 
 
 @pytest.mark.parametrize(
@@ -199,19 +211,21 @@ def test_rates_that_contradict_themselves(
     curve: list[tuple[float, float]], is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such rates are measured again, some times, and are named if they stay."""
-    assert contradictory_operators({"matmul": curve}) == ["matmul"] * is_wrong
+    assert operators_with_contradictory_rates({"matmul": curve}) == ["matmul"] * is_wrong
     seconds = iter([1.0, 1.0, 500.0, 1.0] if is_wrong else [1.0, 1.0, 1.0])
     monkeypatch.setattr(
-        prediction, "_calls_by_kind", lambda *_: [("sum", lambda: torch.ones(8).sum())]
+        prediction,
+        "_operator_kinds_with_sample_calls",
+        lambda *_: [("sum", lambda: torch.ones(8).sum())],
     )
-    monkeypatch.setattr(prediction, "_least_seconds", lambda *_, **__: next(seconds))
+    monkeypatch.setattr(prediction, "_least_call_seconds", lambda *_, **__: next(seconds))
     rounds: list[object] = []
     monkeypatch.setattr(
         prediction.prediction,
-        "contradictory_operators",
+        "operators_with_contradictory_rates",
         lambda rates: rounds.append(rates) or (["sum"] if is_wrong and len(rounds) < 2 else []),
     )
-    measure_operator_rates(CPU, torch.float32)
+    measure_seconds_per_unit_by_operator(CPU, torch.float32)
     assert len([*seconds]) == 0
 
 
@@ -221,15 +235,15 @@ def test_end_of_a_run_prints_the_prediction_beside_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`plan --predict` shows every engine; the run's end and its records have both figures."""
-    from ortlaunch.api.plans import plan_run
+    from ortlaunch.api.plans import resolve_run_for_planning
     from ortlaunch.cli import main
 
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     name = "llama2-7b/tiny"
     changes = ("engine.name=eager", "train.max_steps=6")
-    found = plan_run(shipped.find_shipped_recipe(name), changes, None, {})
+    found = resolve_run_for_planning(shipped.shipped_recipe_path_or_refuse(name), changes, None, {})
     recipe = found.resolved.recipe_file.recipe
-    assert "not predicted" in next(prediction_lines(recipe, found.plan))
+    assert "not predicted" in next(engine_prediction_table_lines(recipe, found.plan))
     monkeypatch.setattr(sys, "argv", ["ortlaunch", "plan", name, *changes, "--predict"])
     with pytest.raises(SystemExit) as end:
         main()

@@ -11,7 +11,11 @@ import transformers
 from transformers import optimization
 
 from ortlaunch.recipe.fields.schedule import Schedule
-from ortlaunch.worker.engine.schedule import decay_steps, learning_rate_factor, warmup_steps
+from ortlaunch.worker.engine.schedule import (
+    decay_step_count,
+    fraction_of_peak_learning_rate,
+    warmup_step_count,
+)
 
 THEIRS = {
     "linear": transformers.get_linear_schedule_with_warmup,
@@ -41,18 +45,22 @@ def test_as_in_transformers(name: str, warmup: int, steps: int) -> None:
     falling = theirs(name, warmup, steps)
     for step in range(steps):
         expected = rising[step] if step < warmup else falling[step]
-        assert learning_rate_factor(schedule, step, steps) == pytest.approx(expected, abs=1e-12)
+        assert fraction_of_peak_learning_rate(schedule, step, steps) == pytest.approx(
+            expected, abs=1e-12
+        )
 
 
 def test_a_quadratic_warm_up() -> None:
     """A warm-up of power 2 is Axolotl's lr_quadratic_warmup, one step ahead of it."""
     schedule = Schedule(name="cosine", warmup_steps=10, warmup_power=2.0)
     axolotl = [(step / max(1, 10)) ** 2 for step in range(1, 11)]
-    assert [learning_rate_factor(schedule, step, 20) for step in range(10)] == pytest.approx(
-        axolotl, abs=1e-12
-    )
+    assert [
+        fraction_of_peak_learning_rate(schedule, step, 20) for step in range(10)
+    ] == pytest.approx(axolotl, abs=1e-12)
     linear = Schedule(name="cosine", warmup_steps=10)
-    assert learning_rate_factor(schedule, 15, 20) == learning_rate_factor(linear, 15, 20)
+    assert fraction_of_peak_learning_rate(schedule, 15, 20) == fraction_of_peak_learning_rate(
+        linear, 15, 20
+    )
 
 
 # transformers' linear schedule has no minimum: its polynomial of power 1 is the same with one.
@@ -89,7 +97,7 @@ def test_the_decay_to_a_minimum_is_transformers(
     # Llama 2's cosine ends at a tenth of the peak.
     schedule = Schedule(name=name, warmup_steps=warmup, minimum_ratio=minimum)
     theirs = factors_of(TO_A_MINIMUM[name], steps, warmup, steps, minimum)
-    ours = [learning_rate_factor(schedule, step, steps) for step in range(steps)]
+    ours = [fraction_of_peak_learning_rate(schedule, step, steps) for step in range(steps)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], abs=1e-12)
     assert all(ours[step] == (step + 1) / warmup for step in range(warmup))
 
@@ -106,7 +114,7 @@ def test_wsd_is_transformers(
     schedule = Schedule(
         name="wsd", warmup_steps=warmup, decay_ratio=ratio, decay_type=form, minimum_ratio=minimum
     )
-    assert decay_steps(schedule, steps) == decay
+    assert decay_step_count(schedule, steps) == decay
     theirs = factors_of(
         transformers.get_wsd_schedule,
         steps,
@@ -117,7 +125,7 @@ def test_wsd_is_transformers(
         min_lr_ratio=minimum,
     )
     assert [
-        learning_rate_factor(schedule, step, steps) for step in range(warmup, steps)
+        fraction_of_peak_learning_rate(schedule, step, steps) for step in range(warmup, steps)
     ] == pytest.approx(theirs[warmup:], abs=1e-12)
 
 
@@ -131,7 +139,9 @@ def test_polynomial_is_nvidias(warmup: int, steps: int, power: float) -> None:
     for step in range(steps):
         progress = step / steps
         expected = (step + 1) / warmup if step < warmup else (1.0 - progress) ** power
-        assert learning_rate_factor(schedule, step, steps) == pytest.approx(expected, abs=1e-12)
+        assert fraction_of_peak_learning_rate(schedule, step, steps) == pytest.approx(
+            expected, abs=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,7 @@ def test_polynomial_is_nvidias(warmup: int, steps: int, power: float) -> None:
 )
 def test_ends(schedule: dict[str, Any], first: float, peak: float, last: float) -> None:
     """No factor is 0 and none is above the peak; the first and the last are as expected."""
-    factors = [learning_rate_factor(Schedule(**schedule), step, 20) for step in range(20)]
+    factors = [fraction_of_peak_learning_rate(Schedule(**schedule), step, 20) for step in range(20)]
     assert factors[0] == pytest.approx(first)
     assert max(factors) == pytest.approx(peak)
     assert factors[-1] == pytest.approx(last, rel=1e-4)
@@ -170,4 +180,4 @@ def test_ends(schedule: dict[str, Any], first: float, peak: float, last: float) 
 )
 def test_length_of_the_warm_up(schedule: dict[str, Any], steps: int, expected: int) -> None:
     """The warm-up has the set number of steps, or the number nearest to the ratio."""
-    assert warmup_steps(Schedule(**schedule), steps) == expected
+    assert warmup_step_count(Schedule(**schedule), steps) == expected

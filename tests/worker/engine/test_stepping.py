@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.worker.engine.averaging import UsedParameters
+from ortlaunch.worker.engine.averaging import UsedParameterRecorder
 from ortlaunch.worker.engine.stepping import TorchStepper
 
 PASSES = 3
@@ -54,7 +54,7 @@ def test_weights_are_cast_once_a_step() -> None:
         inputs = torch.randn(PASSES, 4, 8)
         with Casts(model.linear.weight) as casts:
             ours = [
-                stepper.micro_step({"x": x}, is_last_of_step=i == PASSES - 1)
+                stepper.run_micro_batch({"x": x}, is_last_of_step=i == PASSES - 1)
                 for i, x in enumerate(inputs)
             ]
         assert casts.count == 1, step
@@ -65,7 +65,7 @@ def test_weights_are_cast_once_a_step() -> None:
                 (expected / PASSES).backward()
             assert torch.equal(loss, expected.detach())
         assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
-        stepper.clip_and_step(RATE)
+        stepper.clip_step_and_clear_gradients(RATE)
         optimizers[1].step()
         optimizers[1].zero_grad()
         assert torch.equal(model.linear.weight, plain.linear.weight)
@@ -76,19 +76,19 @@ def test_parameters_that_no_rank_uses_are_found() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
     model["c"].bias.requires_grad_(False)
     group: Any = SimpleNamespace(gather=lambda names: [names, ["b.weight"]])
-    used = UsedParameters(model, group)
+    used = UsedParameterRecorder(model, group)
     for _ in range(2):
         model["a"](torch.ones(1, 2)).sum().backward()
-    assert used.end_and_list_unused() == ("b.bias", "c.weight")
+    assert used.remove_hooks_and_gather_unused_names() == ("b.bias", "c.weight")
 
 
 FORKS = """
 import os, torch
 from ortlaunch.worker.supervision.requests import RankRequests
-from ortlaunch.worker.engine.stepping import _weight_loss_or_end_child
-RankRequests().start_listening()
+from ortlaunch.worker.engine.stepping import _weighted_loss_or_exit_if_forked
+RankRequests().handle_signals_as_requests()
 child = os.fork()
-_weight_loss_or_end_child(torch.ones((), requires_grad=True), 1.0)
+_weighted_loss_or_exit_if_forked(torch.ones((), requires_grad=True), 1.0)
 os._exit(0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 10)
 """
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.worker.evaluation.entities import EntityCounts, are_tags, entity_spans
+from ortlaunch.worker.evaluation.entities import (
+    EntityCounts,
+    are_classes_iob_tags,
+    entity_spans_of_tags,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +27,7 @@ from ortlaunch.worker.evaluation.entities import EntityCounts, are_tags, entity_
 )  # fmt: skip
 def test_spans(tags: str, expected: set[tuple[int, int, str]]) -> None:
     """B starts an entity; I continues one of its type, else starts one; a row's end ends one."""
-    assert entity_spans(tags.split()) == expected
+    assert entity_spans_of_tags(tags.split()) == expected
 
 
 def test_whole_entities_are_right_or_not() -> None:
@@ -31,9 +35,11 @@ def test_whole_entities_are_right_or_not() -> None:
     # By hand: of four labelled and three predicted entities one is correct. Half of one is not, nor
     # is one of another type.
     found = EntityCounts()
-    found.add(["B-PER", "I-PER", "O", "B-LOC", "O"], ["B-PER", "I-PER", "O", "B-ORG", "O"])
-    found.add(["B-LOC", "O", "O"], ["B-LOC", "I-LOC", "B-PER"])
-    assert found.read(Alone()) == pytest.approx(
+    found.count_entities_of_row(
+        ["B-PER", "I-PER", "O", "B-LOC", "O"], ["B-PER", "I-PER", "O", "B-ORG", "O"]
+    )
+    found.count_entities_of_row(["B-LOC", "O", "O"], ["B-LOC", "I-LOC", "B-PER"])
+    assert found.entity_metrics_over_ranks(Alone()) == pytest.approx(
         {"entity_precision": 1 / 3, "entity_recall": 1 / 4, "entity_f1": 2 / 7}
     )
 
@@ -41,8 +47,8 @@ def test_whole_entities_are_right_or_not() -> None:
 def test_no_entity_at_all() -> None:
     """Without entities all metrics are 0, as conlleval's."""
     found = EntityCounts()
-    found.add(["O"], ["O"])
-    assert set(found.read(Alone()).values()) == {0}
+    found.count_entities_of_row(["O"], ["O"])
+    assert set(found.entity_metrics_over_ranks(Alone()).values()) == {0}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_no_entity_at_all() -> None:
 )  # fmt: skip
 def test_which_names_are_tags(names: tuple[str, ...], expected: bool) -> None:
     """Names are tags if all of them are O, B-TYPE or I-TYPE."""
-    assert are_tags(names) == expected
+    assert are_classes_iob_tags(names) == expected
 
 
 class Alone:

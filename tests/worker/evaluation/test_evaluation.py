@@ -20,16 +20,20 @@ from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.best import KeepBest
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
+from ortlaunch.worker.data import IGNORED, Batches, UserSamples, collate
 from ortlaunch.worker.engine.engine import build_engine
-from ortlaunch.worker.evaluation.entities import entity_spans
-from ortlaunch.worker.evaluation.evaluation import evaluate
+from ortlaunch.worker.evaluation.entities import entity_spans_of_tags
+from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
 from ortlaunch.worker.evaluation.scores import Scores, Transcripts
-from ortlaunch.worker.evaluation.word_scores import MaskedWords, SentencePairScore, word_outputs
+from ortlaunch.worker.evaluation.word_scores import (
+    MaskedWords,
+    SentencePairScore,
+    language_model_metric_inputs,
+)
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.progress import Progress
-from ortlaunch.worker.training.best import require_evaluated_metrics
+from ortlaunch.worker.training.best import require_best_metrics_by_test_evaluation
 from tests.makers import plan, recipe
 
 
@@ -57,7 +61,7 @@ def test_words_and_pairs() -> None:
         pairs = output.seq_relationship_logits.argmax(-1)
         pairs[0] = 1 - pairs[0]
         told = {"labels": labels, "next_sentence_label": pairs}
-        given = word_outputs(output, told)
+        given = language_model_metric_inputs(output, told)
     counted = int((labels != IGNORED).sum())
     right = sum(int(words[i, j].argmax() == labels[i, j]) for i in range(4) for j in range(9))
     lost = (
@@ -65,10 +69,10 @@ def test_words_and_pairs() -> None:
     )
     found = {}
     for measure in (MaskedWords(None), SentencePairScore(None)):
-        measure.add(given, told, True)
+        measure.count_micro_batch(given, told, True)
         # A batch that only fills a rank's turn must not count.
-        measure.add(given, told, False)
-        found |= measure.read(Alone(), 0.0)
+        measure.count_micro_batch(given, told, False)
+        found |= measure.metrics_over_ranks(Alone(), 0.0)
     assert found["perplexity"] == pytest.approx(math.exp(float(lost) / counted), rel=1e-6)
     assert found["masked_word_accuracy"] == right / counted
     assert 0 < right < counted
@@ -89,8 +93,8 @@ def scored(
     config = SimpleNamespace(id2label=dict(enumerate(names)))
     scores = Scores(SimpleNamespace(plain=SimpleNamespace(model=SimpleNamespace(config=config))))
     for logits, labels in batches:
-        scores.add({"logits": logits}, {"labels": labels}, True)
-    return scores.read(Alone(), 0.0)
+        scores.count_micro_batch({"logits": logits}, {"labels": labels}, True)
+    return scores.metrics_over_ranks(Alone(), 0.0)
 
 
 def test_classes() -> None:
@@ -129,13 +133,13 @@ def test_the_word_error_rate() -> None:
     meant = torch.tensor([[1, 2, 3, IGNORED, IGNORED], [1, 6, 5, 4, 3], [1, 2, *[IGNORED] * 3]])
     batch = {"labels": meant, "input_features": torch.zeros(3, 2, 2)}
     measure = Transcripts(engine)
-    measure.add(None, batch, is_counted=True)
-    measure.add(None, batch, is_counted=False)
-    assert measure.read(alone, 0.0) == {"word_error_rate": (0 + 3 + 2) / 10}
+    measure.count_micro_batch(None, batch, is_counted=True)
+    measure.count_micro_batch(None, batch, is_counted=False)
+    assert measure.metrics_over_ranks(alone, 0.0) == {"word_error_rate": (0 + 3 + 2) / 10}
     plain.tokenizer = None
     unknown = Transcripts(engine)
-    unknown.add(None, batch, is_counted=True)
-    assert unknown.read(alone, 0.0) == {}
+    unknown.count_micro_batch(None, batch, is_counted=True)
+    assert unknown.metrics_over_ranks(alone, 0.0) == {}
 
 
 def test_many_classes_make_no_table() -> None:
@@ -241,7 +245,7 @@ class Ranks:
             for rank in range(self.size):
                 self.rank = rank
                 self.call = 0
-                found.append(evaluate(session, samples))
+                found.append(evaluate_loss_and_metrics(session, samples))
         return found
 
 
@@ -260,7 +264,7 @@ def session_of(
     )  # fmt: skip
     planned = plan(made)
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    batches = Batches(OwnSamples(rows), planned.batch, 0)
+    batches = Batches(UserSamples(rows), planned.batch, 0)
     wrapped = LossModule(model.train())
     built = build_engine(made, planned, wrapped, alone, batches.micro_batch(0, 0, 0))
     return SimpleNamespace(
@@ -305,7 +309,7 @@ def test_one_number_on_any_ranks(chunks: str | int) -> None:
     assert session.engine.record.chunked_loss.rows == (None if chunks == "off" else 2)
     for size in (1, 2, 4):
         session.group = Ranks(size)
-        for found in session.group.evaluated(session, OwnSamples(rows)):
+        for found in session.group.evaluated(session, UserSamples(rows)):
             assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5), (
                 size
             )
@@ -343,7 +347,7 @@ def test_classes_on_any_ranks(task: str, tmp_path: Path) -> None:
     ]
     for size in (1, 2, 4):
         session.group = Ranks(size)
-        for found in session.group.evaluated(session, OwnSamples(rows)):
+        for found in session.group.evaluated(session, UserSamples(rows)):
             right = sum(one == other for one, other in zip(given, meant)) / 7
             assert found["classification_accuracy"] == pytest.approx(right)
             assert found["f1_macro"] == pytest.approx(f1_by_hand(given, meant))
@@ -368,7 +372,7 @@ def test_numbers_on_any_ranks() -> None:
     expected = {"mse": ((x - y) ** 2).mean(), "pearson": np.corrcoef(x, y)[0, 1]}
     for size in (1, 2, 4):
         session.group = Ranks(size)
-        for found in session.group.evaluated(session, OwnSamples(rows)):
+        for found in session.group.evaluated(session, UserSamples(rows)):
             assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5), (
                 size
             )
@@ -384,8 +388,8 @@ def test_entities_on_any_ranks() -> None:
     rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.arange(8) % 3} for _ in range(5)]
     with torch.no_grad():
         given = model.eval()(collate(rows)["input_ids"]).logits.argmax(-1).tolist()
-    found = [entity_spans(names[number] for number in row) for row in given]
-    meant = entity_spans(names[number] for number in rows[0]["labels"].tolist())
+    found = [entity_spans_of_tags(names[number] for number in row) for row in given]
+    meant = entity_spans_of_tags(names[number] for number in rows[0]["labels"].tolist())
     right = sum(len(row & meant) for row in found)
     count = sum(map(len, found))
     expected = {
@@ -395,7 +399,7 @@ def test_entities_on_any_ranks() -> None:
     session = session_of("token-classification", model, rows)
     for size in (1, 2, 4):
         session.group = Ranks(size)
-        for each in session.group.evaluated(session, OwnSamples(rows)):
+        for each in session.group.evaluated(session, UserSamples(rows)):
             assert {name: each[name] for name in expected} == pytest.approx(expected), size
 
 
@@ -411,13 +415,13 @@ def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
         update={"keep_best": KeepBest(metric="entity_f1")}
     )
     session.recipe = session.recipe.model_copy(update={"checkpoint": checkpoint})
-    session.data = SimpleNamespace(evaluation=OwnSamples(rows))
+    session.data = SimpleNamespace(evaluation=UserSamples(rows))
     told = (
         r"keep_best\.metric: got entity_f1; an evaluation .* has loss, "
         r"classification_accuracy, f1_macro$"
     )
     with contextlib.nullcontext() if inside == "I-X" else pytest.raises(InputError, match=told):
-        require_evaluated_metrics(session)
+        require_best_metrics_by_test_evaluation(session)
 
 
 def test_metrics_are_of_the_engines_own_pass() -> None:
@@ -450,14 +454,16 @@ def test_metrics_are_of_the_engines_own_pass() -> None:
         model = kind(BertConfig(**SIZES, num_labels=3))  # type: ignore[call-arg]
         rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
         session = session_of(task, copy.deepcopy(model), rows, **engine)
-        expected = evaluate(session, OwnSamples(rows))
+        expected = evaluate_loss_and_metrics(session, UserSamples(rows))
         passes: list[Any] = []
         model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
         session = session_of(task, model, rows, name="ort", **engine)
         # The first evaluation exports the model.
-        evaluate(session, OwnSamples(rows))
+        evaluate_loss_and_metrics(session, UserSamples(rows))
         passes.clear()
-        assert evaluate(session, OwnSamples(rows)) == pytest.approx(expected, rel=1e-5), task
+        assert evaluate_loss_and_metrics(session, UserSamples(rows)) == pytest.approx(
+            expected, rel=1e-5
+        ), task
         assert not passes, task
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import HookError, InputError
-from ortlaunch.worker.data import OwnSamples, collate
+from ortlaunch.worker.data import UserSamples, collate
 from ortlaunch.worker.data.own import DataError
 from ortlaunch.worker.evaluation.own_metric import UserMetric
 from ortlaunch.worker.training import best
@@ -90,7 +90,7 @@ def test_one_number_on_any_ranks(tmp_path: Path) -> None:
     expected = {"median": float((found - whole["y"]).median()), "last": float(found[-1])}
     for size in (1, 2, 4):
         session = replace(session, group=Ranks(size))
-        for evaluated in session.group.evaluated(session, OwnSamples(rows)):
+        for evaluated in session.group.evaluated(session, UserSamples(rows)):
             assert {name: evaluated[name] for name in expected} == pytest.approx(expected), size
     outputs, batch = SEEN[-1]
     assert (sorted(outputs), sorted(batch)) == (["found"], ["x", "y"])
@@ -101,7 +101,7 @@ def test_rows_of_many_lengths() -> None:
     """Batches that were padded to different lengths give a list of rows."""
     metric = UserMetric("metrics_of_a_test:spread")
     for first, length in ((0, 3), (2, 4)):
-        metric.add(
+        metric.keep_outputs_and_batch(
             range(first, first + 2),
             {"found": torch.ones(2)},
             {"y": torch.zeros(2), "x": torch.ones(2, length)},
@@ -109,7 +109,7 @@ def test_rows_of_many_lengths() -> None:
     group: Any = SimpleNamespace(
         rank=0, gather_arrays_on_rank_0=lambda mine: [mine], gather=lambda mine: [mine]
     )
-    assert metric.read(group, {}) == {"median": 1.0, "last": 1.0}
+    assert metric.call_on_rank_0_and_share_values(group, {}) == {"median": 1.0, "last": 1.0}
     assert [len(row) for row in SEEN[-1][1]["x"]] == [3, 3, 4, 4]
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ortlaunch.worker.data import IGNORED, OwnSamples, collate
-from ortlaunch.worker.evaluation.evaluation import evaluate
+from ortlaunch.worker.data import IGNORED, UserSamples, collate
+from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
 from tests.worker.evaluation.test_evaluation import SIZES, Ranks, session_of
 
 SEEN: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -84,7 +84,7 @@ def test_the_next_word_on_any_engine_and_ranks(engine: str, chunks: str | int) -
     assert session.engine.record.chunked_loss.rows == (None if chunks == "off" else 2)
     for size in (1, 2, 4):
         session.group = AnyRanks(size)
-        for found in session.group.evaluated(session, OwnSamples(rows)):
+        for found in session.group.evaluated(session, UserSamples(rows)):
             assert found is not None
             assert found["exact_match"] == pytest.approx(0.2), size
             assert found["worst"] == pytest.approx(losses.max(), rel=1e-5)
@@ -117,7 +117,9 @@ def test_masked_words_and_pairs() -> None:
     ]
     with torch.no_grad():
         whole = model(ids)
-    evaluate(session := session_of("pretraining", model, rows, metric=METRIC), OwnSamples(rows))
+    evaluate_loss_and_metrics(
+        session := session_of("pretraining", model, rows, metric=METRIC), UserSamples(rows)
+    )
     outputs, batch = SEEN[-1]
     likely = torch.where(labels == IGNORED, IGNORED, whole.prediction_logits.argmax(-1))
     np.testing.assert_array_equal(outputs["predictions"], likely.numpy())

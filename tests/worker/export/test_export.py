@@ -19,9 +19,9 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.stepping import TorchStepper
-from ortlaunch.worker.export.export import write_run_export
-from ortlaunch.worker.export.export_checkpoint import _set_adapter_export
-from ortlaunch.worker.model.model import build_model
+from ortlaunch.worker.export.export import write_run_export_on_rank_0
+from ortlaunch.worker.export.export_checkpoint import _recipe_with_requested_lora_form
+from ortlaunch.worker.model.model import build_loss_module
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests import makers
 
@@ -47,12 +47,12 @@ def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
     run = RunDir(folder)
     data = LoadedData(chosen)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    model = build_model(chosen, data)
+    model = build_loss_module(chosen, data)
     inner: Any = model.model
     # Training does not use cached keys and values.
     assert inner.config.use_cache is False
     stepper = TorchStepper(model, torch.optim.SGD(model.parameters()), group, "fp32", 1, None)
-    write_run_export(chosen, run, group, stepper, model, data)
+    write_run_export_on_rank_0(chosen, run, group, stepper, model, data)
     return {
         name: json.loads((run.export / f"{name}.json").read_text())
         for name in ("config", "generation_config")
@@ -105,7 +105,7 @@ ADAPTED = makers.recipe(
 def test_adapters_merged_or_alone() -> None:
     """Adapters are exported as requested; a request that the format does not support is refused."""
     for word, merge in (("merged", True), ("alone", False), ("", True)):
-        found = _set_adapter_export(ADAPTED, "huggingface", word).model.lora
+        found = _recipe_with_requested_lora_form(ADAPTED, "huggingface", word).model.lora
         assert found is not None
         assert found.merge is merge
     # Without adapters, and formats that export them in one way alone.
@@ -115,4 +115,4 @@ def test_adapters_merged_or_alone() -> None:
         (ADAPTED, "ondevice", "--format ondevice has separate adapters, for training"),
     ):
         with pytest.raises(InputError, match=told):
-            _set_adapter_export(recipe, form, "alone")
+            _recipe_with_requested_lora_form(recipe, form, "alone")

@@ -11,14 +11,17 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard, constants
 
-from ortlaunch.commands.export import ExportOptions, export_checkpoint
+from ortlaunch.commands.export import ExportOptions, export_and_push_checkpoint
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, RunError
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.export.export import write_huggingface
+from ortlaunch.worker.export.export import write_transformers_or_peft_folder
 from ortlaunch.worker.export.model_card import build_model_card
-from ortlaunch.worker.export.push import check_upload, push_export
+from ortlaunch.worker.export.push import (
+    add_model_card_and_upload,
+    require_token_and_create_repository,
+)
 from tests.makers import bert, engine_report, onnxruntime
 from tests.worker.hub import Hub
 
@@ -76,8 +79,8 @@ def test_the_card(run: RunDir) -> None:
 
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """An upload creates a private repository with export and card, and never prints the token."""
-    check_upload("me/model")
-    said = push_export("me/model", run, 4, run.export_folder(4, "huggingface"))
+    require_token_and_create_repository("me/model")
+    said = add_model_card_and_upload("me/model", run, 4, run.export_folder(4, "huggingface"))
     assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
         True,
         "model",
@@ -106,7 +109,7 @@ def test_an_export_that_is_there_is_uploaded(
     write_text_atomically(run.plan, "{}")
     write_text_atomically(run.checkpoint_folder(4) / "COMPLETE", "")
     assert (
-        export_checkpoint(run, ExportOptions(push_target="me/model"), ("stdout", "stderr"))
+        export_and_push_checkpoint(run, ExportOptions(push_target="me/model"), ("stdout", "stderr"))
         == folder
     )
     assert f"pushed: {hub.address}" in capfd.readouterr().out
@@ -133,13 +136,13 @@ def adapters(folder: Path) -> None:
     trained: Any = SimpleNamespace(model=model, generates_with_cache=None)
     data: Any = SimpleNamespace(tokenizer=None)
     folder.mkdir(parents=True, exist_ok=True)
-    write_huggingface(recipe, folder, trained, data)
+    write_transformers_or_peft_folder(recipe, folder, trained, data)
 
 
 def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
     """The card of adapters is the run's, not peft's template, with the same metadata."""
     adapters(run.export_folder(9, "huggingface"))
-    push_export("me/model", run, 9, run.export_folder(9, "huggingface"))
+    add_model_card_and_upload("me/model", run, 9, run.export_folder(9, "huggingface"))
     card = ModelCard(hub.files["README.md"].decode())
     data = card.data.to_dict()
     assert (data["base_model"], data["library_name"], data["pipeline_tag"]) == (
@@ -194,7 +197,7 @@ def test_what_is_refused_before_any_work(
     monkeypatch.setattr(constants, "ENDPOINT", change.get("address", hub.address))
     hub.refuses = change.get("refuses", 0)
     with pytest.raises(kind, match=error) as raised:
-        check_upload(change.get("repo", "me/model"))
+        require_token_and_create_repository(change.get("repo", "me/model"))
     assert "hf_secret" not in str(raised.value)
 
 
@@ -206,6 +209,6 @@ def test_a_refusal_ends_the_command(
     write_text_atomically(run.plan, "{}")
     write_text_atomically(run.checkpoint_folder(9) / "COMPLETE", "")
     with pytest.raises(RunError, match=r"^--push me/model:") as raised:
-        export_checkpoint(run, ExportOptions(push_target="me/model"))
+        export_and_push_checkpoint(run, ExportOptions(push_target="me/model"))
     assert (raised.value.exit_status, capfd.readouterr()) == (2, ("", ""))
     assert not run.export_folder(9, "huggingface").exists()

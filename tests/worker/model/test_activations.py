@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ortlaunch.planning import activations
-from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe import Recipe
 from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved
@@ -39,7 +39,7 @@ def made(family: str, layers: int, attention: str, dropout: float, **sections: A
 
 def planned(recipe: Recipe, stage: str = "DDP", device: str = "cpu") -> int:
     """Return the planned bytes of activations on a rank."""
-    memory = estimate_rank_memory(recipe, TOKENS // LENGTH, 1, device)
+    memory = estimate_rank_memory_or_none(recipe, TOKENS // LENGTH, 1, device)
     assert memory is not None
     return dict(memory.by_stage)[stage].activations
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.planning.loss_chunks import rows_per_loss_chunk
-from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.loss_chunks import loss_chunk_rows_or_zero
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe.rules.rules import broken_rule_problems
 from ortlaunch.run_folder.engine_report import ChunkedLoss
-from ortlaunch.worker.engine.comparison import compare_passes
-from ortlaunch.worker.model.chunked_head import chunk_head
-from ortlaunch.worker.model.chunked_loss import _head_loss, chunked_loss
+from ortlaunch.worker.engine.comparison import run_and_compare_passes
+from ortlaunch.worker.model.chunked_head import chunk_head_if_possible
+from ortlaunch.worker.model.chunked_loss import _head_loss_and_gradients, chunked_cross_entropy
 from ortlaunch.worker.model.model import LossModule, disable_chunked_head
 from ortlaunch.worker.training.summary import _chunked_loss_lines
 from tests.makers import BERT, bert, recipe
@@ -61,7 +61,7 @@ def test_the_numbers_are_those_of_whole_logits(
     """Loss and every gradient equal those of whole logits in float64."""
     # The factor is like a loss scale. With 16 bits sums are in float32.
     parts = head(dtype, bias)
-    loss = chunked_loss(*parts, labels(), CHUNK, True)  # type: ignore[call-arg]
+    loss = chunked_cross_entropy(*parts, labels(), CHUNK, True)  # type: ignore[call-arg]
     (loss * 1024).backward()
     expected, leaves = whole(parts)
     (expected * 1024).backward()
@@ -80,7 +80,7 @@ def test_gradients_that_float16_cannot_hold_are_scaled_first() -> None:
     hidden = torch.ones(40_000, 2, dtype=torch.float16, requires_grad=True)
     weight = (torch.eye(2, dtype=torch.float16) * 0.01).requires_grad_()
     chosen = torch.arange(40_000) % 2
-    (chunked_loss(hidden, weight, None, chosen, 10_000, True) * 65536).backward()
+    (chunked_cross_entropy(hidden, weight, None, chosen, 10_000, True) * 65536).backward()
     assert hidden.grad is not None
     assert float(hidden.grad.abs().min()) == pytest.approx(65536 * 0.005 / 40_000, rel=1e-2)
 
@@ -90,7 +90,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     """A frozen input of the head gets no gradient."""
     parts = head()
     parts[frozen].requires_grad_(False)  # type: ignore[union-attr]
-    chunked_loss(*parts, labels(), CHUNK, True).backward()  # type: ignore[call-arg]
+    chunked_cross_entropy(*parts, labels(), CHUNK, True).backward()  # type: ignore[call-arg]
     assert [each.grad is None for each in parts if each is not None] == [
         i == frozen for i in range(3)
     ]
@@ -99,7 +99,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
 def test_no_label_that_counts_is_torchs_nan() -> None:
     """Without any label that counts, the loss is nan and the gradients are zeros, as torch's."""
     parts = head()
-    loss = chunked_loss(*parts, torch.full((ROWS,), -100), CHUNK, True)  # type: ignore[call-arg]
+    loss = chunked_cross_entropy(*parts, torch.full((ROWS,), -100), CHUNK, True)  # type: ignore[call-arg]
     loss.backward()
     assert loss.isnan()
     assert [float(each.grad.abs().max()) for each in parts] == [0.0, 0.0, 0.0]  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def test_no_label_that_counts_is_torchs_nan() -> None:
 def test_a_second_backward_pass_is_refused() -> None:
     """A second backward pass is refused."""
     # The first pass has scaled the gradients in place.
-    loss = chunked_loss(*head(), labels(), CHUNK, True)  # type: ignore[call-arg]
+    loss = chunked_cross_entropy(*head(), labels(), CHUNK, True)  # type: ignore[call-arg]
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="cannot run backward again"):
         loss.backward()
@@ -134,7 +134,7 @@ def test_whole_logits_never_exist(train: bool) -> None:
     """The largest tensor is the gradient of the weight in training, else the logits of a chunk."""
     parts = [each.detach() for each in head() if each is not None]
     with Sizes() as sizes:
-        _head_loss(*parts, labels(), CHUNK, *[train] * 3)
+        _head_loss_and_gradients(*parts, labels(), CHUNK, *[train] * 3)
     # Without training, this size is the transposed weight.
     weights = set() if train else {WORDS * WIDTH}
     assert max(sizes.seen - weights) == (WORDS * WIDTH if train else CHUNK * WORDS)
@@ -145,7 +145,9 @@ def test_torch_compile_takes_it_as_one_operator() -> None:
     """torch.compile has no graph break, and its gradients equal eager's, bit for bit."""
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor, chosen: Tensor) -> Tensor:
-        return chunked_loss(hidden * 2, weight, bias, chosen, CHUNK, torch.is_grad_enabled())
+        return chunked_cross_entropy(
+            hidden * 2, weight, bias, chosen, CHUNK, torch.is_grad_enabled()
+        )
 
     eager = head()
     compiled = head()
@@ -186,7 +188,7 @@ def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> Chun
         engine={"name": "eager", "chunked_loss": rows},
         **sections,
     )
-    return chunk_head(made, module, batch(task), "cpu")
+    return chunk_head_if_possible(made, module, batch(task), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_a_familys_loss_in_chunks_is_its_own(task: str, kind: str, fields: dict[
     # The families differ in shift, tied weights, scaled logits and the loss of pairs.
     module = built(task, kind, **fields)
     assert chunk(module, task) == ChunkedLoss(8, 8, None)
-    found = compare_passes(module, module, batch(task))
+    found = run_and_compare_passes(module, module, batch(task))
     assert (found.loss_difference, found.gradient_difference) == pytest.approx((0, 0), abs=1e-6)
     # The chunks are another computation, with other rounding.
     assert found.gradient_difference > 0
@@ -250,7 +252,7 @@ def test_adapters_on_the_head_are_left_alone() -> None:
         )
         found = chunk(module, "causal-lm")
         assert found.rows == rows
-    assert compare_passes(module, module, batch("causal-lm")).largest_difference < 1e-6
+    assert run_and_compare_passes(module, module, batch("causal-lm")).largest_difference < 1e-6
     assert module.model.get_output_embeddings().weight.grad is None
 
 
@@ -277,7 +279,7 @@ def test_the_model_gets_its_head_back() -> None:
     assert module.model(input_ids=ids).logits.shape[-1] == 32
     with disable_chunked_head(module):
         assert module.model(input_ids=ids).logits.shape[-1] == 300
-    module.chunk(None)
+    module.chunk_head_or_restore_it(None)
     # Generation needs the model's own logits.
     assert module.model.generate(ids[:1, :4], max_new_tokens=2).shape[-1] == 6
 
@@ -289,15 +291,22 @@ def test_auto_is_for_large_vocabularies() -> None:
     """`auto` uses chunks of 20 MiB, and none if one chunk would have all logits."""
     # 640 rows of 8,192 words in float32 are 20 MiB.
     assert [
-        rows_per_loss_chunk("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)
+        loss_chunk_rows_or_zero("auto", 1024, words, "cpu")
+        for words in (1000, 8192, 32_000, 300_000)
     ] == [
         0,
         640,
         160,
         128,
     ]
-    assert [rows_per_loss_chunk("auto", rows, 32_000, "cuda") for rows in (1024, 4096)] == [0, 1024]
-    assert [rows_per_loss_chunk(asked, 1024, 32_000, "cpu") for asked in ("off", 100)] == [0, 100]
+    assert [loss_chunk_rows_or_zero("auto", rows, 32_000, "cuda") for rows in (1024, 4096)] == [
+        0,
+        1024,
+    ]
+    assert [loss_chunk_rows_or_zero(asked, 1024, 32_000, "cpu") for asked in ("off", 100)] == [
+        0,
+        100,
+    ]
     module = built("causal-lm", "llama")
     assert chunk(module, "causal-lm", "auto").why == "logits of 48 x 300 are small"
     assert module.chunked is None
@@ -338,7 +347,7 @@ def test_the_memory_plan_knows_chunks() -> None:
     big = {**BERT, "vocab_size": 32_000}
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
     chunked, plain = (
-        estimate_rank_memory(
+        estimate_rank_memory_or_none(
             bert(
                 model={"task": "masked-lm", "config": big},
                 data=data,

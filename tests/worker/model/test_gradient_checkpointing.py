@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.recipe.rules.rules import broken_rule_problems, device_rules
-from ortlaunch.worker.model.model import LossModule, _add_adapters, _enable_checkpointing
+from ortlaunch.recipe.rules.rules import broken_rule_problems, precision_and_engine_device_rules
+from ortlaunch.worker.model.model import (
+    LossModule,
+    _add_lora_adapters,
+    _enable_gradient_checkpointing,
+)
 from tests.makers import bert, recipe
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
@@ -33,7 +37,7 @@ def model(family: str, lora: bool = False) -> nn.Module:
             **SIZES, num_attention_heads=4, attention_dropout=0.1, use_cache=False
         )
         made = transformers.AutoModelForCausalLM.from_config(config)
-    return (_add_adapters(made, Lora(), "causal-lm") if lora else made).train()
+    return (_add_lora_adapters(made, Lora(), "causal-lm") if lora else made).train()
 
 
 def saved(run: Callable[[], torch.Tensor], weights: set[int]) -> tuple[torch.Tensor, int]:
@@ -71,7 +75,7 @@ def test_gradients_are_the_same_from_less_memory(family: str, lora: bool) -> Non
     """Gradients are the same, bit for bit, and at most a third of the activations is kept."""
     plain = model(family, lora)
     checkpointed = model(family, lora)
-    _enable_checkpointing(checkpointed)
+    _enable_gradient_checkpointing(checkpointed)
     loss, gradients, kept = passed(plain)
     ours, our_gradients, our_kept = passed(checkpointed)
     assert ours == loss
@@ -86,7 +90,7 @@ def test_activations_in_host_memory(family: str, checkpointed: bool) -> None:
     plain = model(family)
     moved = model(family)
     if checkpointed:
-        _enable_checkpointing(moved)
+        _enable_gradient_checkpointing(moved)
     _, gradients, _ = passed(plain)
     module = LossModule(moved)
     module.offloads = True
@@ -113,13 +117,13 @@ def test_a_custom_model_needs_the_method() -> None:
             self.on = True
 
     able = Able(1, 1)
-    _enable_checkpointing(able)
+    _enable_gradient_checkpointing(able)
     assert able.on
     with pytest.raises(
         InputError,
         match=r"^model\.gradient_checkpointing: Linear has no method gradient_checkpoint",
     ):
-        _enable_checkpointing(nn.Linear(1, 1))
+        _enable_gradient_checkpointing(nn.Linear(1, 1))
 
 
 def test_a_family_without_it_is_refused() -> None:
@@ -129,7 +133,7 @@ def test_a_family_without_it_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"model\.gradient_checkpointing: BertForMaskedLM does not support"
     ):
-        _enable_checkpointing(made)
+        _enable_gradient_checkpointing(made)
 
 
 def test_the_plan_keeps_a_layers_input_alone() -> None:
@@ -142,7 +146,7 @@ def test_the_plan_keeps_a_layers_input_alone() -> None:
             model={"task": "masked-lm", "config": sizes, "gradient_checkpointing": checkpointing},
             engine={"name": "ort", "memory_optimization": level},
         )
-        planned = estimate_rank_memory(made, 8, 1)
+        planned = estimate_rank_memory_or_none(made, 8, 1)
         assert planned is not None
         activations.append(planned.by_stage[0][1].activations)
     assert activations[1] == activations[2] < activations[0] / 3
@@ -157,7 +161,11 @@ def test_what_would_do_nothing_is_refused() -> None:
         custom = {"task": "custom", "factory": "mine:model", "gradient_checkpointing": True}
         made = recipe(model=custom, engine={"name": "ort", **engine})
         return "\n".join(
-            text for _, text in [*broken_rule_problems(made), *device_rules(made, "cpu")]
+            text
+            for _, text in [
+                *broken_rule_problems(made),
+                *precision_and_engine_device_rules(made, "cpu"),
+            ]
         )
 
     assert said() == ""
@@ -166,7 +174,7 @@ def test_what_would_do_nothing_is_refused() -> None:
     assert "engine eager alone has it" in "\n".join(
         text for _, text in broken_rule_problems(offloads)
     )
-    on_cpu = "\n".join(text for _, text in device_rules(offloads, "cpu"))
+    on_cpu = "\n".join(text for _, text in precision_and_engine_device_rules(offloads, "cpu"))
     assert "has no effect on a CPU" in on_cpu
     assert "has no effect with memory optimization" in said(torch_matmul=True)
     assert "has no effect beside memory_optimization_config" in said(

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.worker.model.model import LossModule, _add_adapters, _enable_checkpointing
+from ortlaunch.worker.model.model import (
+    LossModule,
+    _add_lora_adapters,
+    _enable_gradient_checkpointing,
+)
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, same, wrapped
 from tests.worker.model.test_gradient_checkpointing import saved
@@ -23,10 +27,10 @@ def models(lora: bool) -> tuple[LossModule, LossModule, LossModule]:
     """Return three equal Llamas: plain, with checkpoints, and a plain one with eager's gradients."""
     plain = language_model("llama", "sdpa")
     if lora:
-        plain = LossModule(_add_adapters(plain.model, Lora(), "causal-lm"))
+        plain = LossModule(_add_lora_adapters(plain.model, Lora(), "causal-lm"))
     checkpointed = copy.deepcopy(plain)
     reference = copy.deepcopy(plain)
-    _enable_checkpointing(checkpointed.model)
+    _enable_gradient_checkpointing(checkpointed.model)
     reference(input_ids=IDS, labels=IDS).backward()
     return plain, checkpointed, reference
 
@@ -45,7 +49,7 @@ def equal(ours: nn.Module, eager: nn.Module) -> None:
 
 @needs_ort
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_onnx_runtime_recomputes(lora: bool, witness: Witness) -> None:
+def test_onnx_runtime_recomputes(lora: bool, witness: PassAndGraphCounters) -> None:
     """ONNX Runtime's backward graph has the layers' nodes once more, also with LoRA."""
     # With LoRA the embeddings are frozen.
     plain, checkpointed, reference = models(lora)

@@ -13,9 +13,12 @@ from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.data import OwnSamples
-from ortlaunch.worker.export.export_checkpoint import require_same_frozen
-from ortlaunch.worker.model.identity import frozen_fingerprint, training_identity
+from ortlaunch.worker.data import UserSamples
+from ortlaunch.worker.export.export_checkpoint import require_unchanged_frozen_weights
+from ortlaunch.worker.model.identity import (
+    data_and_frozen_weights_identity,
+    frozen_weights_fingerprint_or_none,
+)
 from tests.makers import plan, recipe
 from tests.training import train_here
 from tests.worker.checkpoint.test_checkpoint import GROUP
@@ -46,8 +49,12 @@ def test_a_fingerprint() -> None:
     trained = Adapted(2)
     with torch.no_grad():
         other.weight.mul_(2)
-    assert frozen_fingerprint(one) == frozen_fingerprint(other) != frozen_fingerprint(trained)
-    assert frozen_fingerprint(trained.requires_grad_(True)) is None
+    assert (
+        frozen_weights_fingerprint_or_none(one)
+        == frozen_weights_fingerprint_or_none(other)
+        != frozen_weights_fingerprint_or_none(trained)
+    )
+    assert frozen_weights_fingerprint_or_none(trained.requires_grad_(True)) is None
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])
@@ -63,21 +70,27 @@ def test_another_base_needs_a_word(
     replace(
         FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint_folder(1))
     ).write(run)
-    found = checkpoint.choose_start_checkpoint(run, GROUP)
+    found = checkpoint.choose_start_checkpoint_or_none(run, GROUP)
     assert found is not None
-    checkpoint.report_and_check_changes(
-        run, recipe(**sections), found, training_identity(OwnSamples(ROWS), Adapted(1)), GROUP
+    checkpoint.print_and_refuse_changed_training(
+        run,
+        recipe(**sections),
+        found,
+        data_and_frozen_weights_identity(UserSamples(ROWS), Adapted(1)),
+        GROUP,
     )
-    require_same_frozen(found.folder, frozen_fingerprint(Adapted(1)))
+    require_unchanged_frozen_weights(found.folder, frozen_weights_fingerprint_or_none(Adapted(1)))
     capsys.readouterr()
-    now = training_identity(OwnSamples(ROWS), Adapted(2))
+    now = data_and_frozen_weights_identity(UserSamples(ROWS), Adapted(2))
     if allow:
-        checkpoint.report_and_check_changes(run, recipe(**sections), found, now, GROUP)
+        checkpoint.print_and_refuse_changed_training(run, recipe(**sections), found, now, GROUP)
         assert "applied, with --allow model" in capsys.readouterr().out
     else:
         with pytest.raises(
             InputError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"
         ):
-            checkpoint.report_and_check_changes(run, recipe(**sections), found, now, GROUP)
+            checkpoint.print_and_refuse_changed_training(run, recipe(**sections), found, now, GROUP)
     with pytest.raises(CheckpointError, match="differ from those of its training"):
-        require_same_frozen(found.folder, frozen_fingerprint(Adapted(2)))
+        require_unchanged_frozen_weights(
+            found.folder, frozen_weights_fingerprint_or_none(Adapted(2))
+        )

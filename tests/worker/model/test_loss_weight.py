@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data import Batches, OwnSamples, collate
+from ortlaunch.worker.data import Batches, UserSamples, collate
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
@@ -129,7 +129,7 @@ def factors(
 ) -> list[float]:
     """Return the factors of two passes with one sample each."""
     batches = Batches(
-        OwnSamples(rows), BatchPlan(2 * (1 + len(others)), 1, 2, 1 + len(others), None), 42
+        UserSamples(rows), BatchPlan(2 * (1 + len(others)), 1, 2, 1 + len(others), None), 42
     )
     return [factor for _, factor in weight.weighted_micro_batches(batches, 0, group(*others))]
 
@@ -174,22 +174,26 @@ def test_labels_are_counted_as_the_model_takes_them(model: nn.Module, counted: i
     """The first label of a model that predicts the next word does not count."""
     labels = torch.tensor([[5, -100, 1], [-100, -100, 2]])
     assert (
-        weight_of(model, loss_weight="labels").batch_weight({"labels": labels}, [0, 1]) == counted
+        weight_of(model, loss_weight="labels").weight_of_micro_batch({"labels": labels}, [0, 1])
+        == counted
     )
 
 
 def test_labels_of_a_regression_all_count() -> None:
     """All labels of a regression count, also -100.0."""
     labels = torch.tensor([[-100.0], [2.0]])
-    assert weight_of(loss_weight="labels").batch_weight({"labels": labels}, [0, 1]) == 2
+    assert weight_of(loss_weight="labels").weight_of_micro_batch({"labels": labels}, [0, 1]) == 2
 
 
 def test_defaults() -> None:
     """By default tasks of transformers count labels, and custom models count samples."""
     batch = {"labels": torch.tensor([[1, -100, -100]])}
-    assert weight_of().batch_weight(batch, [0]) == 1
+    assert weight_of().weight_of_micro_batch(batch, [0]) == 1
     assert (
-        weight_of(task="masked-lm").batch_weight({"labels": torch.tensor([[1, 2, -100]])}, [0]) == 2
+        weight_of(task="masked-lm").weight_of_micro_batch(
+            {"labels": torch.tensor([[1, 2, -100]])}, [0]
+        )
+        == 2
     )
 
 
@@ -201,8 +205,10 @@ def test_a_key_that_forward_names_stays() -> None:
             return (self.layer(x).sum(-1) * weight).mean()
 
     batch = {"x": torch.ones(1), "weight": torch.ones(1)}
-    assert set(weight_of(loss_weight="weight").prepare_batch(batch)) == {"x"}
-    assert set(weight_of(Takes(), loss_weight="weight").prepare_batch(batch)) == {"x", "weight"}
+    assert set(weight_of(loss_weight="weight").batch_without_weight_key_with_label(batch)) == {"x"}
+    assert set(
+        weight_of(Takes(), loss_weight="weight").batch_without_weight_key_with_label(batch)
+    ) == {"x", "weight"}
 
 
 @pytest.mark.parametrize(("by", "rows", "message"), [

@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
-from ortlaunch.recipe.rules.rules import broken_rule_problems, device_rules
-from ortlaunch.worker.engine.comparison import compare_passes
+from ortlaunch.recipe.rules.rules import broken_rule_problems, precision_and_engine_device_rules
+from ortlaunch.worker.engine.comparison import run_and_compare_passes
 from ortlaunch.worker.model.matmul_precision import (
-    matmul_precision_record,
-    measure_mantissa_bits,
-    multiply_positions_elementwise,
+    measure_matmul_mantissa_bits,
+    measure_matmul_precision_record,
+    patch_rotary_to_multiply_elementwise,
     use_matmul_precision,
-    use_onednn_if_faster,
+    use_onednn_if_required_or_faster,
 )  # fmt: skip
-from ortlaunch.worker.tasks.bench import loss_change_from_highest
+from ortlaunch.worker.tasks.bench import largest_loss_change_by_matmul_precision
 from tests.control.benches import resolved
 from tests.makers import recipe
 
@@ -89,9 +89,9 @@ def test_it_holds_for_a_while() -> None:
 
 def test_the_bits_of_a_product_are_measured() -> None:
     """The measured bits are float32's at highest, and bfloat16's at medium with a unit for it."""
-    assert measure_mantissa_bits(CPU) == 23
+    assert measure_matmul_mantissa_bits(CPU) == 23
     with use_matmul_precision("medium"):
-        found = matmul_precision_record("medium", CPU)
+        found = measure_matmul_precision_record("medium", CPU)
     assert found.in_force == "medium"
     assert found.mantissa_bits == (7 if "amx_bf16" in machine.bfloat16_matmul_units() else 23)
     assert (found.gains_nothing is None) == ("amx_bf16" in machine.bfloat16_matmul_units())
@@ -109,7 +109,7 @@ def test_a_plan_says_what_it_brings(
 ) -> None:
     """A plan reports the effect of the precision on this host's processor, without torch."""
     units(*names)
-    assert machine.matmul_precision_effect(word, "cpu").startswith(said)
+    assert machine.lower_matmul_precision_effect_text(word, "cpu").startswith(said)
     notes = resolved(
         engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}
     ).notes
@@ -125,7 +125,7 @@ def test_it_is_every_engines_and_float32s() -> None:
     """All engines accept the setting; precisions of 16 bits refuse it."""
     for name in ("eager", "inductor", "ort", "auto"):
         made = recipe(engine={"name": name, "matmul_precision": "medium"})
-        assert not [*broken_rule_problems(made), *device_rules(made, "cpu")]
+        assert not [*broken_rule_problems(made), *precision_and_engine_device_rules(made, "cpu")]
     said = [
         text
         for _, text in broken_rule_problems(
@@ -151,7 +151,8 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(machine, "_processor_name", lambda: name)
         monkeypatch.setattr(machine, "_processor_flags", lambda: flags)
         monkeypatch.setattr(
-            "ortlaunch.worker.model.matmul_precision.measure_mantissa_bits", lambda device: bits
+            "ortlaunch.worker.model.matmul_precision.measure_matmul_mantissa_bits",
+            lambda device: bits,
         )
 
     # Restores torch's setting after the test.
@@ -180,16 +181,20 @@ def test_products_are_onednns_where_that_is_faster(
     # torch uses oneDNN at its setting medium.
     processor(name, flags)
     asked = recipe(engine={"name": "eager", **engine})
-    assert use_onednn_if_faster(asked, Products(width), CPU) is taken
+    assert use_onednn_if_required_or_faster(asked, Products(width), CPU) is taken
     assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
 
 
 def test_onednns_products_stay_float32(processor: Any) -> None:
     """oneDNN is not used if it lowers the precision, and is refused if the recipe requires it."""
     processor("AMD EPYC", {"avx512f"}, bits=7)
-    assert not use_onednn_if_faster(recipe(engine={"name": "eager"}), Products(256), CPU)
+    assert not use_onednn_if_required_or_faster(
+        recipe(engine={"name": "eager"}), Products(256), CPU
+    )
     with pytest.raises(EngineError, match="oneDNN computes the float32 matmul in bfloat16"):
-        use_onednn_if_faster(recipe(engine={"name": "eager", "onednn": True}), Products(256), CPU)
+        use_onednn_if_required_or_faster(
+            recipe(engine={"name": "eager", "onednn": True}), Products(256), CPU
+        )
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -198,7 +203,13 @@ def test_onednn_is_refused_where_it_does_nothing() -> None:
 
     def said(**fields: Any) -> list[str]:
         made = recipe(**fields)
-        return [text for _, text in (*broken_rule_problems(made), *device_rules(made, "cuda"))]
+        return [
+            text
+            for _, text in (
+                *broken_rule_problems(made),
+                *precision_and_engine_device_rules(made, "cuda"),
+            )
+        ]
 
     on = {"name": "eager", "onednn": True}
     assert said(engine=on) == [
@@ -219,7 +230,7 @@ def test_parity_is_compared_at_highest() -> None:
     module = Seen()
     module.weight = reference.weight
     with use_matmul_precision("medium"):
-        compare_passes(reference, module, {"x": torch.ones(3)})
+        run_and_compare_passes(reference, module, {"x": torch.ones(3)})
         assert torch.get_float32_matmul_precision() == "medium"
     assert reference.words == module.words == {"highest"}
 
@@ -241,7 +252,7 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
         plain=None,
         keeps_build_precision=False,
         to_device=dict,
-        exclude_from_counts=lambda with_compilations: nullcontext(),
+        exclude_passes_from_counts=lambda with_compilations: nullcontext(),
     )
     # The other rank has the larger difference; this one has 0.25.
     group = SimpleNamespace(rank=0, gather=lambda mine: [mine, 0.5])
@@ -249,7 +260,7 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
     batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
     session: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)
     with use_matmul_precision(word):
-        assert loss_change_from_highest(session) == found
+        assert largest_loss_change_by_matmul_precision(session) == found
     assert module.training
 
 
@@ -261,7 +272,7 @@ def test_rotary_positions_are_multiplied_by_elements() -> None:
     places = torch.arange(600.0).repeat(2, 1)
     with Counted() as plainly:
         before = model(places)
-    multiply_positions_elementwise(model)
+    patch_rotary_to_multiply_elementwise(model)
     with Counted() as exactly:
         after = model(places)
     assert "aten.bmm.default" in plainly.names

@@ -15,10 +15,10 @@ from ortlaunch.errors import InputError
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import (
     LossModule,
-    attention_implementation,
-    build_model,
-    build_model_config,
-    refuse_data_beyond_model,
+    attention_implementation_or_none,
+    build_loss_module,
+    build_transformers_config,
+    refuse_data_exceeding_model_sizes,
 )
 from tests.makers import bert
 from tests.worker.models import (
@@ -59,7 +59,7 @@ def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
     # With random weights the loss is that of equal probabilities.
     chosen = recipe(task, {"config": config})
     data = LoadedData(chosen)
-    model = build_model(chosen, data)
+    model = build_loss_module(chosen, data)
     loss = first_loss(model, data)
     # 400 words are equally likely; ln 2 is the loss of a sentence pair.
     expected = torch.tensor(400.0).log() + (0.69 if task == "pretraining" else 0.0)
@@ -83,7 +83,7 @@ def test_a_config_has_no_special_tokens_of_another_tokenizer(
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        config = build_model_config(chosen, data)
+        config = build_transformers_config(chosen, data)
     finally:
         logger.removeHandler(caplog.handler)
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
@@ -114,7 +114,10 @@ def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
         torch.rand(seed + 3)
         chosen = recipe(task, {"config": config}, seed=seed)
         return torch.cat(
-            [p.detach().flatten() for p in build_model(chosen, LoadedData(chosen)).parameters()]
+            [
+                p.detach().flatten()
+                for p in build_loss_module(chosen, LoadedData(chosen)).parameters()
+            ]
         )
 
     assert torch.equal(weights(1), weights(1))
@@ -186,7 +189,7 @@ def test_classes_come_from_the_data(
     }
     chosen = recipe("sequence-classification", {"config": config}, source)
     data = LoadedData(chosen)
-    model = build_model(chosen, data)
+    model = build_loss_module(chosen, data)
     # ln 5 is 1.6.
     assert abs(float(first_loss(model, data).detach()) - 1.6) < 0.5
     inner: Any = model.model
@@ -198,8 +201,10 @@ def test_a_first_token_that_the_vocabulary_lacks() -> None:
     data: Any = SimpleNamespace(tokenizer=None, classes=0)
     found = r"^model.config.decoder_start_token_id: got 50257, and the vocabulary has 272 tokens"
     with pytest.raises(InputError, match=found):
-        refuse_data_beyond_model(bert(), data, WhisperConfig(vocab_size=272))
-    refuse_data_beyond_model(bert(), data, WhisperConfig(vocab_size=272, decoder_start_token_id=1))
+        refuse_data_exceeding_model_sizes(bert(), data, WhisperConfig(vocab_size=272))
+    refuse_data_exceeding_model_sizes(
+        bert(), data, WhisperConfig(vocab_size=272, decoder_start_token_id=1)
+    )
 
 
 @pytest.mark.parametrize(("classes", "asked", "expected"), [(1, None, 2), (3, 4, 4), (3, 3, 3)])
@@ -233,7 +238,7 @@ def test_too_few_labels(tmp_path: Path) -> None:
 def test_attention(asked: str, engine: dict[str, Any], expected: str | None) -> None:
     """`auto` is transformers' choice, or eager where ONNX Runtime replaces attention."""
     assert (
-        attention_implementation(
+        attention_implementation_or_none(
             recipe("masked-lm", {"config": BERT, "attention": asked}, engine=engine)
         )
         == expected
@@ -252,7 +257,7 @@ def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: s
         {"config": config},
         engine={"name": engine},
     )
-    model: Any = build_model(chosen, LoadedData(chosen)).model
+    model: Any = build_loss_module(chosen, LoadedData(chosen)).model
     assert model.config._attn_implementation == expected
 
 

@@ -21,8 +21,8 @@ from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.model.model import (
     LossModule,
     _refuse_sparse_gradients,
-    build_model,
-    require_forward_arguments,
+    build_loss_module,
+    require_forward_takes_batch,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import plan, recipe
@@ -132,7 +132,7 @@ def own(
         model={"task": "custom", "factory": f"own_net:{factory}", "arguments": arguments},
         data={"train": {"format": "custom", "factory": "own_net:data"}},
     )
-    return build_model(chosen, LoadedData(chosen))
+    return build_loss_module(chosen, LoadedData(chosen))
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -192,20 +192,20 @@ class Taking(nn.Module):
 def test_arguments_that_no_batch_has() -> None:
     """The names of forward and of a batch stand side by side, before a pass."""
     x, y = torch.ones(2, 4), torch.ones(2)
-    require_forward_arguments(Taking(), {"x": x, "target": y})
-    require_forward_arguments(Taking(), {"x": x})
+    require_forward_takes_batch(Taking(), {"x": x, "target": y})
+    require_forward_takes_batch(Taking(), {"x": x})
     told = (
         "model.factory: Taking.forward takes x, target; a batch of data.train has x, y: got an "
         "unexpected keyword argument 'y'; give both the same names"
     )
     with pytest.raises(InputError, match=re.escape(told)):
-        require_forward_arguments(Taking(), {"x": x, "y": y})
+        require_forward_takes_batch(Taking(), {"x": x, "y": y})
     # A hook may rename them.
     renamed = Taking()
     renamed.register_forward_pre_hook(
         lambda module, given, named: (given, {"x": named["x"]}), with_kwargs=True
     )
-    require_forward_arguments(renamed, {"x": x, "y": y})
+    require_forward_takes_batch(renamed, {"x": x, "y": y})
 
 
 @needs_ort

@@ -12,7 +12,11 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import ValueMeans, loss_of_engine_output, scalar_values
+from ortlaunch.worker.model.own_numbers import (
+    ValueMeans,
+    loss_of_engine_output,
+    scalars_beside_loss_by_name,
+)
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 from tests.training import train_here
@@ -64,11 +68,13 @@ def test_which_are_numbers() -> None:
         "none": None,
     }
     for form in (output, types.SimpleNamespace(**output)):
-        assert {name: float(value) for name, value in scalar_values(form).items()} == {
+        assert {
+            name: float(value) for name, value in scalars_beside_loss_by_name(form).items()
+        } == {
             "a": 2.0,
             "b": 3.0,
         }
-    assert scalar_values((one, one)) == scalar_values(one) == {}
+    assert scalars_beside_loss_by_name((one, one)) == scalars_beside_loss_by_name(one) == {}
 
 
 def test_they_are_logged_as_means_over_passes_and_steps(
@@ -126,14 +132,16 @@ def test_ranks_count_by_their_weights() -> None:
     # For each name the sum of value x weight, and the sum of weights.
     group = Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
     for value, weight in ((1.0, 1.5), (2.0, 0.5)):
-        numbers.add_pass({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
+        numbers.add_values_and_return_loss(
+            {"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight
+        )
     numbers.keep_step()
     # This pass belongs to a step that is skipped.
-    numbers.add_pass({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
+    numbers.add_values_and_return_loss({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
     numbers.begin_step()
     numbers.keep_step()
-    assert numbers.read_over_ranks(group) == {"a": (1.5 + 1.0 + 40.0) / 6.0, "b": 5.0}  # type: ignore[arg-type]
-    assert numbers.read_over_ranks(Two({})) == {}  # type: ignore[arg-type]
+    assert numbers.means_over_ranks_and_reset(group) == {"a": (1.5 + 1.0 + 40.0) / 6.0, "b": 5.0}  # type: ignore[arg-type]
+    assert numbers.means_over_ranks_and_reset(Two({})) == {}  # type: ignore[arg-type]
 
 
 @needs_ort

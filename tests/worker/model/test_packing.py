@@ -15,7 +15,10 @@ from ortlaunch.worker.data import IGNORED, collate
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.data.windows import SeparateDocuments
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.packing import replace_documents_by_mask, require_separate_documents
+from ortlaunch.worker.model.packing import (
+    replace_document_ids_by_mask,
+    require_model_separates_documents,
+)
 from tests.ort import needs_ort
 
 LENGTH = 24
@@ -106,7 +109,7 @@ def test_losses_are_those_of_documents_alone(family: str, attention: str) -> Non
     net = model(family, attention).eval()
     samples = [packed().sample(index, 0) for index in range(5)]
     batch = collate(samples)
-    require_separate_documents(net)
+    require_model_separates_documents(net)
     with torch.no_grad():
         found = float(LossModule(net)(**batch))
         names = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
@@ -145,7 +148,7 @@ def test_onnx_runtime_has_them_too(witness: Any, family: str, attention: str) ->
             )
         assert losses == pytest.approx([alone(net, chosen)] * 2, rel=1e-5)
         assert (gradients[0] - gradients[1]).abs().max() < 1e-4 * gradients[1].abs().max()
-    assert witness.counts_record()["forward_passes"] == 2
+    assert witness.pass_and_graph_counts_record()["forward_passes"] == 2
 
 
 def test_a_model_that_sees_through_the_mask_is_refused() -> None:
@@ -167,16 +170,16 @@ def test_a_model_that_sees_through_the_mask_is_refused() -> None:
         InputError,
         match=r"data.attend_across_documents: Deaf gives a document other scores beside another",
     ):
-        require_separate_documents(Deaf())
+        require_model_separates_documents(Deaf())
     with pytest.raises(
         InputError, match=r"data.attend_across_documents: Linear does not accept a document mask"
     ):
-        require_separate_documents(nn.Linear(2, 2))
+        require_model_separates_documents(nn.Linear(2, 2))
 
 
 def test_the_mask_is_of_the_weights_dtype() -> None:
     """The mask has the weights' dtype, with 0 where a token attends to another."""
-    found = replace_documents_by_mask(
+    found = replace_document_ids_by_mask(
         {"document_ids": torch.tensor([[0, 0, 1]]), "input_ids": torch.ones(1, 3)}, torch.float16
     )
     low = torch.finfo(torch.float16).min

@@ -15,11 +15,14 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.optimizer import Optimizer, ParameterGroup
-from ortlaunch.worker.checkpoint.restore import load_checkpoint
-from ortlaunch.worker.checkpoint.snapshot import rank_snapshot
+from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state
+from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.engine.stepping import TorchStepper
-from ortlaunch.worker.model.parameter_groups import freeze_matching, layer_depths
+from ortlaunch.worker.model.parameter_groups import (
+    freeze_parameters_matching_patterns,
+    layers_above_by_parameter_name,
+)
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 CPU = torch.device("cpu")
@@ -67,7 +70,7 @@ def train(trained: TorchStepper, steps: range) -> None:
     for step in steps:
         ids = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(step))
         trained.model(ids).backward()
-        trained.clip_and_step(rate(step))
+        trained.clip_step_and_clear_gradients(rate(step))
 
 
 def same(one: nn.Module, other: nn.Module, within: float = 0.0) -> bool:
@@ -79,7 +82,7 @@ def test_fifty_steps_equal_torchs_own_optimizers() -> None:
     """Groups by pattern, by optimizer and by layer are those of a loop in plain torch."""
     model = Stack()
     plain = copy.deepcopy(model)
-    freeze_matching(model, ["norm.*"])
+    freeze_parameters_matching_patterns(model, ["norm.*"])
     made = stepper(
         recipe(
             {"match": ("embed.*",), "name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
@@ -157,9 +160,11 @@ def test_a_small_state_is_the_packages_own(name: str, tmp_path: Path) -> None:
         if step == 30:
             for rank in range(2):
                 context = DistributedContext(Rank(rank, 2, rank, 2), CPU)
-                rank_snapshot(made.named_state(), {}, context).write_files(tmp_path)
+                snapshot_of_this_rank(made.named_state(), {}, context).write_rank_file_and_index(
+                    tmp_path
+                )
             made = stepper(settings, Stack(80))
-            load_checkpoint(tmp_path, made.named_state(), ALONE)
+            load_checkpoint_and_return_loop_state(tmp_path, made.named_state(), ALONE)
         train(made, range(step, step + 1))
     assert same(made.model, by_hand)
 
@@ -167,11 +172,11 @@ def test_a_small_state_is_the_packages_own(name: str, tmp_path: Path) -> None:
 def test_an_exception_to_a_freeze() -> None:
     """The last pattern that matches a parameter decides whether it is frozen."""
     model = Stack()
-    freeze_matching(model, ["*", "!head.*", "!layers.1.*", "*.bias"])
+    freeze_parameters_matching_patterns(model, ["*", "!head.*", "!layers.1.*", "*.bias"])
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained == ["layers.1.weight", "head.weight"]
     with pytest.raises(InputError, match=r"no parameter matches heads"):
-        freeze_matching(model, ["*", "!heads"])
+        freeze_parameters_matching_patterns(model, ["*", "!heads"])
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,24 +186,24 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFix
     train(whole, range(6))
     train(first, range(3))
     for rank in range(2):
-        rank_snapshot(
+        snapshot_of_this_rank(
             first.named_state(), {}, DistributedContext(Rank(rank, 2, rank, 2), CPU)
-        ).write_files(tmp_path)
-    load_checkpoint(tmp_path, second.named_state(), ALONE)
+        ).write_rank_file_and_index(tmp_path)
+    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert capsys.readouterr().out == ""
     train(second, range(3, 6))
     assert same(whole.model, second.model)
     third = stepper(
         recipe({"match": ("embed.*",), "name": "sgd", "momentum": 0.9}, name="muon"), Stack()
     )
-    load_checkpoint(tmp_path, third.named_state(), ALONE)
+    load_checkpoint_and_return_loop_state(tmp_path, third.named_state(), ALONE)
     assert "starts with a new state for 3 tensors: embed.weight" in capsys.readouterr().out
 
 
 def test_every_parameter_is_recorded() -> None:
     """The record has each parameter once, with its group, and frozen ones apart."""
     model = Stack()
-    freeze_matching(model, ["embed.weight"])
+    freeze_parameters_matching_patterns(model, ["embed.weight"])
     groups = build_optimizer(
         recipe({"match": ("head.*",), "learning_rate": 0.02}), model, "eager", CPU
     ).groups
@@ -227,7 +232,7 @@ def test_every_parameter_is_recorded() -> None:
 )  # fmt: skip
 def test_layers_are_counted_from_the_head(names: str, expected: list[int]) -> None:
     """Each stack has its own layers; what comes before them is below, what comes after is above."""
-    assert [*layer_depths(names.split()).values()] == expected
+    assert [*layers_above_by_parameter_name(names.split()).values()] == expected
 
 
 def test_a_function_gives_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,4 +272,4 @@ def test_a_pattern_without_parameters_is_an_error(chosen: Optimizer, message: st
     with pytest.raises(
         InputError, match=r"model.freeze: no parameter matches emb\.\*; .* embed\.w"
     ):
-        freeze_matching(model, ["emb.*", "head.*"])
+        freeze_parameters_matching_patterns(model, ["emb.*", "head.*"])

@@ -10,13 +10,20 @@ import pytest
 import torch
 
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import estimate_rank_memory, full_config
+from ortlaunch.planning.memory import (
+    estimate_rank_memory_or_none,
+    model_config_with_defaults_or_none,
+)
 from ortlaunch.planning.model_sizes import SHAPE_BY_MODEL_TYPE, build_model_shape
 from ortlaunch.recipe import Recipe, load_recipe
-from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, normalize_sizes
+from ortlaunch.recipe.fields.families import (
+    DECODERS,
+    FAMILIES,
+    config_with_planned_size_names_or_none,
+)
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.resolve import shipped
-from ortlaunch.worker.model.model import _add_adapters
+from ortlaunch.worker.model.model import _add_lora_adapters
 from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
@@ -48,7 +55,7 @@ PUBLISHED = {
 
 def recipe(name: str) -> Recipe:
     """Return a curated recipe by name."""
-    return load_recipe(shipped.find_shipped_recipe(f"models/{name}")).recipe
+    return load_recipe(shipped.shipped_recipe_path_or_refuse(f"models/{name}")).recipe
 
 
 def built(recipe: Recipe, device: str, **more: Any) -> Any:
@@ -111,9 +118,11 @@ def test_sizes_are_those_of_transformers(kind: str) -> None:
         config = transformers.AutoConfig.for_model(kind, **fields, **more)
         with torch.device("meta"):
             model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
-        planned = normalize_sizes({"model_type": kind, **fields, "num_labels": 3})
+        planned = config_with_planned_size_names_or_none(
+            {"model_type": kind, **fields, "num_labels": 3}
+        )
         assert planned is not None
-        sizes = build_model_shape(planned, task).tensor_sizes()
+        sizes = build_model_shape(planned, task).parameter_element_counts()
         assert sum(sizes) == sum(weight.numel() for weight in model.parameters()), task
 
 
@@ -140,13 +149,13 @@ def test_adapters_of_all_linear_layers_are_pefts(kind: str) -> None:
         config = transformers.AutoConfig.for_model(kind, **fields, **more, num_labels=1)
         with torch.device("meta"):
             model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
-            adapted = _add_adapters(model, lora, task)
+            adapted = _add_lora_adapters(model, lora, task)
         # A head for labels is trained as a whole, and has no adapter.
         count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
         data = {"train": {"format": "jsonl", "path": "x"}, "tokenizer": "x", "sequence_length": 128}
         own = {"model_type": kind, **fields, "num_labels": 1}
         model = {"task": task, "config": own, "lora": lora.model_dump()}
-        memory = estimate_rank_memory(bert(model=model, data=data, zero=None), 1, 1)
+        memory = estimate_rank_memory_or_none(bert(model=model, data=data, zero=None), 1, 1)
         assert memory is not None
         assert memory.trainable == count, task
 
@@ -177,7 +186,7 @@ def test_a_layer_of_other_families_keeps_what_is_planned(kind: str) -> None:
             engine={"name": "eager"},
             zero=None,
         )
-        memory = estimate_rank_memory(made, 2, 1, "cpu")
+        memory = estimate_rank_memory_or_none(made, 2, 1, "cpu")
         assert memory is not None
         planned.append(dict(memory.by_stage)["DDP"].activations)
     assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.1)
@@ -191,7 +200,11 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     model = built(whole, "meta")
     assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED[name]
     assert (
-        sum(build_model_shape(full_config(whole) or {}, whole.model.task).tensor_sizes())
+        sum(
+            build_model_shape(
+                model_config_with_defaults_or_none(whole) or {}, whole.model.task
+            ).parameter_element_counts()
+        )
         == PUBLISHED[name]
     )
     adapters = recipe(f"{name}-lora")
@@ -200,7 +213,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
         r=adapters.model.lora.r, target_modules=list(adapters.model.lora.target_modules)
     )
     trained = [p.numel() for p in peft.get_peft_model(model, lora).parameters() if p.requires_grad]
-    planned = estimate_rank_memory(adapters, 1, 1, "cuda")
+    planned = estimate_rank_memory_or_none(adapters, 1, 1, "cuda")
     assert planned is not None
     assert planned.trainable == sum(trained)
 
@@ -241,6 +254,6 @@ def kept(whole: Recipe, layers: int) -> tuple[int, int]:
         }[whole.model.task]
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
     measured = saved(lambda: net(**batch, labels=labels).loss, weights)[1]
-    memory = estimate_rank_memory(made, 2, 1, "cuda")
+    memory = estimate_rank_memory_or_none(made, 2, 1, "cuda")
     assert memory is not None
     return measured, dict(memory.by_stage)["DDP"].activations

@@ -14,8 +14,8 @@ import torch
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.model import LossModule, build_model
-from ortlaunch.worker.model.pretrained import loading_notes
+from ortlaunch.worker.model.model import LossModule, build_loss_module
+from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from tests.worker.models import BERT, LLAMA, first_loss, labels, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     folder = tmp_path_factory.mktemp("saved")
     chosen = recipe("masked-lm", {"config": BERT}, seed=5)
     data = LoadedData(chosen)
-    model: Any = build_model(chosen, data).model
+    model: Any = build_loss_module(chosen, data).model
     model.save_pretrained(folder)
     data.tokenizer.save_pretrained(folder)
     return str(folder), model
@@ -41,7 +41,7 @@ def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
         {"pretrained": folder, "config": {"model_type": "bert", "hidden_dropout_prob": 0.3}},
         {"tokenizer": folder},
     )
-    again: Any = build_model(chosen, LoadedData(chosen)).model
+    again: Any = build_loss_module(chosen, LoadedData(chosen)).model
     theirs = model.state_dict()
     ours = again.state_dict()
     assert theirs.keys() == ours.keys()
@@ -73,11 +73,11 @@ def test_what_was_not_loaded_is_told_in_our_words(
     folder, _ = saved
     data = {"train": labels(tmp_path, 2), "tokenizer": folder}
     chosen = recipe("sequence-classification", {"pretrained": folder}, data)
-    model = build_model(chosen, LoadedData(chosen))
+    model = build_loss_module(chosen, LoadedData(chosen))
     assert model.loaded is not None
     assert {"classifier.bias", "classifier.weight"} <= set(model.loaded["missing"])
     assert all(name.startswith("cls.predictions.") for name in model.loaded["unexpected"])
-    missing, unexpected = loading_notes(model.loaded)
+    missing, unexpected = notes_on_weights_not_loaded(model.loaded)
     assert re.fullmatch(
         r"model.pretrained: \d of the model's weights are not in it and start at random: "
         r".*classifier.bias.*",
@@ -87,7 +87,9 @@ def test_what_was_not_loaded_is_told_in_our_words(
         r"model.pretrained: \d of its weights are not used: cls.predictions.*", unexpected
     )
     assert (
-        loading_notes(None) == loading_notes({"missing": [], "unexpected": [], "resized": []}) == ()
+        notes_on_weights_not_loaded(None)
+        == notes_on_weights_not_loaded({"missing": [], "unexpected": [], "resized": []})
+        == ()
     )
     assert (said, *capfd.readouterr()) == ([], "", "")
 
@@ -98,7 +100,7 @@ def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> N
     def loaded(folder: str, layers: int, task: str = "masked-lm", **more: Any) -> LossModule:
         model = {"pretrained": folder, "config": {"num_hidden_layers": layers}, **more}
         chosen = recipe(task, model, {"tokenizer": saved[0]})
-        return build_model(chosen, LoadedData(chosen))
+        return build_loss_module(chosen, LoadedData(chosen))
 
     with pytest.raises(
         InputError,
@@ -134,9 +136,9 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
     with pytest.raises(
         InputError, match=r"got 400, and the tokenizer has 402 words; 408 adds new ones"
     ):
-        build_model(small, LoadedData(small))
+        build_loss_module(small, LoadedData(small))
     chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"vocab_size": 408}}, data)
-    found = [build_model(chosen, LoadedData(chosen)) for _ in range(2)]
+    found = [build_loss_module(chosen, LoadedData(chosen)) for _ in range(2)]
     model: Any = found[0].model
     words = model.get_input_embeddings().weight
     old = saved[1].get_input_embeddings().weight
@@ -149,7 +151,7 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
     # All ranks must get the same weights.
     assert all(torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters()))
     assert first_loss(found[0], LoadedData(chosen)).shape == ()
-    assert loading_notes(found[0].loaded) == (
+    assert notes_on_weights_not_loaded(found[0].loaded) == (
         "model.pretrained: its vocabulary is resized, 400 tokens to 408; new tokens start near "
         "the others' mean",
     )
@@ -166,7 +168,7 @@ def test_weights_that_are_cut_off(saved: tuple[str, Any], tmp_path: Path) -> Non
     with pytest.raises(
         InputError, match=r"model.pretrained: .*cut has weights that cannot be read: "
     ):
-        build_model(chosen, LoadedData(chosen))
+        build_loss_module(chosen, LoadedData(chosen))
 
 
 def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> None:
@@ -182,7 +184,7 @@ def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> No
         # transformers 4.52 gives the name without the shapes.
         r"( is \[32, 16\], the model's \[48, 16\]|;)",
     ):
-        build_model(chosen, LoadedData(chosen))
+        build_loss_module(chosen, LoadedData(chosen))
     assert said == []
 
 
@@ -195,13 +197,13 @@ def test_a_head_of_another_number_of_labels_is_new(
         {"pretrained": saved[0]},
         {"train": labels(tmp_path, 2), "tokenizer": saved[0]},
     )
-    first: Any = build_model(two, LoadedData(two)).model
+    first: Any = build_loss_module(two, LoadedData(two)).model
     first.save_pretrained(tmp_path / "two")
     pretrained = {"pretrained": str(tmp_path / "two")}
     three = recipe(
         "sequence-classification", pretrained, {"train": labels(tmp_path, 3), "tokenizer": saved[0]}
     )
-    found = [build_model(three, LoadedData(three)) for _ in range(2)]
+    found = [build_loss_module(three, LoadedData(three)) for _ in range(2)]
     model: Any = found[0].model
     assert model.classifier.weight.shape == (3, 16)
     # transformers draws new weights with a standard deviation of 0.02.
@@ -209,7 +211,7 @@ def test_a_head_of_another_number_of_labels_is_new(
     assert all(torch.equal(a, b) for a, b in zip(model.bert.parameters(), first.bert.parameters()))
     # All ranks must get the same weights.
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found[1].parameters()))
-    (note,) = loading_notes(found[0].loaded)
+    (note,) = notes_on_weights_not_loaded(found[0].loaded)
     assert re.fullmatch(
         r"model.pretrained: its output layer has a different number of labels; the model's starts at random: "
         r"classifier.bias( is \[2\], the model's \[3\])?; classifier.weight.*", note,
@@ -222,7 +224,7 @@ def test_a_head_of_another_number_of_labels_is_new(
         InputError,
         match=r"weights differ in shape from model.config: bert.encoder.layer.0.intermediate[^;]*; bert",
     ):
-        build_model(wrong, LoadedData(wrong))
+        build_loss_module(wrong, LoadedData(wrong))
     assert said == []
 
 
@@ -254,7 +256,7 @@ def test_what_does_not_fit_the_folder(
     """A missing folder, and a config, tokenizer or length that do not fit, are refused."""
     chosen = recipe("masked-lm", {"pretrained": saved[0], **model}, {"tokenizer": saved[0], **data})
     with pytest.raises(InputError, match=message):
-        build_model(chosen, LoadedData(chosen))
+        build_loss_module(chosen, LoadedData(chosen))
 
 
 def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
 
     chosen = recipe("causal-lm", {"config": LLAMA})
     folder = tmp_path / "llama"
-    language: Any = build_model(chosen, LoadedData(chosen)).model
+    language: Any = build_loss_module(chosen, LoadedData(chosen)).model
     language.config.pad_token_id = None
     language.save_pretrained(folder)
     tokenizer = LoadedData(chosen).tokenizer
@@ -271,7 +273,7 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
     assert transformers.AutoConfig.from_pretrained(folder).pad_token_id is None
     data = {"train": labels(tmp_path, 2), "tokenizer": str(folder)}
     chosen = recipe("sequence-classification", {"pretrained": str(folder)}, data)
-    model = build_model(chosen, LoadedData(chosen))
+    model = build_loss_module(chosen, LoadedData(chosen))
     assert first_loss(model, LoadedData(chosen)).shape == ()
     inner: Any = model.model
     assert inner.config.pad_token_id == tokenizer.pad_token_id
@@ -293,7 +295,7 @@ def test_words_of_labels_are_in_the_models_config(
         start
     ]
     made = recipe("sequence-classification", chosen, source)
-    model: Any = build_model(made, LoadedData(made)).model
+    model: Any = build_loss_module(made, LoadedData(made)).model
     model.config.save_pretrained(tmp_path)
     import transformers
 
@@ -308,7 +310,7 @@ def test_words_of_labels_are_in_the_models_config(
     with pytest.raises(
         InputError, match=r"model.config.num_labels: got 4, and the labels have 3 names"
     ):
-        build_model(wrong, LoadedData(wrong))
+        build_loss_module(wrong, LoadedData(wrong))
 
 
 def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_path: Path) -> None:
@@ -323,7 +325,7 @@ def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_p
         "tokenizer": saved[0],
     }
     made = recipe("sequence-classification", {"config": BERT}, source)
-    config: Any = build_model(made, LoadedData(made)).model.config
+    config: Any = build_loss_module(made, LoadedData(made)).model.config
     assert (config.id2label, config.num_labels) == ({0: "yes", 1: "no", 2: "maybe"}, 3)
 
 
@@ -334,7 +336,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     chosen = recipe("causal-lm", {"config": {**LLAMA, "tie_word_embeddings": False}})
     data = LoadedData(chosen)
     data.tokenizer._special_tokens_map["pad_token"] = None
-    model: Any = build_model(chosen, data).model
+    model: Any = build_loss_module(chosen, data).model
     model.config.pad_token_id = None
     model.resize_token_embeddings(len(data.tokenizer) + 2)
     model.save_pretrained(folder)
@@ -348,7 +350,7 @@ def with_tokens(llama: str, rows: int | None, lora: Any = None, **tokens: Any) -
     config = {} if rows is None else {"config": {"vocab_size": rows}}
     model = {"pretrained": llama, **config, "lora": lora}
     chosen = recipe("causal-lm", model, {"tokenizer": llama, **tokens})
-    return build_model(chosen, LoadedData(chosen))
+    return build_loss_module(chosen, LoadedData(chosen))
 
 
 def test_a_new_padding_token(llama: str) -> None:

@@ -14,11 +14,11 @@ from ortlaunch.errors import EngineError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.model.model import LossModule, build_model
+from ortlaunch.worker.model.model import LossModule, build_loss_module
 from ortlaunch.worker.onnx import onnx_export
-from ortlaunch.worker.onnx.onnx_export import export_onnx
+from ortlaunch.worker.onnx.onnx_export import write_and_check_onnx_folder
 from ortlaunch.worker.onnx.onnx_model import OnnxModel
-from ortlaunch.worker.onnx.onnx_model import transformers_loss as loss_of
+from ortlaunch.worker.onnx.onnx_model import loss_as_transformers_computes as loss_of
 from tests import makers
 from tests.ort import needs_ort
 
@@ -53,7 +53,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def built(recipe: Recipe) -> tuple[LossModule, LoadedData]:
     """Return a model in training mode, as after a training, and its data."""
     data = LoadedData(recipe)
-    model = build_model(recipe, data)
+    model = build_loss_module(recipe, data)
     for name, parameter in model.named_parameters():
         # New adapters are zero; trained ones are not.
         if "lora_B" in name:
@@ -73,7 +73,7 @@ def test_bert_for_pretraining(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, BertForPreTraining
 
     model, data = built(PRETRAINING)
-    found = export_onnx(PRETRAINING, tmp_path, model, data)
+    found = write_and_check_onnx_folder(PRETRAINING, tmp_path, model, data)
     names = (
         ["input_ids", "attention_mask", "token_type_ids"],
         ["prediction_logits", "seq_relationship_logits"],
@@ -158,7 +158,7 @@ def test_images_and_recordings(
     source = {"format": "custom", "factory": f"media_of_a_test:{factory}"}
     recipe = makers.recipe(model={"task": task, "config": config}, data={"train": source})
     model, data = built(recipe)
-    found = export_onnx(recipe, tmp_path, model.eval(), data)
+    found = write_and_check_onnx_folder(recipe, tmp_path, model.eval(), data)
     assert found.inputs == [*inputs]
     assert found.outputs == ["logits"]
     # Another number of samples than the compared ones.
@@ -184,7 +184,7 @@ def test_adapters_are_merged_and_large_weights_lie_beside(
     mask = torch.ones_like(ids)
     with torch.no_grad():
         expected = model.model.eval()(input_ids=ids, attention_mask=mask).logits
-    found = export_onnx(LORA, tmp_path, model, data)
+    found = write_and_check_onnx_folder(LORA, tmp_path, model, data)
     assert (found.outputs, found.external_data) == (["logits"], True)
     assert {path.name for path in tmp_path.iterdir()} >= {"model.onnx", "model.onnx_data"}
     (logits,) = by_onnxruntime(tmp_path / "model.onnx", input_ids=ids, attention_mask=mask)
@@ -196,9 +196,11 @@ def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Logits that differ from PyTorch's, or are nan, are an error."""
     model, data = built(PRETRAINING)
     for wrong in (2e-4, float("nan")):
-        monkeypatch.setattr(onnx_export, "largest_output_difference", lambda *_, wrong=wrong: wrong)
+        monkeypatch.setattr(
+            onnx_export, "run_graph_and_largest_difference", lambda *_, wrong=wrong: wrong
+        )
         with pytest.raises(EngineError, match=r"differ from PyTorch's by .*; the limit is 0\.0001"):
-            export_onnx(PRETRAINING, tmp_path, model, data)
+            write_and_check_onnx_folder(PRETRAINING, tmp_path, model, data)
 
 
 def test_no_number_after_a_number_is_an_error(
@@ -209,9 +211,9 @@ def test_no_number_after_a_number_is_an_error(
     model, data = built(PRETRAINING)
     # For each of three batches a good output, then a bad one.
     answers = iter([0.0, float("nan")] * 3)
-    monkeypatch.setattr(onnx_export, "_tensor_difference", lambda *_: next(answers))
+    monkeypatch.setattr(onnx_export, "_largest_tensor_difference", lambda *_: next(answers))
     with pytest.raises(EngineError, match=r"differ from PyTorch's by nan"):
-        export_onnx(PRETRAINING, tmp_path, model, data)
+        write_and_check_onnx_folder(PRETRAINING, tmp_path, model, data)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch import nn
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.model import build_model
-from ortlaunch.worker.onnx.onnx_export import export_onnx
+from ortlaunch.worker.model.model import build_loss_module
+from ortlaunch.worker.onnx.onnx_export import write_and_check_onnx_folder
 from tests import makers
 from tests.ort import needs_ort
 
@@ -209,8 +209,8 @@ def exported(
         model={"task": "custom", "factory": "own_onnx:model"}, data={"train": train, **collate}
     )
     read = LoadedData(recipe)
-    built = build_model(recipe, read)
-    return export_onnx(recipe, folder, built, read), built.model
+    built = build_loss_module(recipe, read)
+    return write_and_check_onnx_folder(recipe, folder, built, read), built.model
 
 
 def test_what_the_loss_alone_takes_is_no_input(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker.process_group.agreement import open_agreement
+from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import (
     DEAF,
@@ -77,16 +77,18 @@ def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
 
 def test_one_rank_decides_by_itself() -> None:
     """One rank agrees without a group; a request to save ends with a save, a stop does not."""
-    with open_agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
-        assert agreed.agree_now() is RankRequest.NOTHING
+    with accept_save_and_stop_requests(
+        DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    ) as agreed:
+        assert agreed.agree_on_request_now() is RankRequest.NOTHING
         agreed.add_request(RankRequest.SAVE)
-        assert agreed.agree_now() is RankRequest.SAVE
-        agreed.clear_save_and_agree()
-        assert agreed.agree_now() is RankRequest.NOTHING
+        assert agreed.agree_on_request_now() is RankRequest.SAVE
+        agreed.clear_save_request_and_agree()
+        assert agreed.agree_on_request_now() is RankRequest.NOTHING
         agreed.add_request(RankRequest.STOP)
         agreed.add_request(RankRequest.SAVE)
-        agreed.clear_save_and_agree()
-        agreed.agreed_stop = agreed.agree_now()
+        agreed.clear_save_request_and_agree()
+        agreed.agreed_stop = agreed.agree_on_request_now()
         assert agreed.agreed_stop is RankRequest.STOP
 
 
@@ -107,13 +109,13 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
     if found is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
-    requests.start_listening()
+    requests.handle_signals_as_requests()
     try:
         signal.raise_signal(signal.SIGUSR2)
         assert requests.requested is RankRequest.SAVE
         signal.raise_signal(number)
     finally:
-        requests.restore_handlers()
+        requests.restore_former_signal_handlers()
     after = signal.getsignal(number)
     signal.signal(number, found)
     ask, status = ASKED[number]
@@ -129,12 +131,12 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
 def test_a_second_interrupt_is_for_the_process() -> None:
     """The first SIGINT is a request; the second ends the process, as usual."""
     requests = RankRequests()
-    requests.start_listening()
+    requests.handle_signals_as_requests()
     try:
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
-        requests.restore_handlers()
+        requests.restore_former_signal_handlers()
 
 
 def ended_by(life: Callable[[], object]) -> int:
@@ -155,10 +157,12 @@ def test_a_stop_between_the_last_step_and_the_export(heard: bool, end: int) -> N
     """A stop that comes too late for an agreement ends the rank as one in the export does."""
 
     def life() -> None:
-        with open_agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
-            agreed.agree_now()
+        with accept_save_and_stop_requests(
+            DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+        ) as agreed:
+            agreed.agree_on_request_now()
             os.kill(os.getpid(), signal.SIGTERM)
-            agreed.agreed_stop = agreed.agree_now() if heard else RankRequest.NOTHING
+            agreed.agreed_stop = agreed.agree_on_request_now() if heard else RankRequest.NOTHING
 
     assert ended_by(life) == end
 
@@ -169,7 +173,7 @@ def test_a_loaders_worker_ignores_requests() -> None:
 
     def life() -> None:
         requests = RankRequests()
-        requests.start_listening()
+        requests.handle_signals_as_requests()
         pid = os.fork()
         if pid == 0:
             for number in (*ignored, signal.SIGTERM):
@@ -187,11 +191,11 @@ def test_the_users_own_handler_hears_it_too() -> None:
     heard = []
     requests = RankRequests()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    requests.start_listening()
+    requests.handle_signals_as_requests()
     try:
         signal.raise_signal(signal.SIGUSR1)
     finally:
-        requests.restore_handlers()
+        requests.restore_former_signal_handlers()
         signal.signal(signal.SIGUSR1, before)
     assert (heard, requests.requested) == ([signal.SIGUSR1], RankRequest.STOP)
 
@@ -202,9 +206,9 @@ def test_the_supervisor_is_told_who_listens() -> None:
     there, here = os.pipe()
     requests = RankRequests()
     requests.supervisor_fd = here
-    requests.start_listening()
-    requests.start_listening()
+    requests.handle_signals_as_requests()
+    requests.handle_signals_as_requests()
     assert os.read(there, 100) == LISTENING
-    requests.restore_handlers()
-    requests.restore_handlers()
+    requests.restore_former_signal_handlers()
+    requests.restore_former_signal_handlers()
     assert os.read(there, 100) == DEAF

@@ -22,7 +22,7 @@ from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.process_group import distributed, join
-from ortlaunch.worker.process_group.flight_recorder import record_collectives
+from ortlaunch.worker.process_group.flight_recorder import set_flight_recorder_variables_unless_set
 from ortlaunch.worker.supervision import interface
 from tests.makers import host, plan, recipe
 
@@ -39,7 +39,7 @@ def test_collectives_are_recorded_where_the_user_has_not_said_how(tmp_path: Path
     """NCCL's flight recorder writes into the run folder, and keeps the user's settings."""
     # Both today's names and those of torch 2.4 are set.
     environ = {"TORCH_FR_BUFFER_SIZE": "7"}
-    record_collectives(environ, RunDir(tmp_path))
+    set_flight_recorder_variables_unless_set(environ, RunDir(tmp_path))
     prefix = str(tmp_path / "errors" / "nccl_trace_rank_")
     assert environ == {
         "TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -97,7 +97,9 @@ def test_a_debug_level_that_crashes_torch(zero: Any, capsys: pytest.CaptureFixtu
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         for rank in range(2):
-            distributed._lower_debug_level(plan(recipe(zero=zero)), Rank(rank, 2, rank, 2))
+            distributed._lower_torch_debug_level_for_ddp(
+                plan(recipe(zero=zero)), Rank(rank, 2, rank, 2)
+            )
         level = dist.get_debug_level()
     finally:
         dist.set_debug_level(before)
@@ -107,13 +109,15 @@ def test_a_debug_level_that_crashes_torch(zero: Any, capsys: pytest.CaptureFixtu
 
 def test_the_same_files_are_agreed() -> None:
     """Ranks that have read the same recipe and plan agree."""
-    distributed.require_same_files(Gathered(["same"]), RunDir("x"), ["recipe", "plan"])
+    distributed.require_same_recipe_and_plan(Gathered(["same"]), RunDir("x"), ["recipe", "plan"])
 
 
 def test_different_files_are_refused() -> None:
     """A rank that has read another recipe or plan than the others ends the run."""
     with pytest.raises(LaunchError) as caught:
-        distributed.require_same_files(Gathered(["another"]), RunDir("x"), ["recipe", "plan"])
+        distributed.require_same_recipe_and_plan(
+            Gathered(["another"]), RunDir("x"), ["recipe", "plan"]
+        )
     assert str(caught.value) == (
         "rank 1 and rank 0 have read different files in x; start again, "
         "in a folder that all hosts share"
@@ -122,7 +126,7 @@ def test_different_files_are_refused() -> None:
 
 def on_cuda() -> Any:
     """Return a plan for GPUs: ranks 2 and 3 have devices 1 and 3 of the second host."""
-    return distributed.Plan.from_json(
+    return distributed.Plan.from_plan_json_text(
         plan(recipe(), HOSTS, "mpi").to_json().replace('"device": "cpu"', '"device": "cuda"')
     )
 
@@ -132,30 +136,30 @@ def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     # DeepSpeed uses LOCAL_RANK as the index of the GPU.
     chosen: list[int] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "set_kernel_cache_variables", lambda environ: None)
+    monkeypatch.setattr(distributed, "set_cuda_kernel_cache_unless_set", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     rank = Rank(3, 4, 1, 2)
-    device = distributed._choose_device(on_cuda(), rank)
+    device = distributed._set_and_return_device(on_cuda(), rank)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert (device, chosen) == (torch.device("cuda", 1), [1])
     monkeypatch.setattr(os, "environ", {})
-    distributed._write_rank_variables(rank, device)
+    distributed._set_rank_environment_variables(rank, device)
     assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with fewer GPUs than planned is an error with the missing GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "set_kernel_cache_variables", lambda environ: None)
+    monkeypatch.setattr(distributed, "set_cuda_kernel_cache_unless_set", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         LaunchError,
         match=r"^rank 3 is planned on GPU 3 of box, and CUDA shows 1 of its planned GPUs \(1, 3\)$",
     ):
-        distributed._choose_device(on_cuda(), Rank(3, 4, 1, 2))
+        distributed._set_and_return_device(on_cuda(), Rank(3, 4, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +202,8 @@ def test_nccl_is_given_the_ranks_gpu(
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(os, "environ", {})
     rank = Rank(world_size - 1, world_size, world_size - 1, world_size)
-    backend = distributed._backend_arguments(devices, rank, torch.device(device))
-    join.start_torch_distributed(on_cuda(), rank, RunDir(tmp_path), backend)
+    backend = distributed._nccl_or_gloo_arguments(devices, rank, torch.device(device))
+    join.meet_ranks_and_init_process_group(on_cuda(), rank, RunDir(tmp_path), backend)
     assert {name: given[name] for name in ("backend", "device_id") if name in given} == expected
     assert (given["rank"], given["world_size"]) == (rank.rank, world_size)
 
@@ -207,12 +211,12 @@ def test_nccl_is_given_the_ranks_gpu(
 def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a visible GPU the error has torch's version and the host."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "set_kernel_cache_variables", lambda environ: None)
+    monkeypatch.setattr(distributed, "set_cuda_kernel_cache_unless_set", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         LaunchError, match=r"^the plan trains on cuda, and no GPU is visible on box: torch 2\."
     ):
-        distributed._choose_device(on_cuda(), Rank(2, 4, 0, 2))
+        distributed._set_and_return_device(on_cuda(), Rank(2, 4, 0, 2))
 
 
 def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None:
@@ -233,7 +237,7 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
     with ThreadPoolExecutor() as pool:
         # Both ranks at once, as in a run.
         stores = [
-            pool.submit(join._tcp_store, rank, where, held)
+            pool.submit(join._serve_or_connect_tcp_store, rank, where, held)
             for rank, held in ((Rank(0, 2, 0, 1), listener), (Rank(1, 2, 0, 1), None))
         ]
         mine, others = (each.result() for each in stores)
@@ -266,7 +270,9 @@ def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> No
         "init_process_group",
         lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"]),
     )
-    join.start_torch_distributed(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"})
+    join.meet_ranks_and_init_process_group(
+        plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"}
+    )
     assert told == ["lo"]
 
 
@@ -274,7 +280,7 @@ def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without mpi4py, the error of ranks under mpirun has the command to install it."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependency) as caught:
-        join._mpi_store(Rank(0, 2, 0, 2))
+        join._store_of_rank_0_through_mpi(Rank(0, 2, 0, 2))
     assert str(caught.value).startswith("ranks under mpirun connect through mpi4py (")
     assert str(caught.value).endswith('): pip install "ortlaunch[mpi]"')
 
@@ -284,7 +290,7 @@ def test_mpi4py_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     # Its world then has one rank only.
     an_mpi(monkeypatch, 1, ["box"])
     with pytest.raises(LaunchError) as caught:
-        join._mpi_store(Rank(0, 2, 0, 2))
+        join._store_of_rank_0_through_mpi(Rank(0, 2, 0, 2))
     assert str(caught.value) == (
         "mpirun says 2 ranks, mpi4py's MPI says 1: they belong to different MPI installations "
         "(Other MPI 1.0); install mpi4py for the MPI of your mpirun"
@@ -307,14 +313,14 @@ def test_the_address_that_others_reach(
 ) -> None:
     """The address is the source of a route to another host, else that of this host's name."""
     network(monkeypatch, routes, name)
-    assert interface.reachable_own_address(["box", "b", "c"], {}) == address
+    assert interface.own_address_reachable_by_hosts(["box", "b", "c"], {}) == address
 
 
 def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with loopback addresses only is an error with advice."""
     network(monkeypatch, {}, "127.0.1.1")
     with pytest.raises(LaunchError) as caught:
-        interface.reachable_own_address(["b", "box", "c"], {})
+        interface.own_address_reachable_by_hosts(["b", "box", "c"], {})
     assert str(caught.value) == (
         "box has no IPv4 address that other hosts can reach (b, box, c); give its name a routable "
         "one in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
@@ -324,18 +330,21 @@ def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set interface gives this host's address for both libraries; an unknown one is an error."""
     environ = {"GLOO_SOCKET_IFNAME": "lo"}
-    assert interface.reachable_own_address(["b"], environ) == "127.0.0.1"
-    interface.restrict_to_interface("10.0.0.1", environ)
+    assert interface.own_address_reachable_by_hosts(["b"], environ) == "127.0.0.1"
+    interface.set_gloo_and_nccl_interface_unless_set("10.0.0.1", environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     with pytest.raises(
         LaunchError, match=r"is ib7, and box has no such interface with an address; it has lo"
     ):
-        interface.restrict_to_interface("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})
+        interface.set_gloo_and_nccl_interface_unless_set("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})
     # torch's form of several; and NCCL's of exclusion, which gloo does not know.
-    assert interface.reachable_own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,lo"}) == "127.0.0.1"
+    assert (
+        interface.own_address_reachable_by_hosts(["b"], {"GLOO_SOCKET_IFNAME": "lo,lo"})
+        == "127.0.0.1"
+    )
     with pytest.raises(LaunchError, match=r"is lo,ib7: ib7, and box has no such"):
-        interface.reachable_own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
+        interface.own_address_reachable_by_hosts(["b"], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
     # A single host is checked, too.
     with pytest.raises(LaunchError, match=r"is \^lo, and box has no such interface"):
         join._restrict_to_loopback({"GLOO_SOCKET_IFNAME": "^lo"})
@@ -344,9 +353,9 @@ def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_interface_of_an_address() -> None:
     """The interface is the one with the given address; an unknown address changes nothing."""
     environ = {"NCCL_SOCKET_IFNAME": "ib0"}
-    interface.restrict_to_interface("127.0.0.1", environ)
+    interface.set_gloo_and_nccl_interface_unless_set("127.0.0.1", environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
-    interface.restrict_to_interface("10.9.9.9", environ := {})
+    interface.set_gloo_and_nccl_interface_unless_set("10.9.9.9", environ := {})
     assert environ == {}
 
 
@@ -381,12 +390,15 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "SLURM_RESTART_COUNT": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(interface, "reachable_own_address", lambda hosts, environ: "127.0.0.2")
+    monkeypatch.setattr(
+        interface, "own_address_reachable_by_hosts", lambda hosts, environ: "127.0.0.2"
+    )
     run = RunDir(tmp_path)
-    path = join._address_file(run, "Slurm")
+    path = join._rank_0_address_path(run, "Slurm")
     with ThreadPoolExecutor() as pool:
         stores = [
-            pool.submit(join._run_folder_store, Rank(rank, 2, 0, 1), path, []) for rank in range(2)
+            pool.submit(join._store_of_rank_0_through_run_folder, Rank(rank, 2, 0, 1), path, [])
+            for rank in range(2)
         ]
         mine, others = (each.result() for each in stores)
     mine.set("key", "value")
@@ -403,7 +415,7 @@ def test_meeting_through_a_folder_that_is_not_shared(
     monkeypatch.setattr(join.time, "monotonic", lambda: next(clock))
     path = tmp_path / "rendezvous"
     with pytest.raises(LaunchError) as caught:
-        join._run_folder_store(Rank(1, 2, 1, 2), path, [])
+        join._store_of_rank_0_through_run_folder(Rank(1, 2, 1, 2), path, [])
     message = f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
     assert str(caught.value) == message
 
@@ -419,7 +431,7 @@ def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Pat
     try:
         if old:
             path.touch()
-        store = join._create_file_store(path, 1)
+        store = join._create_private_file_store(path, 1)
     finally:
         os.umask(before)
     store.set("name", "value")
@@ -436,7 +448,7 @@ def test_many_ranks_connect_on_demand(
 ) -> None:
     """gloo connects on demand above 64 ranks; the user's value is kept."""
     # A full mesh needs two descriptors for each other rank.
-    distributed._connect_on_demand(ranks, environ)
+    distributed._let_gloo_connect_on_demand(ranks, environ)
     assert environ.get("TORCH_GLOO_LAZY_INIT") == value
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.worker.process_group.meeting_port import require_free_port
+from ortlaunch.worker.process_group.meeting_port import require_free_rendezvous_port_on_rank_0
 
 FIRST = Rank(0, 4, 0, 2)
 RANKS = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, FIRST)))
@@ -23,8 +23,10 @@ def test_a_port_that_is_taken() -> None:
             LaunchError,
             match=r"^ranks cannot connect at first:\d+ .*: address already in use; if the po",
         ):
-            require_free_port(FIRST, environ)
-        require_free_port(Rank(1, 4, 1, 2), environ)
-        require_free_port(Rank(0, 2, 0, 2), environ)
-        require_free_port(FIRST, {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    require_free_port(FIRST, environ)
+            require_free_rendezvous_port_on_rank_0(FIRST, environ)
+        require_free_rendezvous_port_on_rank_0(Rank(1, 4, 1, 2), environ)
+        require_free_rendezvous_port_on_rank_0(Rank(0, 2, 0, 2), environ)
+        require_free_rendezvous_port_on_rank_0(
+            FIRST, {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        )
+    require_free_rendezvous_port_on_rank_0(FIRST, environ)

@@ -67,7 +67,7 @@ def accepted(listener: socket.socket) -> Iterator[set[int]]:
 def refusal(inodes: set[int]) -> str:
     """Return the message of the error for these sockets."""
     with pytest.raises(LaunchError) as caught:
-        peers.require_own_peers(inodes)
+        peers.require_peers_of_same_user_or_root(inodes)
     return str(caught.value)
 
 
@@ -75,7 +75,7 @@ def test_a_process_of_this_user_may_connect(listener: socket.socket) -> None:
     """A connection of this user is accepted."""
     # Every rank of a run has the same user.
     with connected(listener.getsockname()[1], None), accepted(listener) as inodes:
-        peers.require_own_peers(inodes)
+        peers.require_peers_of_same_user_or_root(inodes)
 
 
 @pytest.mark.lab
@@ -104,7 +104,7 @@ def test_a_connection_that_nobody_has_accepted_yet(listener: socket.socket) -> N
     # The kernel completes a connection before the listener's process accepts it.
     before = peers.own_socket_inodes()
     with socket.create_connection(listener.getsockname()):
-        peers.require_own_peers(peers.own_socket_inodes() - before)
+        peers.require_peers_of_same_user_or_root(peers.own_socket_inodes() - before)
 
 
 def test_ipv4_in_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_ipv4_in_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         connected(made.getsockname()[1], None),
         accepted(made) as inodes,
     ):
-        peers.require_own_peers(inodes)
+        peers.require_peers_of_same_user_or_root(inodes)
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
         monkeypatch.setattr(peers, "_ROOT", STRANGER)
         assert f"a process of another user (uid {os.getuid()})" in refusal(inodes)
@@ -124,8 +124,8 @@ def test_unknown_users_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the kernel's tables cannot be read, the run continues, and says so."""
-    monkeypatch.setattr(peers, "tcp_sockets", list)
-    peers.require_own_peers({1})
+    monkeypatch.setattr(peers, "all_tcp_sockets_of_namespace", list)
+    peers.require_peers_of_same_user_or_root({1})
     assert capsys.readouterr().out == (
         "the users who have connected to this rank are not known: /proc/net/tcp does not list its "
         "connections\n"
@@ -135,8 +135,8 @@ def test_unknown_users_are_reported(
 def test_every_group_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first group, and those of libraries, are checked when they are made, and only inside."""
     seen: list[set[int]] = []
-    monkeypatch.setattr(peers, "require_own_peers", seen.append)
-    with peers.check_peer_users():
+    monkeypatch.setattr(peers, "require_peers_of_same_user_or_root", seen.append)
+    with peers.refuse_foreign_users_in_new_groups():
         store = dist.FileStore(str(tmp_path / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         c10d.new_group([0])

@@ -35,7 +35,7 @@ def test_planned_gpus_are_shown(
     """Our device, LOCAL_RANK and DeepSpeed's rule (GPU of index LOCAL_RANK) name the same GPU."""
     environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     rank = Rank(local, len(devices), local, len(devices))
-    assert gpus.set_visible_gpus(devices, rank, environ) == index
+    assert gpus.set_visible_gpus_and_return_own_index(devices, rank, environ) == index
     assert environ["CUDA_VISIBLE_DEVICES"] == after
     names = before.split(",") if before else [str(i) for i in range(8)]
     planned = names[0] if len(names) == 1 else names[devices[local]]
@@ -49,7 +49,9 @@ def test_fewer_visible_gpus_than_planned_are_an_error(monkeypatch: pytest.Monkey
         LaunchError,
         match=r"^rank 0 needs GPUs 1, 2, 3 of box, and CUDA_VISIBLE_DEVICES=0,1 shows 2",
     ):
-        gpus.set_visible_gpus((1, 2, 3), Rank(0, 3, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
+        gpus.set_visible_gpus_and_return_own_index(
+            (1, 2, 3), Rank(0, 3, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1"}
+        )
 
 
 def test_compiled_kernels_are_kept_in_our_cache(
@@ -59,7 +61,7 @@ def test_compiled_kernels_are_kept_in_our_cache(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     # The user's own value, which stays.
     environ = {"CUDA_CACHE_MAXSIZE": "5"}
-    gpus.set_kernel_cache_variables(environ)
+    gpus.set_cuda_kernel_cache_unless_set(environ)
     assert environ == {
         "CUDA_MODULE_LOADING": "LAZY",
         "CUDA_CACHE_MAXSIZE": "5",
@@ -110,7 +112,7 @@ def test_why_torch_sees_no_gpu(
             "Thu Feb 22 01:44:30 UTC 2024\n"
         )
         (tmp_path / "version").write_text(text)
-    assert why in gpus.no_gpu_reason()
+    assert why in gpus.reason_torch_sees_no_gpu()
 
 
 class FakeEvent:
@@ -139,9 +141,11 @@ def test_a_forward_pass_takes_what_the_gpu_takes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     progress = Progress(rank=0)
     module = torch.nn.Linear(1, 1)
-    progress.mark_forward_passes(module, gpus.create_forward_timer(torch.device("cuda")))
+    progress.register_forward_pass_hooks(
+        module, gpus.create_gpu_forward_timer_or_none(torch.device("cuda"))
+    )
     for _ in range(4):
         module(torch.ones(1))
     # Four passes, of which the GPU has finished two.
-    assert progress.pulse.read_progress().own_seconds == 2 * 3.0
-    assert gpus.create_forward_timer(torch.device("cpu")) is None
+    assert progress.shared_progress.read_rank_progress().own_seconds == 2 * 3.0
+    assert gpus.create_gpu_forward_timer_or_none(torch.device("cpu")) is None

@@ -12,14 +12,18 @@ import pytest
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision import lost_host
-from ortlaunch.worker.supervision.interface import has_link
-from ortlaunch.worker.supervision.lost_host import LostHostDetector, end_launcher, is_host_reachable
-from ortlaunch.worker.supervision.stall_rules import Beat
+from ortlaunch.worker.supervision.interface import is_interface_running
+from ortlaunch.worker.supervision.lost_host import (
+    LostHostDetector,
+    is_host_reachable,
+    terminate_then_kill_launcher,
+)
+from ortlaunch.worker.supervision.stall_rules import Heartbeat
 
 
-def beat(rank: int, host: str, silent: float = 0.0) -> Beat:
+def beat(rank: int, host: str, silent: float = 0.0) -> Heartbeat:
     """Return the heartbeat of a rank in its steps."""
-    return Beat(
+    return Heartbeat(
         rank, host, 9, 6, "a forward or backward pass", 9, 4, 0.0, 0.0, "S", True, 0.1, 0.0, silent
     )
 
@@ -34,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses that were probed; no host answers, and no link is down."""
     found: list[str] = []
     monkeypatch.setattr(lost_host, "is_host_reachable", lambda address: bool(found.append(address)))
-    monkeypatch.setattr(lost_host, "dead_interface_towards", lambda peer: None)
+    monkeypatch.setattr(lost_host, "own_dead_interface_towards_or_none", lambda peer: None)
     return found
 
 
@@ -57,7 +61,7 @@ def test_the_host_whose_link_is_down_names_itself(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides of a broken link write into the run folder, and must name the same host."""
-    monkeypatch.setattr(lost_host, "dead_interface_towards", lambda peer: "eth0")
+    monkeypatch.setattr(lost_host, "own_dead_interface_towards_or_none", lambda peer: "eth0")
     assert LostHostDetector("a", 7).detect_lost_host(BEATS, ADDRESSES) == LostHost(
         7, "a", "its network interface eth0 has no link"
     )
@@ -74,7 +78,7 @@ def test_a_host_that_answers_is_not_lost(asked: list[str], monkeypatch: pytest.M
 
 def test_the_loopback_has_a_link() -> None:
     """The loopback has a link, as the kernel's flags show; an unknown interface has one, too."""
-    assert (has_link("lo"), has_link("nope9")) == (True, True)
+    assert (is_interface_running("lo"), is_interface_running("nope9")) == (True, True)
 
 
 def test_a_refused_connection_is_an_answer() -> None:
@@ -85,8 +89,8 @@ def test_a_refused_connection_is_an_answer() -> None:
 def test_the_first_word_stays(tmp_path: Path) -> None:
     """The record of a second lost host does not replace the first."""
     run = RunDir(tmp_path)
-    LostHost(1, "b", "it went").write_unless_recorded(run)
-    LostHost(0, "a", "another story").write_unless_recorded(run)
+    LostHost(1, "b", "it went").write_as_cause_unless_recorded(run)
+    LostHost(0, "a", "another story").write_as_cause_unless_recorded(run)
     record = json.loads(run.lost.read_text())
     assert (
         record["summary"]
@@ -103,7 +107,7 @@ def test_a_launcher_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPat
     if parent == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
-            end_launcher()
+            terminate_then_kill_launcher()
             os._exit(0)
         signal.pause()
         os._exit(0)

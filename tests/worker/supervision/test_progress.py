@@ -17,17 +17,17 @@ def test_each_part_of_a_run_has_its_seconds(monkeypatch: pytest.MonkeyPatch) -> 
         now[0] += seconds
 
     clock = Progress(rank=1)
-    clock.show_activity("reading data")
+    clock.begin_and_show_activity("reading data")
     after(2)
-    clock.begin_steps(0, 4)
-    clock.show_activity("compiling in the first step")
+    clock.begin_steps_and_show_bar(0, 4)
+    clock.begin_and_show_activity("compiling in the first step")
     after(5)
-    clock.count_step()
+    clock.count_step_and_update_bar()
     for _ in range(2):
         after(10)
-        with clock.show_during("evaluating"):
+        with clock.show_activity_during("evaluating"):
             after(3)
-    clock.show_activity("writing the export")
+    clock.begin_and_show_activity("writing the export")
     after(1)
     assert clock.seconds_by_activity() == {
         "reading data": 2, "training": 20, "compiling in the first step": 5, "evaluating": 6, "writing the export": 1,

@@ -187,7 +187,7 @@ def test_a_long_record_fits_the_reserved_space(tmp_path: Path) -> None:
     record = ErrorRecord(
         "ValueError", Cause.RAISED, 1, rank=1, traceback="é" * 50_000 + "the last line", **texts
     )
-    failure._write_into_reserved(spare, record, 32_000)
+    failure._overwrite_reserved_file_with_record(spare, record, 32_000)
     assert spare.stat().st_size <= 32_000
     cut_record = read_error_record(spare)
     assert (cut_record.rank, cut_record.message[:8], cut_record.detail[:7]) == (

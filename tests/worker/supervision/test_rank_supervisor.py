@@ -15,7 +15,7 @@ from ortlaunch.process import process_space
 from ortlaunch.rank import LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.supervision import rank_supervisor
-from ortlaunch.worker.supervision.child import Child
+from ortlaunch.worker.supervision.child import RankProcess
 from tests.worker.guarded import guarded, write_plan
 
 
@@ -29,11 +29,11 @@ def run(tmp_path: Path) -> RunDir:
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
 LISTENS = (
-    "from ortlaunch.worker.supervision.requests import RankRequests; RankRequests().start_listening(); "
+    "from ortlaunch.worker.supervision.requests import RankRequests; RankRequests().handle_signals_as_requests(); "
     "time.sleep(0.3)"
 )
 # Another rank has recorded its failure.
-FAILED = "other = RunDir(sys.argv[2]); other.count_error_record(); open(other.rank_error_path(0), 'w').close()"
+FAILED = "other = RunDir(sys.argv[2]); other.append_rank_to_error_count(); open(other.rank_error_path(0), 'w').close()"
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 # Code of the rank: (status of the supervisor, and of the record: exit status, type, secondary,
 # words of its summary). Signals: 2 INT, 9 KILL, 10 USR1, 11 SEGV, 12 USR2, 15 TERM, 19 STOP.
@@ -246,7 +246,7 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     """A signal from just before the rank listens is sent again, with the whole grace period."""
     listens = (
         "from ortlaunch.worker.supervision.requests import RankRequests; heard = RankRequests(); "
-        "heard.start_listening()"
+        "heard.handle_signals_as_requests()"
     )
     life = (
         f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); "
@@ -261,14 +261,14 @@ def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.Mon
     pieces = iter([b"x" * 65536] * 1000)
     monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: next(pieces))
     # 16 pieces of 64 KiB: the size of a pipe.
-    assert rank_supervisor._read_available(0) == b"x" * 65536 * 16
+    assert rank_supervisor._read_available_bytes_or_none(0) == b"x" * 65536 * 16
     monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: b"")
-    assert rank_supervisor._read_available(0) == b""
+    assert rank_supervisor._read_available_bytes_or_none(0) == b""
 
 
 # Another rank has recorded a stop.
 STOPPED = (
-    "other = RunDir(sys.argv[2]); other.count_error_record(); "
+    "other = RunDir(sys.argv[2]); other.append_rank_to_error_count(); "
     "write_json_atomically(other.rank_error_path(0), {'cause': 'stopped', 'secondary': False})"
 )
 
@@ -280,13 +280,13 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         time.sleep(9)
         os._exit(0)
-    child = Child(pid, run, 1, 60.0)
-    child.handle_signal(signal.SIGUSR1)
+    child = RankProcess(pid, run, 1, 60.0)
+    child.handle_or_pass_on_signal(signal.SIGUSR1)
     # The rank is dead, and its supervisor has not been notified yet.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     write_json_atomically(run.rank_error_path(0), {"type": "RuntimeError", "secondary": True})
-    child.handle_signal(signal.SIGTERM)
-    assert child.poll_wait_status() == signal.SIGUSR1
+    child.handle_or_pass_on_signal(signal.SIGTERM)
+    assert child.poll_wait_status_and_enforce_end() == signal.SIGUSR1
     assert (child.was_ended_by_us, child.first_signal) == (False, signal.SIGUSR1)
 
 

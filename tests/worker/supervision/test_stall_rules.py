@@ -15,7 +15,7 @@ import torch
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision import heartbeats, stall_rules
-from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, heartbeat_seconds
+from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, seconds_between_heartbeats
 from ortlaunch.worker.supervision.pulse import (
     AUTO,
     BACKWARD,
@@ -23,18 +23,18 @@ from ortlaunch.worker.supervision.pulse import (
     NEVER,
     READING,
     TRAINING,
-    Pulse,
+    SharedProgress,
 )
 from ortlaunch.worker.supervision.slow import SlowRankDetector
 from ortlaunch.worker.supervision.stall_rules import (
     MEETING,
-    Beat,
-    judge_stall,
-    ranks_behind,
-    stall_limits,
+    Heartbeat,
+    heartbeats_of_ranks_behind,
+    idle_and_busy_stall_limits,
+    stall_verdict_or_none,
 )
-from ortlaunch.worker.supervision.watchdog import Watchdog, _first_lines
-from ortlaunch.worker.training.rebuilding import COMPILING, report_rebuilding
+from ortlaunch.worker.supervision.watchdog import Watchdog, _innermost_main_thread_lines
+from ortlaunch.worker.training.rebuilding import COMPILING, register_rebuild_reports
 from tests.makers import plan, recipe
 
 
@@ -54,11 +54,11 @@ def _sockets_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         one.close()
 
 
-def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Beat:
+def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Heartbeat:
     """Return a rank's heartbeat in a warm step; the rank is idle for as long as it stands still."""
     known = {"host": "h", "pid": 10 + rank, "step": 6, "phase": "the backward pass", "collectives": 4, "idle": still,
              "state": "S", "warm": True, "step_seconds": 0.1, "own_seconds": 0.0}  # fmt: skip
-    return Beat(rank=rank, moves=moves, still=still, **{**known, **fields})  # type: ignore[arg-type]
+    return Heartbeat(rank=rank, moves=moves, still=still, **{**known, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_limits(
     setting: float, warm: bool, step_seconds: float, found: tuple[float, float]
 ) -> None:
     """The limits depend on whether ranks are idle or busy, in training steps or elsewhere."""
-    assert stall_limits(setting, warm, step_seconds) == found
+    assert idle_and_busy_stall_limits(setting, warm, step_seconds) == found
 
 
 @pytest.mark.parametrize(
@@ -89,22 +89,22 @@ def test_limits(
         ([beat(0), beat(1)], [0, 1]),
     ],
 )
-def test_who_is_behind(beats: list[Beat], late: list[int]) -> None:
+def test_who_is_behind(beats: list[Heartbeat], late: list[int]) -> None:
     """Silence precedes a stopped process, that precedes marks, and marks precede collectives."""
-    assert [one.rank for one in ranks_behind(beats)] == late
+    assert [one.rank for one in heartbeats_of_ranks_behind(beats)] == late
 
 
 def test_who_is_behind_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks that are behind are found in linear time."""
     reads: list[int] = []
 
-    def passed(one: Beat) -> tuple[int, int]:
+    def passed(one: Heartbeat) -> tuple[int, int]:
         reads.append(one.rank)
         return one.moves, one.collectives
 
-    monkeypatch.setattr(stall_rules, "_progress_marks", passed)
+    monkeypatch.setattr(stall_rules, "_progress_order", passed)
     beats = [beat(rank, moves=9 + rank) for rank in range(2048)]
-    assert [late.rank for late in ranks_behind(beats)] == [0]
+    assert [late.rank for late in heartbeats_of_ranks_behind(beats)] == [0]
     # The minimum was once computed again for each rank: four million reads of 2,048 heartbeats.
     assert len(reads) == 2 * len(beats)
 
@@ -112,7 +112,7 @@ def test_who_is_behind_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("ranks", "seconds"), [(2, 1.0), (1024, 1.0), (2048, 2.0), (8192, 8.0)])
 def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: float) -> None:
     """Rank 0 gets at most 1,024 heartbeats a second; three lost ones in a row are no silence."""
-    assert heartbeat_seconds(ranks) == seconds
+    assert seconds_between_heartbeats(ranks) == seconds
     hub = HeartbeatExchange(Rank(0, ranks, 0, 1))
     hub._key = b"met"
     # Three lost heartbeats take so much longer than at one a second; then 5 s are silence.
@@ -121,7 +121,10 @@ def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: fl
         1: (beat(1), time.monotonic() - late - 4.0, None),
         2: (beat(2), time.monotonic() - late - 6.0, None),
     }
-    assert [one.is_silent for one in hub.beats_to_judge(beat(0)) or []] == [False, True]
+    assert [one.is_silent for one in hub.heartbeats_to_judge_or_none(beat(0)) or []] == [
+        False,
+        True,
+    ]
 
 
 def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,16 +133,16 @@ def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(heartbeats, "_MESSAGES_AT_ONCE", 3)
     hub, *others = met(6)
     for other in others:
-        other.send_beat(beat(other.rank.rank))
-    hub.receive_messages()
+        other.send_heartbeat(beat(other.rank.rank))
+    hub.receive_and_process_messages()
     assert len(hub._last_beats) == 3
-    hub.receive_messages()
+    hub.receive_and_process_messages()
     assert len(hub._last_beats) == 5
 
 
 def test_the_verdict_names_who_where_and_since_when() -> None:
     """The verdict is one line: rank, host, process, state, step, phase, and how the others wait."""
-    found = judge_stall(
+    found = stall_verdict_or_none(
         [beat(0), beat(1, moves=8, still=31.0, state="T", phase="the forward pass")], 20.0, 99.0
     )
     assert found is not None
@@ -148,11 +151,13 @@ def test_the_verdict_names_who_where_and_since_when() -> None:
         "frozen control group), in step 7, the forward pass; rank 0 waits in step 7, the "
         "backward pass"
     )
-    silent = judge_stall([beat(0), beat(1, silent=30.0, phase="reading data")], 20.0, 99.0)
+    silent = stall_verdict_or_none(
+        [beat(0), beat(1, silent=30.0, phase="reading data")], 20.0, 99.0
+    )
     assert silent is not None
     assert "rank 1 on host h: no heartbeat for 30 s" in silent.summary
     assert "it was last seen after step 6, reading data" in silent.summary
-    alone = judge_stall([beat(0, step=0, phase="reading data", warm=False)], 20.0, 99.0)
+    alone = stall_verdict_or_none([beat(0, step=0, phase="reading data", warm=False)], 20.0, 99.0)
     assert alone is not None
     assert (
         alone.summary == "the run has stalled for 30 s: rank 0 on host h, process 10, reading data"
@@ -173,38 +178,38 @@ def test_the_verdict_names_who_where_and_since_when() -> None:
         ([beat(0, warm=False), beat(1, warm=False, moves=8, idle=1.0)], 99.0),
     ],
 )
-def test_what_is_no_stall(beats: list[Beat], watched: float) -> None:
+def test_what_is_no_stall(beats: list[Heartbeat], watched: float) -> None:
     """These are no stalls, with train.stall_seconds of 20."""
-    assert judge_stall(beats, 20.0, watched) is None
+    assert stall_verdict_or_none(beats, 20.0, watched) is None
 
 
 def test_a_rank_that_computes_has_longer() -> None:
     """A busy rank has a longer limit, except in training steps with a limit in seconds."""
     late = beat(1, moves=8, idle=0.0)
-    assert judge_stall([beat(0), late], 20.0, 99.0) is not None
+    assert stall_verdict_or_none([beat(0), late], 20.0, 99.0) is not None
     elsewhere = [one._replace(warm=False, still=700.0) for one in (beat(0), late)]
-    assert judge_stall(elsewhere, 20.0, 999.0) is not None
-    assert judge_stall(elsewhere, AUTO, 999.0) is None
+    assert stall_verdict_or_none(elsewhere, 20.0, 999.0) is not None
+    assert stall_verdict_or_none(elsewhere, AUTO, 999.0) is None
 
 
 def test_a_pulse_tells_where_its_rank_is() -> None:
     """A pulse shows step, stage, marks and own time of its rank across a fork."""
-    pulse = Pulse()
+    pulse = SharedProgress()
     pid = os.fork()
     if pid == 0:
-        pulse.begin_phase("reading data")
+        pulse.show_phase_and_count_mark("reading data")
         pulse.begin_steps(4)
         for _ in range(6):
             pulse.begin_stage(READING)
             time.sleep(0.02)
             pulse.begin_stage(FORWARD)
             pulse.begin_stage(BACKWARD)
-            pulse.count_step()
+            pulse.count_step_and_record_duration()
         pulse.begin_stage(FORWARD)
         os._exit(0)
     os.waitpid(pid, 0)
-    seen = pulse.read_progress()
-    assert (seen.step, seen.phase, seen.moves, seen.past_first_steps) == (
+    seen = pulse.read_rank_progress()
+    assert (seen.step, seen.phase, seen.progress_marks, seen.past_first_steps) == (
         10,
         "the forward pass",
         27,
@@ -222,53 +227,55 @@ def met(ranks: int) -> list[HeartbeatExchange]:
     hub.bind(("127.0.0.1", 0))
     address, port = hub.getsockname()
     for end in ends:
-        end.start_sending({"address": address, "port": port, "host": "first", "key": "ab" * 16})
+        end.connect_to_rank_0_once(
+            {"address": address, "port": port, "host": "first", "key": "ab" * 16}
+        )
     return ends
 
 
 def test_beats_reach_rank_0_and_its_word_the_others() -> None:
     """Rank 0 judges all; others judge only when rank 0 is silent; forged messages are dropped."""
     hub, other = met(2)
-    other.send_beat(beat(1))
+    other.send_heartbeat(beat(1))
     assert hub.socket is not None
     stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     # Its digest is not made with the key.
     stranger.sendto(b"0" * 16 + b'{"say": "bye", "rank": 1}', hub.socket.getsockname())
-    hub.send_beat(beat(0))
-    hub.receive_messages()
-    assert [one.rank for one in hub.beats_to_judge(beat(0)) or []] == [0, 1]
-    other.receive_messages()
-    assert other.beats_to_judge(beat(1)) is None
-    other.send_stacks("where it is")
-    hub.send_order("stacks")
+    hub.send_heartbeat(beat(0))
+    hub.receive_and_process_messages()
+    assert [one.rank for one in hub.heartbeats_to_judge_or_none(beat(0)) or []] == [0, 1]
+    other.receive_and_process_messages()
+    assert other.heartbeats_to_judge_or_none(beat(1)) is None
+    other.keep_and_send_stacks("where it is")
+    hub.send_order_to_all_supervisors("stacks")
     for end in (hub, other):
-        end.receive_messages()
+        end.receive_and_process_messages()
     assert (hub.stacks, other.orders[0]) == ({1: "where it is"}, "stacks")
-    other.announce_end()
-    hub.receive_messages()
-    assert [one.rank for one in hub.beats_to_judge(beat(0)) or []] == [0]
-    assert hub.unheard_ranks() == []
+    other.announce_rank_end()
+    hub.receive_and_process_messages()
+    assert [one.rank for one in hub.heartbeats_to_judge_or_none(beat(0)) or []] == [0]
+    assert hub.ranks_without_any_heartbeat() == []
 
 
 def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """If rank 0's supervisor is frozen or its link is dead, the others name rank 0 and its host."""
     hub, other = met(2)
-    other.send_beat(beat(1))
-    hub.receive_messages()
-    other.receive_messages()
+    other.send_heartbeat(beat(1))
+    hub.receive_and_process_messages()
+    other.receive_and_process_messages()
     now = time.monotonic()
     monkeypatch.setattr("ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 40)
-    beats = other.beats_to_judge(beat(1))
+    beats = other.heartbeats_to_judge_or_none(beat(1))
     assert beats is not None
-    found = judge_stall(beats, 20.0, 99.0)
+    found = stall_verdict_or_none(beats, 20.0, 99.0)
     assert found is not None
     assert "rank 0 on host first: no heartbeat for 40 s" in found.summary
     # A regular end of rank 0 is no silence.
-    other.send_beat(beat(1))
-    hub.receive_messages()
-    hub.announce_end()
-    other.receive_messages()
-    assert other.beats_to_judge(beat(1)) is None
+    other.send_heartbeat(beat(1))
+    hub.receive_and_process_messages()
+    hub.announce_rank_end()
+    other.receive_and_process_messages()
+    assert other.heartbeats_to_judge_or_none(beat(1)) is None
 
 
 def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,44 +287,50 @@ def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.M
         "ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 3600
     )
     busy = beat(1, still=3600.0, idle=0.0, warm=False, phase="exporting to ONNX Runtime")
-    beats = other.beats_to_judge(busy)
+    beats = other.heartbeats_to_judge_or_none(busy)
     assert beats == [busy]
-    assert judge_stall(beats, AUTO, 3600.0) is None
+    assert stall_verdict_or_none(beats, AUTO, 3600.0) is None
 
 
 def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused datagram is no end: rank 1's supervisor still judges when rank 0 is silent."""
     hub, other = met(2)
-    other.send_beat(beat(1))
-    hub.receive_messages()
-    other.receive_messages()
+    other.send_heartbeat(beat(1))
+    hub.receive_and_process_messages()
+    other.receive_and_process_messages()
     assert hub.socket is not None
     # A closed port refuses datagrams, as a firewall may for a moment.
     hub.socket.close()
-    other.send_beat(beat(1))
-    other.receive_messages()
+    other.send_heartbeat(beat(1))
+    other.receive_and_process_messages()
     now = time.monotonic()
     monkeypatch.setattr("ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 40)
-    assert [one.rank for one in other.beats_to_judge(beat(1)) or []] == [0, 1]
+    assert [one.rank for one in other.heartbeats_to_judge_or_none(beat(1)) or []] == [0, 1]
 
 
 def test_an_export_in_mid_training_may_take_long() -> None:
     """An export in mid-training is a phase without the limit of steps and without a mark."""
-    pulse = Pulse()
+    pulse = SharedProgress()
     pulse.begin_steps(4)
-    pulse.count_step()
-    pulse.count_step()
+    pulse.count_step_and_record_duration()
+    pulse.count_step_and_record_duration()
     pulse.begin_stage(FORWARD)
-    before = pulse.read_progress()
-    with pulse.show_long_operation("compiling"):
-        seen = pulse.read_progress()
-    assert (seen.phase, seen.past_first_steps, seen.moves) == ("compiling", False, before.moves)
-    assert pulse.read_progress()._replace(still=0) == before._replace(still=0)
+    before = pulse.read_rank_progress()
+    with pulse.show_long_operation_without_mark("compiling"):
+        seen = pulse.read_rank_progress()
+    assert (seen.phase, seen.past_first_steps, seen.progress_marks) == (
+        "compiling",
+        False,
+        before.progress_marks,
+    )
+    assert pulse.read_rank_progress()._replace(seconds_since_mark=0) == before._replace(
+        seconds_since_mark=0
+    )
     waits = beat(0, still=700.0)
     builds = beat(1, moves=8, still=700.0, idle=0.0)
-    assert judge_stall([waits, builds], AUTO, 999.0) is not None
+    assert stall_verdict_or_none([waits, builds], AUTO, 999.0) is not None
     assert (
-        judge_stall(
+        stall_verdict_or_none(
             [waits, builds._replace(phase=seen.phase, warm=seen.past_first_steps)], AUTO, 999.0
         )
         is None
@@ -326,39 +339,39 @@ def test_an_export_in_mid_training_may_take_long() -> None:
 
 def test_torch_tells_of_a_later_compilation() -> None:
     """torch's own callbacks report a later compilation, forward and backward alike."""
-    pulse = Pulse()
+    pulse = SharedProgress()
     seen = []
-    report_rebuilding("inductor", pulse)
+    register_rebuild_reports("inductor", pulse)
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        seen.append(pulse.read_progress().phase)
+        seen.append(pulse.read_rank_progress().phase)
         return graph.forward
 
     pulse.begin_steps(0)
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    assert (seen, pulse.read_progress().phase) == ([COMPILING], TRAINING)
+    assert (seen, pulse.read_rank_progress().phase) == ([COMPILING], TRAINING)
 
 
 def test_a_slow_rank_is_named_once() -> None:
     """A rank with twice its peers' own time over many steps is reported once."""
     slow = SlowRankDetector()
 
-    def at(step: int, *own: float) -> list[Beat]:
+    def at(step: int, *own: float) -> list[Heartbeat]:
         return [beat(rank, step=step, own_seconds=seconds) for rank, seconds in enumerate(own)]
 
-    assert slow.detect_slow_rank(at(2, 0.0, 0.0, 0.0), 0.0) is None
+    assert slow.newly_slow_rank_or_none(at(2, 0.0, 0.0, 0.0), 0.0) is None
     # Too few steps.
-    assert slow.detect_slow_rank(at(40, 4.0, 12.0, 4.0), 60.0) is None
-    found = slow.detect_slow_rank(at(102, 10.0, 30.0, 10.0), 90.0)
+    assert slow.newly_slow_rank_or_none(at(40, 4.0, 12.0, 4.0), 60.0) is None
+    found = slow.newly_slow_rank_or_none(at(102, 10.0, 30.0, 10.0), 90.0)
     assert found is not None
     assert found.summary == (
         "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s per step, "
         "3.0 times as long as its peers (0.1 s), over 100 steps; all others wait for it"
     )
     # Reported before.
-    assert slow.detect_slow_rank(at(202, 20.0, 60.0, 20.0), 200.0) is None
+    assert slow.newly_slow_rank_or_none(at(202, 20.0, 60.0, 20.0), 200.0) is None
     # 4 ms of a step that takes a second.
-    assert slow.detect_slow_rank(at(302, 20.1, 60.1, 20.5), 300.0) is None
+    assert slow.newly_slow_rank_or_none(at(302, 20.1, 60.1, 20.5), 300.0) is None
 
 
 def test_the_main_threads_innermost_frames_are_shown() -> None:
@@ -366,7 +379,9 @@ def test_the_main_threads_innermost_frames_are_shown() -> None:
     frames = "".join(f'  File "deep.py", line {n} in f\n' for n in range(30))
     stack = 'Thread 0x1 (most recent call first):\n  File "meeting.py"\n\n'
     stack += f"Thread 0x2 (most recent call first):\n{frames}"
-    shown = _first_lines(stack + '  File "/x/rank_supervisor.py", line 9 in watch\n').splitlines()
+    shown = _innermost_main_thread_lines(
+        stack + '  File "/x/rank_supervisor.py", line 9 in watch\n'
+    ).splitlines()
     assert shown[:2] == ["Thread 0x2 (most recent call first):", '  File "deep.py", line 0 in f']
     # The rest of a deep stack is in errors/.
     assert (len(shown), shown[-1]) == (13, "  ...")
@@ -378,5 +393,5 @@ def test_which_tasks_are_watched(task: str, limit: float, tmp_path: Path) -> Non
     run = RunDir(tmp_path)
     write_text_atomically(run.plan, replace(plan(recipe()), task=task).to_json())
     watchdog = Watchdog(Rank(0, 1, 0, 1), run)
-    watchdog.apply_stall_seconds(30.0)
-    assert watchdog.pulse.stall_seconds == limit
+    watchdog.set_stall_seconds_from_recipe(30.0)
+    assert watchdog.shared_progress.stall_seconds == limit

@@ -28,7 +28,8 @@ def test_lines_of_a_stream_are_plain(pieces: list[bytes], expected: bytes) -> No
     """Colours are removed, an overwritten line keeps its last form, and pieces are joined."""
     stream = OutputStream()
     found = b"".join(
-        [stream.feed_and_split(piece).lines for piece in pieces] + [stream.pop_last_line()]
+        [stream.add_bytes_and_take_complete_lines(piece).lines for piece in pieces]
+        + [stream.take_unfinished_line()]
     )
     # A line longer than a megabyte is written in pieces.
     assert found.replace(b"k\nk", b"kk") == expected
@@ -38,13 +39,13 @@ def test_a_bar_that_is_drawn_for_hours_takes_no_memory() -> None:
     """Only the last form of a line that is drawn again and again stays in memory."""
     stream = OutputStream()
     for number in range(1000):
-        stream.feed_and_split(b"\r%d|%s" % (number, b"#" * 100))
+        stream.add_bytes_and_take_complete_lines(b"\r%d|%s" % (number, b"#" * 100))
     assert len(stream.incomplete_line) < 300
 
 
 def test_the_live_line_is_not_among_the_lines() -> None:
     """A rank's live line is separated from the output that surrounds it."""
-    output = OutputStream().feed_and_split(
+    output = OutputStream().add_bytes_and_take_complete_lines(
         b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2"
     )
     assert (output.lines, output.live) == (b"half a line\n", b"step 2")
@@ -55,8 +56,10 @@ def drawn(width: int | None, *acts: tuple[str, bytes]) -> bytes:
     end, begin = os.pipe()
     screen = Screen({"out": begin, "err": begin}, width)
     for name, text in acts:
-        screen.draw_live_line(text) if name == "live" else screen.print_lines(name, text)
-    screen.remove_live_line()
+        screen.draw_live_line_on_terminal(text) if name == "live" else screen.print_lines(
+            name, text
+        )
+    screen.erase_live_line()
     os.close(begin)
     with os.fdopen(end, "rb") as file:
         return file.read()
@@ -91,11 +94,11 @@ def test_what_is_waited_for_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None
         (b"training 10%", (5.0,)),
         (b"saving ...", (0.5,)),
     ):
-        screen.draw_live_line(live)
+        screen.draw_live_line_on_terminal(live)
         started = now[0]
         for waited in seconds:
             now[0] = started + waited
-            screen.show_waited_seconds()
+            screen.update_waited_seconds_on_live_line()
     os.close(begin)
     with os.fdopen(end, "rb") as file:
         drawn = file.read().split(ERASE)[1:]
@@ -112,9 +115,9 @@ def test_torch_does_not_report_the_missing_gpu(monkeypatch: pytest.MonkeyPatch) 
     """In a run on the CPU, a CUDA build of torch does not warn that there is no CUDA runtime."""
     import logging
 
-    from ortlaunch.worker.__main__ import silence_no_gpu_warning
+    from ortlaunch.worker.__main__ import silence_no_gpu_warning_on_cpu
 
     logger = logging.getLogger("torch.utils.cpp_extension")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    silence_no_gpu_warning("cpu")
+    silence_no_gpu_warning_on_cpu("cpu")
     assert not logger.isEnabledFor(logging.WARNING)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.diagnose.report import add_verdict_to_output
+from ortlaunch.diagnose.report import end_text_with_verdict_and_advice
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision.user_frames import (
-    error_description,
-    fold_foreign_frames,
-    user_source_location,
+    error_type_message_and_location,
+    last_user_source_location_or_none,
+    traceback_with_foreign_frames_counted,
 )
 from tests.worker.guarded import guarded, write_plan
 
@@ -79,7 +79,7 @@ def test_the_line_is_in_the_users_file(
     name: str, expected: str, raised: Callable[[str], Exception]
 ) -> None:
     """The line is the last frame in the user's file, also of a library's error."""
-    assert error_description(raised(name)) == expected
+    assert error_type_message_and_location(raised(name)) == expected
 
 
 def test_an_error_outside_the_users_files_has_no_line() -> None:
@@ -90,13 +90,13 @@ def test_an_error_outside_the_users_files_has_no_line() -> None:
     found.value.__traceback__ = (
         found.value.__traceback__.tb_next if found.value.__traceback__ else None
     )
-    assert user_source_location(found.value) is None
+    assert last_user_source_location_or_none(found.value) is None
 
 
 def test_frames_of_packages_are_counted(raised: Callable[[str], Exception]) -> None:
     """Frames of packages are only counted; the user's have their source line."""
     error = raised("library")
-    text = fold_foreign_frames("".join(traceback.format_exception(error)))
+    text = traceback_with_foreign_frames_counted("".join(traceback.format_exception(error)))
     assert (
         "  ... 3 frames of ortlaunch and of packages\njson.decoder.JSONDecodeError: Expecting"
         in text
@@ -118,7 +118,7 @@ def test_the_verdict_names_the_users_line(tmp_path: Path, monkeypatch: pytest.Mo
     )
     guarded(run, f"{load}; s.loader.exec_module(m); m.library()")
     end = classify_run_end(run, 1)
-    text = add_verdict_to_output(run, end)
+    text = end_text_with_verdict_and_advice(run, end)
     assert "(char 1), at crash_model.py:9\n" in text
     assert "decoder.py" not in text
     assert "decoder.py" in run.rank_log_path(1, "err").read_text()

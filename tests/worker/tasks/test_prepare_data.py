@@ -13,7 +13,7 @@ from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.worker import alone
 from ortlaunch.worker.data import LoadedData, tokenizer
 from ortlaunch.worker.data import token_cache as tokens
-from ortlaunch.worker.data.identity import data_identity
+from ortlaunch.worker.data.identity import data_identity_record
 from tests.makers import BERT, bert
 
 Captured = pytest.CaptureFixture[str]
@@ -35,7 +35,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("sys.stdin", request)
         monkeypatch.setattr("sys.argv", ["", "prepare data"])
         # It would tie the test process to its parent.
-        monkeypatch.setattr(alone, "die_with_parent", lambda *_: None)
+        monkeypatch.setattr(alone, "request_signal_at_parent_end_or_exit", lambda *_: None)
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
         return made, alone.main()
 
@@ -51,7 +51,7 @@ def test_a_training_finds_it_all_there(
     # Samples of 6 words between [CLS] and [SEP].
     assert "data.train: 20 samples\nready in " in capsys.readouterr().out
     # A call of it would fail.
-    monkeypatch.setattr(tokens, "_write_tokens", None)
+    monkeypatch.setattr(tokens, "_write_missing_tokens_and_list_files", None)
     assert len(LoadedData(made).train) == 20
 
 
@@ -69,10 +69,10 @@ def test_so_it_does_of_rows_with_labels(
         "classes: no training row has class 1; check data.train's labels\n"
         "classes: a single training row has class 0, 2; check data.train's labels\nready in "
     ) in capsys.readouterr().out
-    monkeypatch.setattr(tokens, "_write_tokens", None)
+    monkeypatch.setattr(tokens, "_write_missing_tokens_and_list_files", None)
     found = LoadedData(made).train
     assert (len(found), int(found.sample(1, 0)["labels"])) == (2, 2)
-    assert data_identity(found)["fingerprint"]
+    assert data_identity_record(found)["fingerprint"]
 
 
 def test_a_full_cache_is_told(
@@ -84,7 +84,7 @@ def test_a_full_cache_is_told(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokenizer, "_train_into", full)
+    monkeypatch.setattr(tokenizer, "_train_and_save_tokenizer", full)
     assert prepare('{"text": "the cat sat"}\n' * 20)[1] == 1
     said = capsys.readouterr().err
     assert (

@@ -21,9 +21,9 @@ from ortlaunch.errors import CheckpointError, EngineError, InputError, NonFinite
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
-from ortlaunch.worker.data import Batches, OwnSamples, collate
-from ortlaunch.worker.engine.memory_use import MemoryUse
-from ortlaunch.worker.process_group.agreement import open_agreement
+from ortlaunch.worker.data import Batches, UserSamples, collate
+from ortlaunch.worker.engine.memory_use import RankMemoryMeter
+from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
 from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.tasks.train import run as run_task
@@ -73,9 +73,9 @@ def test_the_gradient_norm_is_logged_without_clipping(
     samples = collate(
         [
             ROWS[i]
-            for i in Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42).sample_indices(
-                0, 0, 0
-            )
+            for i in Batches(
+                UserSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42
+            ).sample_indices_of_micro_batch(0, 0, 0)
         ]
     )
     model(**samples).backward()
@@ -162,8 +162,8 @@ def test_what_is_not_finite_ends_the_training(
     how: str, zero: dict | None, tmp_path: Path, world: None
 ) -> None:
     """The error names step, samples and parameter; the step changes no weight and saves nothing."""
-    order = Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42)
-    samples = order.sample_indices(1, 1, 0)
+    order = Batches(UserSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42)
+    samples = order.sample_indices_of_micro_batch(1, 1, 0)
     model = Spoiled(how)
     batch = {"micro_size": 2, "accumulation_steps": 2}
     # The weights before each pass.
@@ -178,7 +178,7 @@ def test_what_is_not_finite_ends_the_training(
     with pytest.raises(NonFiniteError) as caught:
         train_here(tmp_path, model, spoil(samples[0]), zero=zero, **settings)
     line, parameter = BAD[how]
-    all_of_step = [*order.sample_indices(1, 0, 0), *samples]
+    all_of_step = [*order.sample_indices_of_micro_batch(1, 0, 0), *samples]
     assert line.format(", ".join(map(str, samples if how == "loss" else all_of_step))) in str(
         caught.value
     )
@@ -251,8 +251,8 @@ def test_steps_of_another_size_take_the_samples_that_follow(
         trained = train_here(tmp_path, Noting(), rows, **sections)
         taken += trained.model.taken
     # One batch of all samples, in their order.
-    alone = Batches(OwnSamples(rows), BatchPlan(38, 38, 1, 1, None), 42)
-    assert taken == alone.sample_indices(0, 0, 0)
+    alone = Batches(UserSamples(rows), BatchPlan(38, 38, 1, 1, None), 42)
+    assert taken == alone.sample_indices_of_micro_batch(0, 0, 0)
     assert trained.state.samples == 38
     said = (
         "a step now has 4 samples; the 4 steps so far used 24 samples, and the next continues "
@@ -305,8 +305,8 @@ def test_what_is_asked_for_while_one_is_written_beside(
     number: signal.Signals, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop waits for the checkpoint that is being written; a save is made at the next step."""
-    snapshot = savings.take_agreed_snapshot
-    write = savings.write_snapshot
+    snapshot = savings.take_snapshot_on_all_ranks
+    write = savings.write_snapshot_as_checkpoint
     asked = []
 
     def with_request(*args: Any, **how: Any) -> Any:
@@ -322,8 +322,8 @@ def test_what_is_asked_for_while_one_is_written_beside(
         time.sleep(0.5)
         return write(*args)
 
-    monkeypatch.setattr(savings, "take_agreed_snapshot", with_request)
-    monkeypatch.setattr(savings, "write_snapshot", slow)
+    monkeypatch.setattr(savings, "take_snapshot_on_all_ranks", with_request)
+    monkeypatch.setattr(savings, "write_snapshot_as_checkpoint", slow)
     policy = {"every_steps": 2, "keep": None, "async": True}
     done = train_here(tmp_path, Line(), ROWS, train=STEPS, checkpoint=policy)
     assert [step for step, _ in done.run.complete_checkpoints()] == saved
@@ -334,13 +334,13 @@ def test_what_is_asked_for_while_one_is_written_beside(
 
 def test_a_stop_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request to stop during the end of the last checkpoint is a stop."""
-    finish = savings.CheckpointSaver.finish_and_remove_old
+    finish = savings.CheckpointSaver.wait_for_save_and_remove_old
 
     def asked_meanwhile(saving: savings.CheckpointSaver) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         finish(saving)
 
-    monkeypatch.setattr(savings.CheckpointSaver, "finish_and_remove_old", asked_meanwhile)
+    monkeypatch.setattr(savings.CheckpointSaver, "wait_for_save_and_remove_old", asked_meanwhile)
     stopped = train_here(tmp_path, Line(), ROWS, train=STEPS)
     assert json.loads(stopped.run.stopped.read_text())["step"] == STEPS["max_steps"]
 
@@ -354,7 +354,7 @@ def test_the_export_after_a_last_save_that_failed(
     def full(*_: Any) -> None:
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr(savings, "save_checkpoint", full)
+    monkeypatch.setattr(savings, "write_checkpoint_of_step", full)
     model = Line()
     session = session_here(tmp_path, model, ROWS, train=STEPS, checkpoint={"on_failure": policy})
     said = (
@@ -447,13 +447,15 @@ def test_a_training_that_nan_judges(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Weights that no finite evaluation has judged are exported, and the run is no success."""
-    monkeypatch.setattr("ortlaunch.worker.tasks.train.print_plan_and_data", lambda session: None)
+    monkeypatch.setattr(
+        "ortlaunch.worker.tasks.train.print_plan_and_copy_user_modules", lambda session: None
+    )
     train = {"max_steps": 4, "evaluate_every_steps": 2}
     for _ in range(2):
         session = session_here(
             tmp_path, Line(), ROWS, evaluation=rows, train=train, checkpoint=checkpoint
         )
-        session.engine.memory_use = MemoryUse(session.group.device, session.model)
+        session.engine.memory_use = RankMemoryMeter(session.group.device, session.model)
         with pytest.raises(NonFiniteError) as caught:
             run_task(session)
         assert str(caught.value) == f"{message}; {session.run.export} has the weights after step 4"
@@ -472,7 +474,7 @@ def test_nan_ends_a_training_early(tmp_path: Path) -> None:
     train = {"max_steps": 9, "evaluate_every_steps": 2, "stop_after": early}
     found = train_here(tmp_path, Line(), ROWS, evaluation=NAN_ROWS, train=train)
     assert found.state.step == 4
-    assert training.best.early_stop_message(recipe(train=train), 4, found.state.best) == (
+    assert training.best.early_stop_reason_or_none(recipe(train=train), 4, found.state.best) == (
         "stopped early after step 4 of 9 (train.stop_after): loss was not finite in 2 evaluations"
     )
 
@@ -586,7 +588,7 @@ def test_the_evaluation_of_a_stopped_step(
     # The first forward pass of the training step, or the second one of the evaluation.
     moment = (False, 2) if at == "its evaluation" else (True, step)
     passes = Counter[bool]()
-    with open_agreement(session.group) as agreed:
+    with accept_save_and_stop_requests(session.group) as agreed:
 
         def stop_here(*_: object) -> None:
             passes[session.model.training] += 1
@@ -594,7 +596,7 @@ def test_the_evaluation_of_a_stopped_step(
                 agreed.add_request(RankRequest.STOP)
 
         session.model.register_forward_pre_hook(stop_here)
-        state = training.train(session, agreed, CheckpointExports(session))
+        state = training.train_until_end_or_agreed_stop(session, agreed, CheckpointExports(session))
     assert (state.step, agreed.agreed_stop) == (step, RankRequest.STOP)
     found = train_here(tmp_path / "stopped", Line(), ROWS, **sections)
     assert (found.state.best, found.state.step) == (expected.state.best, expected.state.step)

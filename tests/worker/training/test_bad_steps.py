@@ -21,11 +21,11 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.train import Spike
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
-from ortlaunch.worker.data import Batches, OwnSamples, collate
+from ortlaunch.worker.data import Batches, UserSamples, collate
 from ortlaunch.worker.data.left_out import SkippedPositions
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.training.bad_steps import SpikeDetector, recorded_bad_steps
-from ortlaunch.worker.training.finite import require_finite_loss
+from ortlaunch.worker.training.bad_steps import SpikeDetector, read_bad_step_records
+from ortlaunch.worker.training.finite import require_finite_mean_loss
 from tests.training import SHARDINGS, Trained, records, train_here
 
 ROWS = [
@@ -36,8 +36,8 @@ ROWS = [
 STEPS = 6
 BAD_STEP = 3
 SIZE = 4
-ORDER = Batches(OwnSamples(ROWS), BatchPlan(SIZE, 2, 2, 1, None), 42)
-BAD = ORDER.sample_indices(BAD_STEP, 1, 0)[0]
+ORDER = Batches(UserSamples(ROWS), BatchPlan(SIZE, 2, 2, 1, None), 42)
+BAD = ORDER.sample_indices_of_micro_batch(BAD_STEP, 1, 0)[0]
 SETTINGS: dict[str, Any] = {
     "optimizer": {"name": "adamw", "learning_rate": 0.05}, "schedule": {"name": "linear"},
     "batch": {"micro_size": 2, "accumulation_steps": 2}, "log": {"every_steps": 1}, "checkpoint": {"every_steps": 2},
@@ -88,7 +88,9 @@ def reference(how: str, steps: Sequence[int | None], rate: Any) -> nn.Module:
             continue
         optimizer.param_groups[0]["lr"] = rate(step)
         for number in range(2):
-            micro = collate([samples[i] for i in ORDER.sample_indices(batch, number, 0)])
+            micro = collate(
+                [samples[i] for i in ORDER.sample_indices_of_micro_batch(batch, number, 0)]
+            )
             (model(**micro) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +127,7 @@ def test_a_skipped_step_changes_nothing(
     # In stage 3 each rank has only pieces of the weights.
     if (zero or {}).get("stage") != 3:
         close(done.model, reference(how, [0, 1, 2, None, 4, 5], rate))
-    (line,) = recorded_bad_steps(done.run)
+    (line,) = read_bad_step_records(done.run)
     assert (line.step, line.action, done.state.left_out) == (BAD_STEP + 1, "skip", 1)
     assert BAD in line.samples
     assert line.parameter == {"loss": "weight", "gradient": "other", "constant": None}[how]
@@ -142,7 +144,7 @@ def test_a_rollback_takes_the_samples_that_follow(
     done = trained(tmp_path, how, zero, on_nonfinite="rollback")
     if (zero or {}).get("stage") != 3:
         close(done.model, reference(how, [0, 1, 2, 4, 5, 6], rate))
-    (line,) = recorded_bad_steps(done.run)
+    (line,) = read_bad_step_records(done.run)
     assert (line.action, line.checkpoint, line.places) == ("rollback", 2, [12, 16])
     # The batch that was left out counts, too.
     assert done.state.samples == (STEPS + 1) * SIZE
@@ -158,7 +160,7 @@ def test_later_losses_are_counted() -> None:
     losses = [torch.tensor(math.nan)] * 9
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     with pytest.raises(NonFiniteError) as error:
-        require_finite_loss(math.nan, group, ORDER, 3, losses)
+        require_finite_mean_loss(math.nan, group, ORDER, 3, losses)
     lines = str(error.value).splitlines()
     assert len([line for line in lines if "samples" in line]) == 1
     assert lines[0].startswith("step 4: the loss is nan on rank 0, samples ")
@@ -177,10 +179,13 @@ def test_no_checkpoint_follows_a_loss_that_is_not_finite(tmp_path: Path) -> None
 def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
     """A rollback before the first save returns to step 0; later starts leave out the same."""
     # Two bad batches in a row.
-    bad = ORDER.sample_indices(0, 0, 0)[0], ORDER.sample_indices(1, 1, 0)[1]
+    bad = (
+        ORDER.sample_indices_of_micro_batch(0, 0, 0)[0],
+        ORDER.sample_indices_of_micro_batch(1, 1, 0)[1],
+    )
     done = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback")
     close(done.model, reference("loss", [2, 3, 4, 5, 6, 7], rate))
-    assert [(line.checkpoint, line.places) for line in recorded_bad_steps(done.run)] == [
+    assert [(line.checkpoint, line.places) for line in read_bad_step_records(done.run)] == [
         (0, [0, 4]),
         (0, [4, 8]),
     ]
@@ -208,7 +213,7 @@ def test_what_was_left_out_is_not_another_orders(
             )
             == said
         )
-    (line,) = recorded_bad_steps(done.run)
+    (line,) = read_bad_step_records(done.run)
     assert (line.action, line.places) == ("rollback", None)
 
 
@@ -229,14 +234,16 @@ def test_a_save_beside_training_is_whole_first(
     on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run neither ends nor rolls back before a checkpoint in progress is complete."""
-    write = savings.write_snapshot
+    write = savings.write_snapshot_as_checkpoint
     # A slow write, still in progress when the bad step comes.
-    monkeypatch.setattr(savings, "write_snapshot", lambda *args: (time.sleep(0.5), write(*args)))
+    monkeypatch.setattr(
+        savings, "write_snapshot_as_checkpoint", lambda *args: (time.sleep(0.5), write(*args))
+    )
     settings = {**SETTINGS, "checkpoint": {"every_steps": 3, "async": True}}
     train = {"max_steps": STEPS, "on_nonfinite": on_failure}
     with pytest.raises(NonFiniteError) if on_failure == "stop" else contextlib.nullcontext():
         train_here(tmp_path, Line("loss"), rows(BAD), train=train, **settings)
-    (line,) = recorded_bad_steps(RunDir(tmp_path))
+    (line,) = read_bad_step_records(RunDir(tmp_path))
     assert 3 in dict(RunDir(tmp_path).complete_checkpoints())
     assert line.checkpoint == (3 if on_failure == "rollback" else None)
 
@@ -249,9 +256,16 @@ def test_a_save_beside_training_is_whole_first(
 def test_one_too_many_ends_the_run(train: dict[str, Any], said: str, tmp_path: Path) -> None:
     """One bad step more than the limit ends the run, and the error names the limit."""
     with pytest.raises(NonFiniteError) as caught:
-        trained(tmp_path, "loss", None, BAD, ORDER.sample_indices(BAD_STEP + 1, 0, 0)[0], **train)
+        trained(
+            tmp_path,
+            "loss",
+            None,
+            BAD,
+            ORDER.sample_indices_of_micro_batch(BAD_STEP + 1, 0, 0)[0],
+            **train,
+        )
     assert said in str(caught.value)
-    assert [line.action for line in recorded_bad_steps(RunDir(tmp_path))] == [
+    assert [line.action for line in read_bad_step_records(RunDir(tmp_path))] == [
         train["on_nonfinite"],
         "stop",
     ]
@@ -260,7 +274,7 @@ def test_one_too_many_ends_the_run(train: dict[str, Any], said: str, tmp_path: P
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 def test_a_loss_that_jumps(action: str, tmp_path: Path) -> None:
     """A loss that jumps is handled before its update, and its samples are named."""
-    bad = ORDER.sample_indices(9, 0, 0)[0]
+    bad = ORDER.sample_indices_of_micro_batch(9, 0, 0)[0]
     settings = {**SETTINGS, "schedule": {"name": "constant"}}
     train = {"max_steps": 12, "on_spike": {"action": action, "window": 8, "deviations": 100.0}}
     if action == "stop":
@@ -271,7 +285,7 @@ def test_a_loss_that_jumps(action: str, tmp_path: Path) -> None:
         # A skip loses one update; a rollback replaces the batch by the next one.
         taken = [*range(9), None, 10, 11] if action == "skip" else [*range(9), 10, 11, 12]
         close(done.model, reference("spike", taken, lambda step: 0.05))
-    (line,) = recorded_bad_steps(RunDir(tmp_path))
+    (line,) = read_bad_step_records(RunDir(tmp_path))
     assert (line.step, line.kind, line.action, bad in line.samples) == (10, "spike", action, True)
     # The file has no NaN or Infinity, which are no JSON.
     json.loads(RunDir(tmp_path).bad_steps.read_text(), parse_constant=pytest.fail)
@@ -280,19 +294,21 @@ def test_a_loss_that_jumps(action: str, tmp_path: Path) -> None:
 def test_what_a_spike_is() -> None:
     """Noise, a falling loss, and losses before the window is full are no spikes."""
     falling = SpikeDetector(Spike(deviations=6.0, window=8))
-    assert [falling.spike_reason(10.0 / (1 + i) + 0.01 * (i % 3)) for i in range(50)] == [None] * 50
+    assert [
+        falling.explain_spike_or_add_loss(10.0 / (1 + i) + 0.01 * (i % 3)) for i in range(50)
+    ] == [None] * 50
     fresh = SpikeDetector(Spike(deviations=6.0, window=8))
-    assert [fresh.spike_reason(loss) for loss in (1.0, 100.0, 1.0)] == [None] * 3
+    assert [fresh.explain_spike_or_add_loss(loss) for loss in (1.0, 100.0, 1.0)] == [None] * 3
     flat = SpikeDetector(Spike(deviations=6.0, window=8))
-    assert [flat.spike_reason(2.0) for _ in range(8)] == [None] * 8
+    assert [flat.explain_spike_or_add_loss(2.0) for _ in range(8)] == [None] * 8
     # The deviation is at least 1 % of the median.
-    assert flat.spike_reason(2.1) is None
+    assert flat.explain_spike_or_add_loss(2.1) is None
     limited = SpikeDetector(Spike(deviations=None, limit=5.0, patience=2))
-    assert [limited.spike_reason(loss) for loss in (6.0, 4.0, 6.0)] == [None] * 3
-    assert limited.spike_reason(7.0) == (
+    assert [limited.explain_spike_or_add_loss(loss) for loss in (6.0, 4.0, 6.0)] == [None] * 3
+    assert limited.explain_spike_or_add_loss(7.0) == (
         "the loss is 7, and was above 5 for 2 steps (train.on_spike.limit)"
     )
-    assert flat.spike_reason(2.2) == (
+    assert flat.explain_spike_or_add_loss(2.2) == (
         "the loss jumped to 2.2: the last 8 have median 2 and deviation 0.02, so that 2.12 is "
         "the most (train.on_spike)"
     )
@@ -302,9 +318,9 @@ def test_stretches_that_are_left_out() -> None:
     """Neighbouring and overlapping ranges are merged; a position inside one moves to its end."""
     left = SkippedPositions()
     for first, after in ((8, 12), (20, 24), (12, 16), (14, 18)):
-        left.skip_range(first, after)
+        left.skip_position_range(first, after)
     taken = [place for place in range(32) if not (8 <= place < 18 or 20 <= place < 24)]
     for begin in range(32):
-        assert [left.position_of_sample(begin, number) for number in range(6)] == [
+        assert [left.position_of_unskipped_sample(begin, number) for number in range(6)] == [
             *[place for place in [*taken, *range(32, 40)] if place >= begin][:6]
         ]

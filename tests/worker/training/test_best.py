@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from ortlaunch.run_folder.records import BestEvaluation
-from ortlaunch.worker.checkpoint.restore import load_trainable_weights
+from ortlaunch.worker.checkpoint.restore import load_trainable_weights_and_buffers
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.training import best
-from ortlaunch.worker.training.finish import _load_and_describe_best, write_results
+from ortlaunch.worker.training.finish import (
+    _describe_best_and_load_if_exported,
+    write_export_and_print_summary,
+)
 from tests.makers import recipe
 from tests.training import Trained, train_here
 from tests.worker.tasks.test_train import ROWS, Line
@@ -29,16 +32,16 @@ def trained(
     folder: Path, losses: Sequence[float], monkeypatch: pytest.MonkeyPatch, **sections: Any
 ) -> Trained:
     """Return a training whose evaluations have these losses, one a step."""
-    take = best.update_best_memory
+    take = best.update_best_evaluations
 
     def note(made: Any, memory: Any, step: int, evaluated: dict[str, float]) -> None:
         evaluated["loss"] = losses[step - 1]
         take(made, memory, step, evaluated)
 
-    monkeypatch.setattr(best, "update_best_memory", note)
+    monkeypatch.setattr(best, "update_best_evaluations", note)
     sections = {"train": STEPS, "checkpoint": BEST, **sections}
     found = train_here(folder, Line(), ROWS, evaluation=ROWS[:4], **sections)
-    monkeypatch.setattr(best, "update_best_memory", take)
+    monkeypatch.setattr(best, "update_best_evaluations", take)
     return found
 
 
@@ -69,7 +72,7 @@ def test_training_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (found.state.step, kept(found)) == (6, [6])
     assert (
         "stopped early after step 6 of 8 (train.stop_after): loss was best, 3, after step 4"
-        in str(best.early_stop_message(recipe(**early), 6, found.state.best))
+        in str(best.early_stop_reason_or_none(recipe(**early), 6, found.state.best))
     )
     again = train_here(tmp_path, Line(), ROWS, evaluation=ROWS[:4], **early)
     assert (again.state.step, kept(again)) == (6, [6])
@@ -102,11 +105,13 @@ def test_the_last_checkpoint_as_the_best(tmp_path: Path, monkeypatch: pytest.Mon
     sessions: list[Any] = []
     monkeypatch.setattr(
         training,
-        "_load_start_state",
-        lambda s, old=training._load_start_state: sessions.append(s) or old(s),
+        "_load_newest_checkpoint_or_fresh_state",
+        lambda s, old=training._load_newest_checkpoint_or_fresh_state: sessions.append(s) or old(s),
     )
     found = trained(tmp_path / "run", [8, 7, 6, 5, 4, 3, 2, 1], monkeypatch)
-    kept_best = _load_and_describe_best(sessions[-1], found.state.step, found.state.best)
+    kept_best = _describe_best_and_load_if_exported(
+        sessions[-1], found.state.step, found.state.best
+    )
     assert kept_best == BestEvaluation("loss", 1, 8, exported=True)
 
 
@@ -118,14 +123,14 @@ def test_the_export_is_of_the_best_where_that_is_asked_for(
     sessions: list[Any] = []
     monkeypatch.setattr(
         training,
-        "_load_start_state",
-        lambda s, old=training._load_start_state: sessions.append(s) or old(s),
+        "_load_newest_checkpoint_or_fresh_state",
+        lambda s, old=training._load_newest_checkpoint_or_fresh_state: sessions.append(s) or old(s),
     )
     found = trained(tmp_path / "run", [5, 1, 4, 3, 3, 3, 3, 3], monkeypatch, **best_of)
     last = found.model.weight.detach().clone()
     there = LossModule(Line())
-    write_results(sessions[-1], found.state.step, found.state.best)
-    load_trainable_weights(found.run.checkpoint_folder(2), there)
+    write_export_and_print_summary(sessions[-1], found.state.step, found.state.best)
+    load_trainable_weights_and_buffers(found.run.checkpoint_folder(2), there)
     assert torch.equal(found.model.weight, there.model.weight)
     assert not torch.equal(found.model.weight, last)
 
@@ -138,9 +143,9 @@ def test_a_metric_that_an_evaluation_has_not() -> None:
     )
     (said,) = best.missing_metric_messages(asked, {"loss": 1.0})
     assert said == "checkpoint.keep_best.metric: got perplexity; an evaluation of this run has loss"
-    memory: best.BestMemory = {}
-    best.update_best_memory(asked, memory, 0, {"loss": 1.0})
+    memory: best.BestEvaluations = {}
+    best.update_best_evaluations(asked, memory, 0, {"loss": 1.0})
     # A value that is not finite is never the best.
     for step, value in enumerate((float("nan"), float("inf"), 7.0, float("nan")), 1):
-        best.update_best_memory(asked, memory, step, {"loss": 1.0, "perplexity": value})
+        best.update_best_evaluations(asked, memory, step, {"loss": 1.0, "perplexity": value})
     assert memory[best.KEEP]["step"] == 3

@@ -11,11 +11,14 @@ import pytest
 
 from ortlaunch.run_folder.export_records import ExportLine
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
-from ortlaunch.run_folder.lines import append_json_line, read_json_lines
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
+from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.worker.checkpoint.saving import remove_old_checkpoints_and_exports
 from ortlaunch.worker.supervision.progress import Progress
-from ortlaunch.worker.training.checkpoint_exports import CheckpointExports, failed_export_count
+from ortlaunch.worker.training.checkpoint_exports import (
+    CheckpointExports,
+    unrepeated_failed_export_count,
+)
 from tests.makers import recipe
 
 
@@ -50,15 +53,15 @@ def test_what_cannot_begin(
     writing = exports(run)
     # The user's export counts as made at a start; a newer checkpoint of that step has none.
     assert [*writing.queued_exports] == [(1, "huggingface")]
-    writing.request_exports(2)
-    writing.request_exports(3)
-    writing.wait_for_exports()
+    writing.queue_exports_on_rank_0(2)
+    writing.queue_exports_on_rank_0(3)
+    writing.wait_until_all_exports_end()
     out = capsys.readouterr().out
     assert "step 1 as huggingface: [Errno 12] Cannot allocate memory" in out
     assert "exists already, by `ortlaunch export`; training is not affected" in out
     assert "step 3 as huggingface: left out: checkpoint.keep has removed it" in out
-    assert [line["step"] for line in read_json_lines(run.exports).values] == [1, 2]
-    assert failed_export_count(run) == 2
+    assert [line["step"] for line in read_json_lines_with_keys(run.exports).values] == [1, 2]
+    assert unrepeated_failed_export_count(run) == 2
     assert run.export_folder(2, "huggingface").exists()
 
 
@@ -72,7 +75,7 @@ def test_only_automatic_exports_are_deleted(tmp_path: Path) -> None:
         line = ExportLine(
             step, form, f"/moved/{run.export_folder(step, form).name}", automatic=automatic
         )
-        append_json_line(run.exports, as_json(line))
+        append_json_line(run.exports, json_values_of_record(line))
     run.export_folder(2, "onnx").with_name("step_00000002_onnx.partial").mkdir()
     remove_old_checkpoints_and_exports(run, 1, None)
     left = sorted(path.name for path in (tmp_path / "exports").iterdir())

@@ -24,7 +24,10 @@ from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
 from ortlaunch.units import clock_duration
 from ortlaunch.worker.data.batches import TokenCount
 from ortlaunch.worker.engine import flops
-from ortlaunch.worker.engine.flops import flops_per_token, measure_peak_flops
+from ortlaunch.worker.engine.flops import (
+    measure_peak_flops_per_second,
+    training_flops_per_token_or_none,
+)
 from ortlaunch.worker.training import meter as meter_module
 from ortlaunch.worker.training import metrics as metrics_module
 from ortlaunch.worker.training import trackers
@@ -67,10 +70,10 @@ def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
     run = RunDir(tmp_path)
     metrics = MetricsWriter(recipe(), run, 0)
     clock[0] += 1.5
-    metrics.write_step(10, VALUES)
+    metrics.write_and_print_step(10, VALUES)
     assert records(run) == [{"step": 10, **VALUES, "elapsed_seconds": 1.5}]
     clock[0] += 1
-    metrics.write_step(10, {"evaluation_loss": 2.0})
+    metrics.write_and_print_step(10, {"evaluation_loss": 2.0})
     assert records(run)[1:] == [{"step": 10, "evaluation_loss": 2.0, "elapsed_seconds": 2.5}]
     metrics.close_file_and_trackers()
 
@@ -87,7 +90,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     full: Any = SimpleNamespace(name="metrics.jsonl", write=write)
     metrics.file = full
     with pytest.raises(OSError, match="No space left on device") as caught:
-        metrics.write_step(1, {"loss": 1.0})
+        metrics.write_and_print_step(1, {"loss": 1.0})
     assert caught.value.filename == "metrics.jsonl"
 
 
@@ -97,8 +100,8 @@ def test_a_failed_write_is_raised_once(tmp_path: Path) -> None:
     metrics.file.close()
     metrics.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        metrics.write_step(1, {"loss": 1.0})
-    metrics.close_file_and_trackers(has_failed=True)
+        metrics.write_and_print_step(1, {"loss": 1.0})
+    metrics.close_file_and_trackers(training_failed=True)
 
 
 def test_a_record_is_json(
@@ -106,7 +109,7 @@ def test_a_record_is_json(
 ) -> None:
     """A value that is not finite is printed as such, and is a string in metrics.jsonl."""
     metrics = MetricsWriter(recipe(), RunDir(tmp_path), 0)
-    metrics.write_step(10, {"evaluation_loss": float("nan")})
+    metrics.write_and_print_step(10, {"evaluation_loss": float("nan")})
     metrics.close_file_and_trackers()
     assert records(RunDir(tmp_path)) == [
         {"step": 10, "evaluation_loss": "nan", "elapsed_seconds": 0.0}
@@ -120,9 +123,9 @@ def test_the_line_for_a_person(
     """The printed line has units, leaves out missing values, and estimates the time left."""
     metrics = MetricsWriter(recipe(steps=40), RunDir(tmp_path), 10)
     clock[0] += 5.0
-    metrics.write_step(20, VALUES)
-    metrics.write_step(20, {"loss": 3.0, "gradient_norm": None})
-    metrics.write_step(40, {"evaluation_loss": 2.0})
+    metrics.write_and_print_step(20, VALUES)
+    metrics.write_and_print_step(20, {"loss": 3.0, "gradient_norm": None})
+    metrics.write_and_print_step(40, {"evaluation_loss": 2.0})
     metrics.close_file_and_trackers()
     assert (
         capsys.readouterr().out.splitlines()
@@ -143,7 +146,7 @@ def test_the_line_fits_the_terminal(
     for columns in (100, 80, 60):
         monkeypatch.setenv(PROGRESS_VARIABLE, str(columns))
         metrics = MetricsWriter(recipe(), RunDir(tmp_path), 0)
-        metrics.write_step(10, VALUES)
+        metrics.write_and_print_step(10, VALUES)
         metrics.close_file_and_trackers()
         shown[columns] = capsys.readouterr().out.rstrip()
     assert [len(line) <= columns for columns, line in shown.items()] == [True, True, True]
@@ -166,7 +169,7 @@ def test_a_resumed_run_cuts_what_came_after_its_checkpoint(
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
     metrics = MetricsWriter(recipe(), run, 4)
     clock[0] += 2
-    metrics.write_step(6, {"loss": 0.0})
+    metrics.write_and_print_step(6, {"loss": 0.0})
     metrics.close_file_and_trackers()
     # Over all starts.
     assert records(run)[-1]["elapsed_seconds"] == 6.5
@@ -199,7 +202,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     metrics = MetricsWriter(recipe(trackers=("tensorboard",)), run, 0)
     for step in (2, 4, 6):
-        metrics.write_step(
+        metrics.write_and_print_step(
             step, {"loss": float(step), "gradient_norm": None, "skipped_steps": step}
         )
     metrics.close_file_and_trackers()
@@ -208,7 +211,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         scalars(run, "train/gradient_norm")
     resumed = MetricsWriter(recipe(trackers=("tensorboard",)), run, 4)
-    resumed.write_step(5, {"loss": 0.5})
+    resumed.write_and_print_step(5, {"loss": 0.5})
     resumed.close_file_and_trackers()
     assert scalars(run, "train/loss") == [(2, 2.0), (4, 4.0), (5, 0.5)]
 
@@ -253,7 +256,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for first, steps in ((0, (2, 4)), (2, (3,))):
         metrics = MetricsWriter(recipe(trackers=("wandb",)), run, first)
         for step in steps:
-            metrics.write_step(step, {"loss": step / 2, "gradient_norm": None})
+            metrics.write_and_print_step(step, {"loss": step / 2, "gradient_norm": None})
         metrics.close_file_and_trackers()
     # A process of W&B's own writes, a moment later.
     deadline = time.monotonic() + 20
@@ -272,7 +275,7 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run = run_in(tmp_path)
     for first, failed in ((0, False), (2, True)):
         metrics = MetricsWriter(recipe(trackers=("mlflow",)), run, first)
-        metrics.write_step(first + 2, {"loss": 1.0 + first})
+        metrics.write_and_print_step(first + 2, {"loss": 1.0 + first})
         metrics.close_file_and_trackers(failed)
     client = MlflowClient((run.trackers / "mlruns").as_uri())
     (theirs,) = client.search_runs([client.get_experiment_by_name("t").experiment_id])
@@ -298,7 +301,7 @@ def test_a_tracker_that_fails_ends_nothing(
     run = RunDir(tmp_path)
     metrics = MetricsWriter(recipe(trackers=(name,)), run, 0)
     for step in (1, 2):
-        metrics.write_step(step, {"loss": 1.0})
+        metrics.write_and_print_step(step, {"loss": 1.0})
     metrics.close_file_and_trackers()
     assert capsys.readouterr().out.count(f"log.trackers: {name} FAILED, ModuleNotFoundError: ") == 1
     assert [one["step"] for one in records(run)] == [1, 2]
@@ -317,7 +320,7 @@ def test_a_tracker_that_hangs_is_left_behind(
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Hanging)
     monkeypatch.setattr(trackers, "_LEAVE_SECONDS", 0.1)
     metrics = MetricsWriter(recipe(trackers=("wandb",)), RunDir(tmp_path), 0)
-    metrics.write_step(1, {"loss": 1.0})
+    metrics.write_and_print_step(1, {"loss": 1.0})
     metrics.close_file_and_trackers()
     ever.set()
     assert "log.trackers: wandb did not accept all values within" in capsys.readouterr().out
@@ -375,7 +378,7 @@ def test_flops_of_bert(tied: bool) -> None:
     # transformers stores the head's bias twice then.
     second_bias = 0 if tied else V
     assert (
-        flops_per_token(bert(tied), T)
+        training_flops_per_token_or_none(bert(tied), T)
         == 6 * (2 * H + L * BERT_LAYER + BERT_HEAD + second_bias) + ATTENTION
     )
 
@@ -383,7 +386,10 @@ def test_flops_of_bert(tied: bool) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_of_llama(tied: bool) -> None:
     """Llama: the embedding costs nothing, and the head costs the same, tied or not."""
-    assert flops_per_token(llama(tied), T) == 6 * (L * LLAMA_LAYER + H + V * H) + ATTENTION
+    assert (
+        training_flops_per_token_or_none(llama(tied), T)
+        == 6 * (L * LLAMA_LAYER + H + V * H) + ATTENTION
+    )
 
 
 def test_frozen_weights_cost_two_thirds() -> None:
@@ -395,7 +401,8 @@ def test_frozen_weights_cost_two_thirds() -> None:
     )
     adapters = L * 2 * 2 * 4 * H
     assert (
-        flops_per_token(adapted, T) == 4 * (L * LLAMA_LAYER + H + V * H) + 6 * adapters + ATTENTION
+        training_flops_per_token_or_none(adapted, T)
+        == 4 * (L * LLAMA_LAYER + H + V * H) + 6 * adapters + ATTENTION
     )
 
 
@@ -412,13 +419,16 @@ def test_flops_of_a_classifier() -> None:
     model = transformers.BertForSequenceClassification(config)
     pooler = H * H + H
     labels = 3 * H + 3
-    assert flops_per_token(model, T) == 6 * (2 * H + L * BERT_LAYER + pooler + labels) + ATTENTION
+    assert (
+        training_flops_per_token_or_none(model, T)
+        == 6 * (2 * H + L * BERT_LAYER + pooler + labels) + ATTENTION
+    )
 
 
 @pytest.mark.parametrize(("model", "length"), [(nn.Linear(2, 2), 32), (bert(True), None)])
 def test_flops_that_nobody_knows(model: nn.Module, length: int | None) -> None:
     """A user's own model, or samples without text, have no count."""
-    assert flops_per_token(model, length) is None
+    assert training_flops_per_token_or_none(model, length) is None
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", 0.5), ("cpu", None)])
@@ -429,7 +439,9 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     # A second measurement is the last one: a reading below the peak takes none.
     peaks = iter([100.0, 400.0])
     tokens = 32
-    monkeypatch.setattr(meter_module, "measure_peak_flops", lambda device, dtype: next(peaks))
+    monkeypatch.setattr(
+        meter_module, "measure_peak_flops_per_second", lambda device, dtype: next(peaks)
+    )
     # One second a reading.
     monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)
     session = SimpleNamespace(
@@ -453,8 +465,8 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     batch = {"input_ids": torch.ones(1, tokens), "attention_mask": mask[None]}
     for _ in range(2):
         meter.count_step(torch.tensor(1.0))
-        session.batches.tokens = session.batches.tokens.add_batch(batch)
-        read = meter.read_and_restart()
+        session.batches.tokens = session.batches.tokens.plus_batch(batch)
+        read = meter.read_loss_and_speed_and_restart()
         # A CPU has no MFU.
         assert read.get("mfu") == expected
         # Three quarters of the places are padding.
@@ -465,7 +477,7 @@ def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -
     """The peak is that of the fastest matmul: 2 n^3 operations in its time."""
     times = itertools.accumulate(itertools.chain([0.0], itertools.cycle([3.0, 1.0, 0.5, 1.0])))
     monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: next(times))
-    assert measure_peak_flops(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5
+    assert measure_peak_flops_per_second(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5
 
 
 @pytest.mark.parametrize(
@@ -481,7 +493,7 @@ def test_peak_is_float32s_where_another_type_is_slower(
         asked.append((dtype, size))
         return 160.0 if dtype == torch.float32 else bfloat16
 
-    monkeypatch.setattr(flops, "_measure_matmul_flops", rate)
+    monkeypatch.setattr(flops, "_best_matmul_flops_per_second", rate)
     # With bfloat16 in software, a run once had an MFU of 1,061 %.
-    assert measure_peak_flops(torch.device("cpu"), torch.bfloat16) == peak
+    assert measure_peak_flops_per_second(torch.device("cpu"), torch.bfloat16) == peak
     assert len(asked) == tried

@@ -16,8 +16,12 @@ from torch import nn
 from ortlaunch.errors import ParityError
 from ortlaunch.ortmodule.base import custom_functions
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.witness import Witness
-from ortlaunch.worker.engine.comparison import active_dropouts, compare_passes, compare_with_draws
+from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.worker.engine.comparison import (
+    active_dropout_attributes,
+    compare_replaying_random_numbers,
+    run_and_compare_passes,
+)
 from ortlaunch.worker.engine.differences import Comparison
 from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
@@ -64,18 +68,18 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
     before = {name: model.get_parameter(name).grad.clone() for name in trained}
 
     # With dropout, a second ORTModule over the same weights is needed.
-    found = compare_passes(model, wrapped(model) if dropout else training, words())
+    found = run_and_compare_passes(model, wrapped(model) if dropout else training, words())
 
     assert len(found.gradients) == len(trained)
     assert found.largest_difference < 1e-4
-    assert bool(active_dropouts(model)) == bool(dropout)
+    assert bool(active_dropout_attributes(model)) == bool(dropout)
     assert all(
         torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items()
     )
     # The training module would do, but it would discard its graph.
     if dropout:
         before_it = tally.re_exports
-        assert compare_passes(model, training, words()).largest_difference < 1e-4
+        assert run_and_compare_passes(model, training, words()).largest_difference < 1e-4
         assert tally.re_exports == before_it + 1
 
 
@@ -104,7 +108,7 @@ def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
     x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 30 + 100
     torch.set_num_threads(threads)
     try:
-        found = compare_passes(
+        found = run_and_compare_passes(
             net, wrapped(net, threads=threads), {"x": x, "y": torch.arange(8)}, tolerance=3e-6
         )
     finally:
@@ -148,7 +152,7 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
     # ONNX Runtime recomputes in its graph.
     net = Kept()
     net.scale = nn.Parameter(torch.ones(8))
-    found = compare_passes(net, wrapped(net), {"x": X})
+    found = run_and_compare_passes(net, wrapped(net), {"x": X})
     assert found.largest_difference < 1e-5
     assert len(found.gradients) == 5
     assert all(each.reference_norm > 0 for each in found.gradients)
@@ -166,7 +170,7 @@ def test_a_model_that_draws_random_numbers_is_compared() -> None:
     exports = tally.exports
     losses = set()
     for _ in range(2):
-        found = compare_with_draws(net, module, {"x": X}, replaying)
+        found = compare_replaying_random_numbers(net, module, {"x": X}, replaying)
         assert (found.draws, found.largest_difference < 1e-5) == (3, True)
         losses.add(found.loss)
         torch.rand(1)
@@ -178,24 +182,24 @@ def test_the_comparison_sees_the_weights_of_the_step() -> None:
     """The weights that are compared are those of the step, not those of the export."""
     model = prepared("bert", 0.1)
     engine = wrapped(model)
-    first = compare_passes(model, engine, words())
+    first = run_and_compare_passes(model, engine, words())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    second = compare_passes(model, engine, words())
+    second = run_and_compare_passes(model, engine, words())
     # The loss follows the changed weights.
     assert second.loss != pytest.approx(first.loss, rel=1e-4)
     assert second.largest_difference < 1e-4
 
 
-def test_compared_passes_are_not_the_runs(witness: Witness) -> None:
+def test_compared_passes_are_not_the_runs(witness: PassAndGraphCounters) -> None:
     """Passes of a comparison are not counted as the run's, also if one raises."""
     model = prepared("llama", 0.0)
     engine = wrapped(model)
     engine(**words()).backward()
-    with witness.exclude_from_counts():
-        compare_passes(model, engine, words())
-    with pytest.raises(KeyError), witness.exclude_from_counts():
+    with witness.exclude_passes_from_counts():
+        run_and_compare_passes(model, engine, words())
+    with pytest.raises(KeyError), witness.exclude_passes_from_counts():
         raise KeyError
     assert (witness.forward_passes, witness.backward_passes, witness.fallbacks) == (1, 1, 0)
 
@@ -223,7 +227,7 @@ def test_a_lost_gradient_of_a_function_is_seen(kept: bool) -> None:
     without = mock.patch.object(torch.Tensor, "requires_grad_", lambda tensor, _: tensor)
     model = wrapped(asked)
     with contextlib.nullcontext() if kept else without:
-        found = compare_passes(asked, model, {"x": X[:, :4]})
+        found = run_and_compare_passes(asked, model, {"x": X[:, :4]})
     assert (found.largest_difference < 1e-5) == kept
     assert (found.rounding, found.not_judged) == ([], "")
 
@@ -260,7 +264,7 @@ def compared(planted: Any) -> Comparison:
     torch.onnx.register_custom_op_symbolic("aten::tanh", planted, 9)
     try:
         net = Net()
-        return compare_passes(net, wrapped(net), {"x": X})
+        return run_and_compare_passes(net, wrapped(net), {"x": X})
     finally:
         torch.onnx.unregister_custom_op_symbolic("aten::tanh", 9)
 

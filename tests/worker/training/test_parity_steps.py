@@ -41,11 +41,11 @@ def engine(factor: float = 1.0) -> Any:
     record = engine_report("inductor")
     return SimpleNamespace(
         plain=net,
-        module_to_compare=lambda: lambda x: net(x) * factor,
+        module_without_dropout_for_comparison=lambda: lambda x: net(x) * factor,
         record=record,
         to_device=lambda batch: batch,
-        engine_report=lambda: record,
-        exclude_from_counts=lambda with_compilations: contextlib.nullcontext(),
+        engine_report_so_far=lambda: record,
+        exclude_passes_from_counts=lambda with_compilations: contextlib.nullcontext(),
     )
 
 
@@ -58,7 +58,10 @@ def print_lines(*lines: str) -> None:
 def group(*others: dict[str, Any]) -> Any:
     """Return the group of rank 0, with the messages of the other ranks."""
     return SimpleNamespace(
-        rank=0, size=1 + len(others), gather=lambda mine: [mine, *others], print_once=print_lines
+        rank=0,
+        size=1 + len(others),
+        gather=lambda mine: [mine, *others],
+        print_on_rank_0=print_lines,
     )
 
 
@@ -93,7 +96,7 @@ def test_only_the_first_steps_are_compared(
     run = RunDir(tmp_path)
     compared = steps(run)
     for step in range(3):
-        compared.compare_step(step)
+        compared.compare_and_record_step_if_due(step)
     assert [line["step"] for line in lines(run)] == [1, 2]
     assert json.loads(run.engine.read_text())["parity"]["steps"] == [1, 2]
     said = capsys.readouterr().out.splitlines()
@@ -102,7 +105,7 @@ def test_only_the_first_steps_are_compared(
     # The table is for `ortlaunch parity`.
     alone = steps(run, with_table=True)
     for step in range(2):
-        alone.compare_step(step)
+        alone.compare_and_record_step_if_due(step)
     assert "largest relative differences of 2 gradients:" in capsys.readouterr().out
 
 
@@ -113,12 +116,12 @@ def test_a_loss_of_nan_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixtu
         compared = steps(run, with_table=with_table)
         with torch.no_grad():
             compared.engine.plain.model.weight.fill_(float("nan"))
-        compared.compare_step(0)
+        compared.compare_and_record_step_if_due(0)
         said = "parity, step 1: not judged: the loss is nan in plain PyTorch, too"
         assert capsys.readouterr().out.splitlines() == [said]
         ends = pytest.raises(EngineError, match="no step could be judged")
         with ends if with_table else contextlib.nullcontext():
-            compared.compare_step(1)
+            compared.compare_and_record_step_if_due(1)
         assert json.loads(run.engine.read_text())["parity"]["verdict"] == "not compared"
         assert lines(run)[0]["passed"]
         capsys.readouterr()
@@ -127,13 +130,13 @@ def test_a_loss_of_nan_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_comparisons_module_is_freed_after_the_last_step(tmp_path: Path) -> None:
     """A module in a reference cycle, as an ORTModule is, does not stay until the end of the run."""
     compared = steps(RunDir(tmp_path))
-    module = compared._module_without_dropout()
+    module = compared._engine_module_without_dropout()
     module.itself = module
     alive = weakref.ref(module)
     del module
-    compared.compare_step(0)
+    compared.compare_and_record_step_if_due(0)
     assert alive() is not None
-    compared.compare_step(1)
+    compared.compare_and_record_step_if_due(1)
     assert alive() is None
 
 
@@ -143,21 +146,21 @@ def test_a_resumed_run_goes_on_with_its_record(
     """A resumed run keeps the comparisons before its checkpoint, and repeats the later ones."""
     run = RunDir(tmp_path)
     before = steps(run)
-    before.compare_step(0)
-    before.compare_step(1)
+    before.compare_and_record_step_if_due(0)
+    before.compare_and_record_step_if_due(1)
     kept = lines(run)[0]
     # A line that is not whole is left out, and said once.
     run.parity.write_bytes(run.parity.read_bytes() + b'{"step": 1, "los\n')
     again = steps(run, first_step=1)
     assert capsys.readouterr().out.count("parity.jsonl:3 is left out") == 1
     assert again.engine.record.parity.steps == [1]
-    again.compare_step(1)
+    again.compare_and_record_step_if_due(1)
     assert [line["step"] for line in lines(run)] == [1, 2]
     assert lines(run)[0] == kept
     assert steps(run, first_step=2).engine.record.parity.verdict == "passed"
     # A start without a checkpoint begins the record again.
     new = steps(run)
-    new.compare_step(0)
+    new.compare_and_record_step_if_due(0)
     assert [line["step"] for line in lines(run)] == [1]
 
 
@@ -165,7 +168,7 @@ def test_a_difference_stops_and_is_recorded(tmp_path: Path) -> None:
     """A difference of 1 % is above fp32's tolerance; the error names parameter and both values."""
     run = RunDir(tmp_path)
     with pytest.raises(ParityError) as caught:
-        steps(run, factor=1.01).compare_step(0)
+        steps(run, factor=1.01).compare_and_record_step_if_due(0)
     text = str(caught.value)
     assert "engine inductor and plain PyTorch differ by more than 0.0001 in step 1" in text
     assert "\n  weight  0.01  (norm " in text or "\n  bias    0.01  (norm " in text
@@ -174,14 +177,14 @@ def test_a_difference_stops_and_is_recorded(tmp_path: Path) -> None:
     assert lines(run)[0]["passed"] is False
     assert json.loads(run.engine.read_text())["parity"]["verdict"] == "failed"
     # Within a larger tolerance, the same difference passes.
-    steps(run, factor=1.01, parity_tolerance=0.02).compare_step(0)
+    steps(run, factor=1.01, parity_tolerance=0.02).compare_and_record_step_if_due(0)
 
 
 def test_what_is_not_finite_is_a_word_in_json(tmp_path: Path) -> None:
     """Values that are not finite become strings, so every line and engine.json are valid JSON."""
     run = RunDir(tmp_path)
     with pytest.raises(ParityError):
-        steps(run, factor=float("nan")).compare_step(0)
+        steps(run, factor=float("nan")).compare_and_record_step_if_due(0)
     assert lines(run)[0]["loss_difference"] == "inf"
     assert lines(run)[0]["loss"] == "nan"
     assert "Infinity" not in run.engine.read_text()
@@ -191,27 +194,29 @@ def test_the_worst_rank_decides(tmp_path: Path) -> None:
     """A rank within tolerance stops with the one above it, and the error names that rank."""
     run = RunDir(tmp_path)
     with pytest.raises(ParityError):
-        steps(run, factor=1.01).compare_step(0)
+        steps(run, factor=1.01).compare_and_record_step_if_due(0)
     other = {**lines(run)[0], "rank": 1}
     with pytest.raises(ParityError, match="rank 1"):
-        steps(run, ranks=group(other)).compare_step(0)
+        steps(run, ranks=group(other)).compare_and_record_step_if_due(0)
     with pytest.raises(
         EngineError, match="rank 1 could not compare with plain PyTorch: out of memory"
     ):
-        steps(run, ranks=group({"rank": 1, "error": "out of memory"})).compare_step(0)
+        steps(
+            run, ranks=group({"rank": 1, "error": "out of memory"})
+        ).compare_and_record_step_if_due(0)
 
 
 def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
     """A failed pass is sent to the other ranks before it ends the run."""
     sent = []
     ranks = SimpleNamespace(
-        rank=0, size=1, gather=lambda mine: sent.append(mine) or [mine], print_once=print_lines
+        rank=0, size=1, gather=lambda mine: sent.append(mine) or [mine], print_on_rank_0=print_lines
     )
     compared = steps(RunDir(tmp_path), ranks=ranks)
     # Shapes that do not fit.
-    compared.engine.module_to_compare = lambda: lambda x: torch.ones(2) @ x  # type: ignore[return-value]
+    compared.engine.module_without_dropout_for_comparison = lambda: lambda x: torch.ones(2) @ x  # type: ignore[return-value]
     with pytest.raises(EngineError, match="rank 0 could not compare"):
-        compared.compare_step(0)
+        compared.compare_and_record_step_if_due(0)
     assert sent[0]["rank"] == 0
 
 
@@ -220,8 +225,10 @@ def test_one_module_is_made_for_all_compared_steps(tmp_path: Path) -> None:
     made = []
     compared = steps(RunDir(tmp_path))
     # A graph without dropout takes an export of its own.
-    compared.engine.module_to_compare = lambda: made.append(1) or compared.engine.plain
-    compared.compare_step(0)
+    compared.engine.module_without_dropout_for_comparison = lambda: (
+        made.append(1) or compared.engine.plain
+    )
+    compared.compare_and_record_step_if_due(0)
     assert compared.comparison_module is not None
-    compared.compare_step(1)
+    compared.compare_and_record_step_if_due(1)
     assert (made, compared.comparison_module) == ([1], None)

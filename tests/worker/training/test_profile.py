@@ -196,7 +196,7 @@ def test_a_training_that_stops_early(
     tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile is of the steps before the stop; if there is none, a line reports that."""
-    monkeypatch.setattr(best, "early_stop_message", lambda made, step, memory: step == 3)
+    monkeypatch.setattr(best, "early_stop_reason_or_none", lambda made, step, memory: step == 3)
     assert read_own_json(profiled(tmp_path / "a", "none", (2, 5), SAMPLES).run.profile)[
         "steps"
     ] == [2]

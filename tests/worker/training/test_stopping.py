@@ -14,7 +14,10 @@ from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
-from ortlaunch.worker.training.stopping import answer_save_request, record_stop
+from ortlaunch.worker.training.stopping import (
+    remove_save_request_after_save,
+    write_stop_record_if_stopped,
+)
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def test_a_folder_that_is_not_writable(session: Any) -> None:
     for asked, status in ((RankRequest.TERMINATE, 143), (RankRequest.INTERRUPT, 130)):
         with (
             pytest.raises(NotSaved) as caught,
-            answer_save_request(session, SimpleNamespace(), asked),
+            remove_save_request_after_save(session, SimpleNamespace(), asked),
         ):  # type: ignore[arg-type]
             raise CheckpointError("Permission denied")
         said = f"stopped by {asked.signal.name}, and nothing was saved: Permission denied"
@@ -38,7 +41,7 @@ def test_a_folder_that_is_not_writable(session: Any) -> None:
     # Without a stop, the failed save raises its own error.
     with (
         pytest.raises(CheckpointError, match=r"^Permission"),
-        answer_save_request(session, SimpleNamespace(), RankRequest.SAVE),
+        remove_save_request_after_save(session, SimpleNamespace(), RankRequest.SAVE),
     ):  # type: ignore[arg-type]
         raise CheckpointError("Permission denied")
 
@@ -49,9 +52,9 @@ def test_a_save_that_failed_and_was_told(session: Any) -> None:
     with pytest.raises(
         NotSaved, match=r"^stopped by `ortlaunch stop`, and nothing was saved: see NOT SAVED above"
     ) as caught:
-        record_stop(session, RankRequest.STOP, 3)
+        write_stop_record_if_stopped(session, RankRequest.STOP, 3)
     assert (caught.value.exit_status, session.run.stopped.exists()) == (138, False)
     # With the checkpoint of this step, stopped.json is written.
     write_text_atomically(session.run.checkpoint_folder(3) / "COMPLETE", "")
-    assert record_stop(session, RankRequest.STOP, 3) is RankRequest.STOP
+    assert write_stop_record_if_stopped(session, RankRequest.STOP, 3) is RankRequest.STOP
     assert '"exit_status": 85' in session.run.stopped.read_text()

@@ -21,9 +21,13 @@ from ortlaunch.run_folder.engine_report import (
     OptimizerGroup,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.engine.binding import Bound
-from ortlaunch.worker.training.finish import _loading_code, summarize_run
-from ortlaunch.worker.training.summary import late_notes, outcome_lines, plan_lines
+from ortlaunch.worker.engine.binding import RankCoreBinding
+from ortlaunch.worker.training.finish import _python_code_to_load_export, build_run_summary
+from ortlaunch.worker.training.summary import (
+    engine_outcome_lines,
+    engine_plan_lines,
+    notes_not_yet_shown,
+)
 from tests.makers import WORDS, engine_report, onnxruntime, recipe
 
 FP16 = "FP16_Optimizer: ortlaunch's, overflow check and norm in one pass"
@@ -38,19 +42,19 @@ def report(**ort: Any) -> EngineReport:
 
 def test_what_ran_is_told_in_nodes_and_calls() -> None:
     """The outcome has passes, graph nodes, calls to torch and Python, exports and fallbacks."""
-    assert outcome_lines(report()) == [
+    assert engine_outcome_lines(report()) == [
         "ran on engine ort: 4 forward, 4 backward passes by ONNX Runtime on rank 0, 0 fallbacks",
         "  1 export; the graph of a step has 227 nodes, with 4 torch operators (ATen), "
         "2 Python functions (PythonOp)",
         "optimizer AdamW",
     ]
-    assert outcome_lines(report(exports=2))[1].startswith("  2 exports; ")
+    assert engine_outcome_lines(report(exports=2))[1].startswith("  2 exports; ")
 
 
 def test_an_engine_that_fell_back_counts_no_passes() -> None:
     """The outcome of a run that fell back says so, without ONNX Runtime's counts of 0."""
     choice = EngineChoice("ort", "eager", "no such operator")
-    assert outcome_lines(replace(report(), engine=choice)) == [
+    assert engine_outcome_lines(replace(report(), engine=choice)) == [
         "ran on engine eager: asked for ort, fell back to eager: no such operator",
         "optimizer AdamW",
     ]
@@ -64,7 +68,7 @@ def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
         run.checkpoint_folder(3) / "manifest.json", {"step": 3, "samples": 24, "files": {}}
     )
     write_text_atomically(run.checkpoint_folder(3) / "COMPLETE", "")
-    found = summarize_run(run, 10, {"training": 2.0})
+    found = build_run_summary(run, 10, {"training": 2.0})
     assert (found.steps, found.samples, found.loss, found.training_seconds) == (3, 24, None, 2.0)
     assert (
         "metrics.jsonl was removed during training: summary.json has no loss"
@@ -85,18 +89,18 @@ def test_nodes_on_another_provider_are_printed() -> None:
         found.onnxruntime, training_graph=replace(found.onnxruntime.training_graph, **graph)
     )
     assert "2 Python functions (PythonOp), 7 nodes on CPU" in "".join(
-        outcome_lines(replace(found, onnxruntime=placed))
+        engine_outcome_lines(replace(found, onnxruntime=placed))
     )
 
 
 def test_a_run_without_a_graph_counts_no_nodes() -> None:
     """A run that fell back before a graph was built prints no nodes."""
-    assert "nodes" not in "".join(outcome_lines(report(training_graph=None, exports=0)))
+    assert "nodes" not in "".join(engine_outcome_lines(report(training_graph=None, exports=0)))
 
 
 def test_defaults_are_not_told() -> None:
     """Default settings are not printed; the only other line is on FP16_Optimizer."""
-    assert plan_lines(report())[1:] == [FP16]
+    assert engine_plan_lines(report())[1:] == [FP16]
     # Short enough for a line of the terminal, also with the reasons of the engines.
     assert len(f"{FP16} (ONNX Runtime's is for CUDA)") <= 100
     assert len(f"{FP16} (the engine has no ONNX Runtime)") <= 100
@@ -128,7 +132,7 @@ def test_lower_precision_of_products_is_told(
 ) -> None:
     """A lower matmul precision is printed with its format, or with the reason for no gain."""
     graph = GraphReport(105, {}, aten, {}, {})
-    lines = plan_lines(replace(report(training_graph=graph), matmul_precision=found))
+    lines = engine_plan_lines(replace(report(training_graph=graph), matmul_precision=found))
     assert lines[1].startswith(f"matmul_precision medium: {said}")
 
 
@@ -138,14 +142,14 @@ def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(
 ) -> None:
     """FP16_Optimizer is reported as not applied only with DeepSpeed's ZeRO, which it is for."""
     absent = FusedNorm(False, None, "stage 0")
-    lines = plan_lines(replace(report(), sharding=sharding, fp16_optimizer=absent))
+    lines = engine_plan_lines(replace(report(), sharding=sharding, fp16_optimizer=absent))
     assert ("FP16_Optimizer: not applied: stage 0" in lines) is told
 
 
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     """Settings, variables and a copy before the export that did not fit are printed."""
     copy = ExportCopy(False, 4000, 5000, "control group /x", 6000)
-    lines = plan_lines(
+    lines = engine_plan_lines(
         report(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"})
     )
     assert lines[1].startswith(
@@ -155,16 +159,18 @@ def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
     # A copy that the recipe switched off is one of the settings.
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
-    lines = plan_lines(report(deepcopy_before_export=copy, settings=chosen))
+    lines = engine_plan_lines(report(deepcopy_before_export=copy, settings=chosen))
     assert lines[1:-1] == ['settings: deepcopy_before_export: false, log_level: "info"']
 
 
 def test_cores_of_ranks_are_told() -> None:
     """The cores of ranks are printed if they are bound, or if a binding was requested."""
     # Hosts may differ: the first one has one rank, and the second one two.
-    alone = Bound("core", "none", (0, 1), None, "one rank has all cores")
+    alone = RankCoreBinding("core", "none", (0, 1), None, "one rank has all cores")
     found = [
-        plan_lines(replace(report(), binding=alone.binding_record(["0-1", "0", "1"], used)))[1:-1]
+        engine_plan_lines(replace(report(), binding=alone.binding_record(["0-1", "0", "1"], used)))[
+            1:-1
+        ]
         for used in (["none", "core", "core"], ["none"] * 3)
     ]
     assert found == [
@@ -172,17 +178,17 @@ def test_cores_of_ranks_are_told() -> None:
         ["binding core: not bound: one rank has all cores"],
     ]
     # Nobody requested this binding.
-    quiet = Bound("auto", "none", (0, 1), None, "its cores are one NUMA node").binding_record(
-        ["0-1"], ["none"]
-    )
-    assert plan_lines(replace(report(), binding=quiet))[1:] == [FP16]
+    quiet = RankCoreBinding(
+        "auto", "none", (0, 1), None, "its cores are one NUMA node"
+    ).binding_record(["0-1"], ["none"])
+    assert engine_plan_lines(replace(report(), binding=quiet))[1:] == [FP16]
 
 
 def test_what_came_up_later_is_told_once() -> None:
     """A note that existed before step 1 is not printed again; other engines have none."""
     found = report(notes=["not cached", "exported again"])
-    assert late_notes(found, ("not cached",)) == ["exported again"]
-    assert late_notes(engine_report("eager"), ()) == []
+    assert notes_not_yet_shown(found, ("not cached",)) == ["exported again"]
+    assert notes_not_yet_shown(engine_report("eager"), ()) == []
 
 
 def test_groups_of_parameters_are_a_table() -> None:
@@ -192,14 +198,16 @@ def test_groups_of_parameters_are_a_table() -> None:
         OptimizerGroup("adamw", 0.001, 0.0, 6, ["head.bias"]),
         OptimizerGroup(None, 0.0, 0.0, 42, ["embed.weight"]),
     ]
-    found = plan_lines(engine_report(optimizer=OptimizerChoice("muon", "Muon", None, groups)))
+    found = engine_plan_lines(
+        engine_report(optimizer=OptimizerChoice("muon", "Muon", None, groups))
+    )
     at = found.index("optimizer  rate   decay  tensors  values  first parameter")
     assert found[at + 1 : at + 4] == [
         "muon       0.02   0.1    2        1,200   layers.0.weight",
         "adamw      0.001  0      1        6       head.bias",
         "frozen                   1        42      embed.weight",
     ]
-    alike = plan_lines(
+    alike = engine_plan_lines(
         engine_report(optimizer=OptimizerChoice("adamw", "AdamW", None, [groups[1], groups[2]]))
     )
     assert not any("first parameter" in line for line in alike)
@@ -214,6 +222,6 @@ def test_adapters_of_a_larger_vocabulary_load_by_the_printed_line(resized: bool)
     adapted = recipe(
         model={"task": "causal-lm", "pretrained": "x", "lora": {"merge": False}}, data=WORDS
     )
-    line = _loading_code(adapted, RunDir(Path("run")), trained)
+    line = _python_code_to_load_export(adapted, RunDir(Path("run")), trained)
     resize = "base_model.resize_token_embeddings(352); " if resized else ""
     assert line == f'{resize}peft.PeftModel.from_pretrained(base_model, "run/export")'

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from ortlaunch.cache import add_cache_note
-from ortlaunch.worker.data.reading import DataError, MissingData, Row, read_file
+from ortlaunch.worker.data.reading import DataError, MissingData, Row, read_file_rows
 
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _FILES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".wav", ".webp")
@@ -27,43 +27,47 @@ _SPLITS = {
 }
 
 
-def folder_files(folder: str, split: str) -> list[str]:
+def metadata_or_class_files(data_folder: str, split: str) -> list[str]:
     """Return the metadata of a folder, or else the files of its classes, sorted by class and name.
 
     Args:
-        folder: the folder.
+        data_folder: the folder.
         split: name of the sub-folder to read if all sub-folders are splits.
 
     Raises:
         DataError: the folder has neither of them, or a class has no files.
         MissingData: there is no such folder or split.
     """
-    if not os.path.isdir(folder):
-        raise MissingData(f"data.*.path: no folder {folder!r} (current folder: {os.getcwd()})")
-    names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-    if metadata_paths := [os.path.join(folder, name) for name in names if name in _METADATA]:
+    if not os.path.isdir(data_folder):
+        raise MissingData(f"data.*.path: no folder {data_folder!r} (current folder: {os.getcwd()})")
+    names = [name for name in sorted(os.listdir(data_folder)) if not name.startswith(".")]
+    if metadata_paths := [os.path.join(data_folder, name) for name in names if name in _METADATA]:
         return metadata_paths[:1]
-    classes = [name for name in names if os.path.isdir(os.path.join(folder, name))]
+    classes = [name for name in names if os.path.isdir(os.path.join(data_folder, name))]
     if split in classes and {*classes} <= _SPLITS:
-        return folder_files(os.path.join(folder, split), split)
+        return metadata_or_class_files(os.path.join(data_folder, split), split)
     if not {*classes} - _SPLITS:
         problem = f"{_METADATA[0]}, nor a sub-folder for each class, nor the split {split!r}"
-        raise MissingData(f"{folder}: has neither {problem}; it has {', '.join(classes) or 'none'}")
-    return [path for name in classes for path in _class_files(os.path.join(folder, name))]
+        raise MissingData(
+            f"{data_folder}: has neither {problem}; it has {', '.join(classes) or 'none'}"
+        )
+    return [
+        path for name in classes for path in _files_of_class_folder(os.path.join(data_folder, name))
+    ]
 
 
-def folder_rows(paths: Sequence[str]) -> Iterator[Row]:
+def rows_of_metadata_or_class_files(paths: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of files of folders: of metadata its own, of any other file one."""
     for file_number, path in enumerate(paths, 1):
         folder, name = os.path.split(path)
         if name in _METADATA:
-            yield from read_file(path, name.rpartition(".")[2])
+            yield from read_file_rows(path, name.rpartition(".")[2])
         else:
             values = {"file_name": name, "label": os.path.basename(folder)}
             yield Row(values, path, file_number / len(paths))
 
 
-def _class_files(class_folder: str) -> list[str]:
+def _files_of_class_folder(class_folder: str) -> list[str]:
     entries = [entry for entry in os.scandir(class_folder) if not entry.name.startswith(".")]
     paths = sorted(entry.path for entry in entries if entry.name.lower().endswith(_FILES))
     inner_folders = [f"{entry.name} is a folder in it; " for entry in entries if entry.is_dir()]

@@ -11,7 +11,7 @@ _ABSENT = {"RepositoryNotFoundError", "DatasetNotFoundError"}
 _UNREACHABLE = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}
 
 
-def hub_reason(
+def hub_error_reason_and_remedy(
     error: BaseException, repository: str, repository_prefix: str = "", is_writing: bool = False
 ) -> str:
     """Return the reason of an error on one line; of a hub's refusal or silence, with the remedy.
@@ -31,7 +31,7 @@ def hub_reason(
     page = f"{constants.ENDPOINT}/{repository_prefix}{name}"
     if "RevisionNotFoundError" in names:
         return f"the hub has no revision {revision} of it: see {page}/commits/main"
-    if hub_status(error) in (401, 403) or names & _ABSENT:
+    if hub_http_status_or_0(error) in (401, 403) or names & _ABSENT:
         state = "may not be written" if is_writing else "is missing on the hub, private or gated"
         token = "the token that is set gives no access" if get_token() else "no token is set"
         remedy = (
@@ -51,7 +51,7 @@ def hub_reason(
     return f"{state}, and the cache has no {name}; {remedy}"
 
 
-def hub_status(error: BaseException) -> int:
+def hub_http_status_or_0(error: BaseException) -> int:
     """Return the HTTP status of the hub's answer; 0 if there is none."""
     answers = (getattr(chained_error, "response", None) for chained_error in error_chain(error))
     return max((getattr(answer, "status_code", 0) for answer in answers), default=0)

@@ -18,22 +18,26 @@ from pathlib import Path
 
 import numpy as np
 
-from ortlaunch.worker.data.corpus import column_settings, corpus_name
-from ortlaunch.worker.data.order import Permutation, permutation
-from ortlaunch.worker.data.reading import DataError, blocks_hash, file_size
+from ortlaunch.worker.data.corpus import column_settings_text, corpus_name_for_errors
+from ortlaunch.worker.data.order import Permutation, epoch_permutation
+from ortlaunch.worker.data.reading import (
+    DataError,
+    hash_of_size_and_blocks,
+    local_or_remote_file_bytes,
+)
 from ortlaunch.worker.data.samples import Sample, Samples
-from ortlaunch.worker.data.shards import map_file
+from ortlaunch.worker.data.shards import map_file_as_array
 from ortlaunch.worker.data.streams.writer import (
     ENDS,
     FAILED,
     TOKENS,
-    Demand,
     Position,
+    SampleDemand,
     StreamedCorpus,
     StreamWriter,
     Window,
-    is_intact,
-    read_window,
+    are_window_files_intact,
+    read_window_record_or_none,
     window_path,
 )
 from ortlaunch.worker.data.token_cache import Documents, ShowProgress, ignore_progress
@@ -69,7 +73,7 @@ class StreamedSamples:
             tokenizer: all that tokens depend on beside the corpus.
             folder: the folder of the windows, shared by all ranks.
             buffer_bytes: bytes of windows on the disk.
-            show_progress: called with progress messages.
+            show_or_print_at_intervals: called with progress messages.
         """
         self.streamed = streamed
         self._make = make_samples
@@ -81,10 +85,12 @@ class StreamedSamples:
         corpus = streamed.corpus
         # A bucket's file counts by its size: to read from it takes a request.
         sizes = [
-            f"{path} {file_size(path) if '://' in path else blocks_hash(path)}"
+            f"{path} {local_or_remote_file_bytes(path) if '://' in path else hash_of_size_and_blocks(path)}"
             for path in streamed.files
         ]
-        settings = f"{corpus.format} {corpus.document} {column_settings(corpus)} {streamed[3:]}"
+        settings = (
+            f"{corpus.format} {corpus.document} {column_settings_text(corpus)} {streamed[3:]}"
+        )
         key = "\n".join([settings, tokenizer, *sizes])
         self.fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
         self._folder = folder / self.fingerprint
@@ -93,7 +99,7 @@ class StreamedSamples:
         (self._folder / FAILED).unlink(missing_ok=True)
         self._writer: StreamWriter | None = None
         self._reach = 0
-        self._cached_window = functools.lru_cache(_OPEN_WINDOWS)(self._open_window)
+        self._cached_window = functools.lru_cache(_OPEN_WINDOWS)(self._samples_of_window)
         self._cached_permutation = functools.lru_cache(_OPEN_WINDOWS)(self._window_permutation)
         self._begin_at(Position())
 
@@ -102,7 +108,7 @@ class StreamedSamples:
         self._windows: list[Window] = []
         # The last two places up to which samples were released.
         self._released = (position.first_sample, position.first_sample)
-        self._demand = Demand(position.window_number, position.first_sample + self._reach)
+        self._demand = SampleDemand(position.window_number, position.first_sample + self._reach)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -119,9 +125,9 @@ class StreamedSamples:
     @property
     def epoch(self) -> float:
         """The files begun so far, in passes over all files."""
-        return round(self.position_of_window(self._released[1]).turn / self.files, 4)
+        return round(self.window_position_at_sample(self._released[1]).turn / self.files, 4)
 
-    def seek(self, recorded_position: Sequence[int]) -> None:
+    def seek_recorded_position(self, recorded_position: Sequence[int]) -> None:
         """Begin at the recorded position of a window; earlier samples cannot be requested."""
         position = Position(*recorded_position)
         if (position, self._released[1]) == (self._begin, position.first_sample):
@@ -129,9 +135,9 @@ class StreamedSamples:
         self.close()
         self._begin_at(position)
 
-    def position_of_window(self, sample_place: int) -> Position:
+    def window_position_at_sample(self, sample_place: int) -> Position:
         """Return the position of the window that has this place, as far as windows are known."""
-        window_index = self._last_window_before(sample_place)
+        window_index = self._index_of_last_window_before(sample_place)
         if window_index < 0:
             return self._begin
         window = self._windows[window_index]
@@ -147,10 +153,10 @@ class StreamedSamples:
         # Another rank may be a step behind.
         self._released = (self._released[1], sample_place)
         self._reach = samples_ahead
-        self._demand.present = self.position_of_window(self._released[0]).window_number
+        self._demand.present = self.window_position_at_sample(self._released[0]).window_number
         self._demand.required = sample_place + samples_ahead
         self._demand.changed.set()
-        return [self.position_of_window(sample_place)]
+        return [self.window_position_at_sample(sample_place)]
 
     def at(self, sample_places: Sequence[int]) -> list[tuple[int, int]]:
         """Return (sample, epoch) at each of these places; wait for their windows.
@@ -162,7 +168,7 @@ class StreamedSamples:
             if sample_place < self._begin.first_sample:
                 index_epoch_pairs.append((-1, 0))
                 continue
-            window = self._wait_for_window(sample_place)
+            window = self._wait_for_window_of_sample(sample_place)
             order = self._cached_permutation(window)
             window_sample = int(order(np.array([sample_place - window.begin.first_sample]))[0])
             index_epoch_pairs.append(
@@ -170,19 +176,19 @@ class StreamedSamples:
             )
         return index_epoch_pairs
 
-    def first_indices(self, count: int) -> list[int]:
-        """Return the indices of up to `count` samples that are read first from here on."""
-        window = self._wait_for_window(self._released[1])
+    def indices_read_first(self, max_samples: int) -> list[int]:
+        """Return the indices of up to `max_samples` samples that are read first from here on."""
+        window = self._wait_for_window_of_sample(self._released[1])
         return [
             *range(
                 window.begin.first_sample,
-                min(window.after.first_sample, window.begin.first_sample + count),
+                min(window.after.first_sample, window.begin.first_sample + max_samples),
             )
         ]
 
     def sample(self, index: int, epoch: int) -> Sample:
         """Return a sample of a window that is not deleted yet."""
-        window = self._wait_for_window(index)
+        window = self._wait_for_window_of_sample(index)
         return self._cached_window(window).sample(index - window.begin.first_sample, epoch)
 
     def close(self) -> None:
@@ -192,7 +198,7 @@ class StreamedSamples:
         self._writer = None
         self._cached_window.cache_clear()
 
-    def _last_window_before(self, sample_place: int) -> int:
+    def _index_of_last_window_before(self, sample_place: int) -> int:
         """Return the index of the last known window that begins at or before a place, or -1."""
         return (
             bisect.bisect_right(
@@ -201,7 +207,7 @@ class StreamedSamples:
             - 1
         )
 
-    def _wait_for_window(self, sample_place: int) -> Window:
+    def _wait_for_window_of_sample(self, sample_place: int) -> Window:
         """Return the window of a place; wait until it is written.
 
         Raises:
@@ -216,7 +222,7 @@ class StreamedSamples:
         began = time.monotonic()
         shown_seconds = 0
         while True:
-            window_index = self._last_window_before(sample_place)
+            window_index = self._index_of_last_window_before(sample_place)
             if window_index >= 0 and sample_place < self._windows[window_index].after.first_sample:
                 return self._windows[window_index]
             window_number = (
@@ -224,7 +230,7 @@ class StreamedSamples:
                 if window_index >= 0
                 else self._begin.window_number
             )
-            if self._add_written_window(window_number, sample_place):
+            if self._register_written_window_of_sample(window_number, sample_place):
                 continue
             # Written although the buffer is full, as the training waits for it.
             self._demand.awaited_window = window_number
@@ -233,25 +239,25 @@ class StreamedSamples:
                 raise DataError((self._folder / FAILED).read_text(encoding="utf-8"))
             if time.monotonic() - began > shown_seconds + 1:
                 shown_seconds += 1
-                name = corpus_name(self.streamed.corpus)
+                name = corpus_name_for_errors(self.streamed.corpus)
                 self._show_progress(f"waiting for the next samples of {name}, {shown_seconds} s")
             time.sleep(_POLL_SECONDS)
 
-    def _add_written_window(self, window_number: int, sample_place: int) -> bool:
+    def _register_written_window_of_sample(self, window_number: int, sample_place: int) -> bool:
         """Add the written window of a place to those known; return whether there is one."""
         # Usually the next one. This rank may have needed no sample of several windows.
         paths = itertools.chain(
             [window_path(self._folder, window_number)], self._folder.glob("*.json")
         )
         for path in paths:
-            window = read_window(path)
+            window = read_window_record_or_none(path)
             if (
                 window is None
                 or not window.begin.first_sample <= sample_place < window.after.first_sample
             ):
                 continue
             # One that is not intact is written again.
-            if is_intact(path):
+            if are_window_files_intact(path):
                 bisect.insort(
                     self._windows, window, key=lambda known_window: known_window.begin.first_sample
                 )
@@ -260,13 +266,13 @@ class StreamedSamples:
 
     def _window_permutation(self, window: Window) -> Permutation:
         seed = self.streamed.seed + _WINDOW_SEED_OFFSET
-        return permutation(
+        return epoch_permutation(
             window.after.first_sample - window.begin.first_sample, seed, window.begin.window_number
         )
 
-    def _open_window(self, window: Window) -> Samples:
+    def _samples_of_window(self, window: Window) -> Samples:
         window_number = window.begin.window_number
-        tokens = map_file(window_path(self._folder, window_number, TOKENS), np.uint32)
-        ends = map_file(window_path(self._folder, window_number, ENDS), np.int64)
+        tokens = map_file_as_array(window_path(self._folder, window_number, TOKENS), np.uint32)
+        ends = map_file_as_array(window_path(self._folder, window_number, ENDS), np.int64)
         # A seed of its own, as all windows count their samples from 0.
         return self._make(Documents(tokens, ends), self.streamed.seed + ((window_number + 1) << 32))

@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from ortlaunch.errors import DamagedFile, InputError
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.run_folder.file_sums import difference_from_record, flush_and_checksum_files
+from ortlaunch.run_folder.file_sums import file_difference_text_or_empty, flush_and_checksum_files
 from ortlaunch.run_folder.folder import (
     is_temporary_file,
     read_own_json,
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.worker.data.corpus import row_texts
-from ortlaunch.worker.data.order import permutation
-from ortlaunch.worker.data.reading import DataError, NoRows, Row, read_file
-from ortlaunch.worker.data.token_cache import encode_chunks, split_into_chunks
+from ortlaunch.worker.data.corpus import texts_and_shares_of_rows
+from ortlaunch.worker.data.order import epoch_permutation
+from ortlaunch.worker.data.reading import DataError, NoRows, Row, read_file_rows
+from ortlaunch.worker.data.token_cache import chunks_of_limited_size, encode_chunks_reading_ahead
 
 TOKENS = ".u32"
 ENDS = ".ends"
@@ -84,7 +84,7 @@ class StreamedCorpus(NamedTuple):
     def file_of_turn(self, turn: int) -> str:
         """Return the file of a turn; the files of each epoch have an order of their own."""
         epoch, file_index = divmod(turn, len(self.files))
-        order = permutation(len(self.files), self.seed, epoch)
+        order = epoch_permutation(len(self.files), self.seed, epoch)
         return self.files[int(order(np.array([file_index]))[0])]
 
 
@@ -93,21 +93,22 @@ def window_path(folder: Path, window_number: int, ending: str = ".json") -> Path
     return folder / f"{window_number:09}{ending}"
 
 
-def read_window(path: Path) -> Window | None:
+def read_window_record_or_none(record_path: Path) -> Window | None:
     """Return the record of a window; None if it is absent."""
     try:
-        record = read_own_json(path)
+        record = read_own_json(record_path)
         return Window(Position(*record["begin"]), Position(*record["after"]))
     except (FileNotFoundError, *_DAMAGE_ERRORS):
         return None
 
 
-def is_intact(path: Path) -> bool:
+def are_window_files_intact(record_path: Path) -> bool:
     """Return whether the files of a window are as its record has them, after a power failure."""
     try:
-        files = read_own_json(path)["files"]
+        files = read_own_json(record_path)["files"]
         return not any(
-            difference_from_record(path.with_name(name), file) for name, file in files.items()
+            file_difference_text_or_empty(record_path.with_name(name), file)
+            for name, file in files.items()
         )
     # Another process may just delete the window.
     except (FileNotFoundError, *_DAMAGE_ERRORS):
@@ -115,7 +116,7 @@ def is_intact(path: Path) -> bool:
 
 
 @dataclass
-class Demand:
+class SampleDemand:
     """The samples that the training needs; it changes while the writer reads it."""
 
     present: int
@@ -136,7 +137,7 @@ class StreamWriter:
         folder: Path,
         buffer_bytes: int,
         begin: Position,
-        demand: Demand,
+        demand: SampleDemand,
     ) -> None:
         """Start the thread.
 
@@ -155,7 +156,9 @@ class StreamWriter:
         self.begin = begin
         self.demand = demand
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run_thread, name="tokenize ahead", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_until_stopped_or_failed, name="tokenize ahead", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -164,10 +167,10 @@ class StreamWriter:
         self.demand.changed.set()
         self._thread.join(timeout=2)
 
-    def _run_thread(self) -> None:
+    def _write_until_stopped_or_failed(self) -> None:
         try:
             with (self.folder / "lock").open("w") as file:
-                self._write_under_lock(file)
+                self._write_windows_while_locked(file)
         # Whatever ends this thread must end the ranks that wait for it.
         except Exception as error:
             text = str(error) if isinstance(error, InputError) else repr(error)
@@ -177,7 +180,7 @@ class StreamWriter:
                     self.folder / FAILED, text
                 ) if not self._stopped.is_set() else None
 
-    def _write_under_lock(self, lock_file: IO[str]) -> None:
+    def _write_windows_while_locked(self, lock_file: IO[str]) -> None:
         """Write while this process has the lock; a host that shares the folder writes for all."""
         while not self._stopped.is_set():
             try:
@@ -198,20 +201,22 @@ class StreamWriter:
             present = self.demand.present
             self._delete_windows_before(present - 1)
             path = window_path(self.folder, position.window_number)
-            written_window = read_window(path)
-            if written_window is not None and not is_intact(path):
+            written_window = read_window_record_or_none(path)
+            if written_window is not None and not are_window_files_intact(path):
                 print(f"{path}: its tokens are not as they were written; written again", flush=True)
                 path.unlink(missing_ok=True)
             elif written_window is not None:
                 position = written_window.after
                 source = None
-            elif self._is_full(position, present, required):
+            elif self._has_no_room_for_next(position, present, required):
                 self.demand.changed.wait()
             else:
-                source = source or self._write_windows(position)
+                source = source or self._write_and_yield_windows(position)
                 position = next(source).after
 
-    def _is_full(self, next_position: Position, present_window: int, required_sample: int) -> bool:
+    def _has_no_room_for_next(
+        self, next_position: Position, present_window: int, required_sample: int
+    ) -> bool:
         return (
             next_position.window_number - (present_window - 1) >= self.window_capacity
             and next_position.window_number > self.demand.awaited_window
@@ -226,8 +231,8 @@ class StreamWriter:
                 if path.name < f"{window_number:09}":
                     path.unlink()
 
-    def _write_windows(self, begin: Position) -> Iterator[Window]:
-        for window, tokens, ends in generate_windows(self.streamed, begin):
+    def _write_and_yield_windows(self, first_position: Position) -> Iterator[Window]:
+        for window, tokens, ends in tokenized_windows_from(self.streamed, first_position):
             if self._stopped.is_set():
                 return
             for ending, values in ((TOKENS, tokens), (ENDS, ends)):
@@ -243,8 +248,8 @@ class StreamWriter:
             yield window
 
 
-def generate_windows(
-    streamed: StreamedCorpus, begin: Position
+def tokenized_windows_from(
+    streamed: StreamedCorpus, first_position: Position
 ) -> Iterator[tuple[Window, NDArray[np.uint32], NDArray[np.int64]]]:
     """Yield the windows from a position on, each with its tokens and the ends of its documents.
 
@@ -254,25 +259,30 @@ def generate_windows(
     window_tokens = streamed.shuffle * streamed.length
     empty_files = 0
     while True:
-        pending = _PendingTokens(begin)
-        for ids, sizes in _tokenized_documents(streamed, begin):
+        pending = _PendingTokens(first_position)
+        for ids, sizes in _token_ids_and_sizes_from(streamed, first_position):
             pending.append_documents(ids, sizes)
             while len(pending.ids) >= window_tokens:
-                yield pending.pop_window(streamed.shuffle, streamed.length)
+                yield pending.take_window(streamed.shuffle, streamed.length)
         # The last tokens of a file, fewer than a sample, are left out.
         samples_left = len(pending.ids) // streamed.length
         window_number, first_sample, turn = pending.position[:3]
-        is_empty = not samples_left and (first_sample, 0, 0) == (begin.first_sample, *begin[3:])
+        is_empty = not samples_left and (first_sample, 0, 0) == (
+            first_position.first_sample,
+            *first_position[3:],
+        )
         empty_files = empty_files + 1 if is_empty else 0
-        begin = Position(window_number + bool(samples_left), first_sample + samples_left, turn + 1)
+        first_position = Position(
+            window_number + bool(samples_left), first_sample + samples_left, turn + 1
+        )
         if empty_files == len(streamed.files):
             raise DataError(
                 f"data.train: no file of {len(streamed.files):,} has the tokens of one sample "
                 f"({streamed.length})"
             )
         if samples_left:
-            window, tokens, ends = pending.pop_window(samples_left, streamed.length)
-            yield window._replace(after=begin), tokens, ends
+            window, tokens, ends = pending.take_window(samples_left, streamed.length)
+            yield window._replace(after=first_position), tokens, ends
 
 
 class _PendingTokens:
@@ -285,13 +295,13 @@ class _PendingTokens:
         # Tokens of the first document to drop.
         self.tokens_to_drop = begin.tokens
 
-    def append_documents(self, ids: NDArray[np.uint32], sizes: list[int]) -> None:
-        self.ids = np.concatenate([self.ids, ids[self.tokens_to_drop :]])
+    def append_documents(self, token_ids: NDArray[np.uint32], sizes: list[int]) -> None:
+        self.ids = np.concatenate([self.ids, token_ids[self.tokens_to_drop :]])
         self.sizes = np.concatenate([self.sizes, np.array(sizes, np.int64)])
         self.sizes[0] -= self.tokens_to_drop
         self.tokens_to_drop = 0
 
-    def pop_window(self, sample_count: int, sample_length: int) -> tuple[Window, Any, Any]:
+    def take_window(self, sample_count: int, sample_length: int) -> tuple[Window, Any, Any]:
         """Remove the tokens of a window, and return it."""
         token_count = sample_count * sample_length
         ends = np.cumsum(self.sizes)
@@ -312,24 +322,26 @@ class _PendingTokens:
         return Window(begin, self.position), tokens, ends[:whole_documents]
 
 
-def _tokenized_documents(
-    streamed: StreamedCorpus, begin: Position
+def _token_ids_and_sizes_from(
+    streamed: StreamedCorpus, first_position: Position
 ) -> Iterator[tuple[NDArray[np.uint32], list[int]]]:
     """Yield the tokens of the documents from a position on, and the number of each one's."""
     corpus = streamed.corpus
-    rows = _rows_or_note(corpus, streamed.file_of_turn(begin.turn))
+    rows = _rows_printing_if_none(corpus, streamed.file_of_turn(first_position.turn))
     # Documents of earlier windows are read, and not tokenized again.
-    texts = itertools.islice(row_texts(rows, corpus), begin.document, None)
-    for encoded_chunk in encode_chunks(split_into_chunks(texts), streamed.encode):
+    texts = itertools.islice(texts_and_shares_of_rows(rows, corpus), first_position.document, None)
+    for encoded_chunk in encode_chunks_reading_ahead(
+        chunks_of_limited_size(texts), streamed.encode
+    ):
         yield encoded_chunk.tokens, encoded_chunk.sizes
 
 
-def _rows_or_note(corpus: Corpus, file: str) -> Iterator[Row]:
+def _rows_printing_if_none(corpus: Corpus, source_path: str) -> Iterator[Row]:
     """Yield the rows of a file; report a file without rows.
 
     Its turn may come after days of training, which it must not end.
     """
     try:
-        yield from read_file(file, corpus.format, corpus.document)
+        yield from read_file_rows(source_path, corpus.format, corpus.document)
     except NoRows as error:
         print(f"{error}: the stream continues with the next file", flush=True)
