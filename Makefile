@@ -72,6 +72,7 @@ check-types: $(INSTALLED)
 
 check-words: $(INSTALLED)
 	$(BIN)/python tools/plain_words.py
+	$(BIN)/python tools/names.py
 	$(BIN)/python -m pytest -q tests/control/test_imports.py tests/control/test_types.py
 
 # The site of docs/, in build/site; a dead link is an error. In an environment of its own, for no run needs it.

@@ -143,7 +143,7 @@ def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
     """Run ORTModule as Microsoft ships it, with only the patches for today's torch (compat.py)."""
-    from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
+    from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
 
     ortmodule = import_repaired_ortmodule()
     from ortlaunch.worker.model.model import LossModule

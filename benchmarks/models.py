@@ -35,7 +35,7 @@ from typing import Any
 from contest import Times, race
 from peers import LOOPS, SETTINGS
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 
 BASE = "Trainer"
 ENGINES = ("eager", "inductor", "ort")

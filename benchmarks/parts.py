@@ -237,7 +237,7 @@ def supervisors(count: int) -> Step:
     from ortlaunch.rank import Rank
     from ortlaunch.recipe import load_recipe
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.worker.supervision.child import RankProcess
+    from ortlaunch.worker.supervision.rank_process import RankProcess
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(scratch())
@@ -281,7 +281,7 @@ def supervisors(count: int) -> Step:
 
 def sleeper() -> int:
     """A process that does nothing until this one ends."""
-    from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
+    from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
 
     parent = os.getpid()
     pid = os.fork()
@@ -294,7 +294,7 @@ def sleeper() -> int:
 
 def beats_of(ranks: int) -> Step:
     """CPU use of rank 0 for heartbeats of simulated ranks, in % of a core; none may be silent."""
-    from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
+    from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
     from ortlaunch.rank import Rank
     from ortlaunch.worker.supervision.heartbeats import (
         HeartbeatExchange,
@@ -529,7 +529,7 @@ def corpus_in_memory(megabytes: int) -> Step:
 
     from ortlaunch.launch_plan import BatchPlan
     from ortlaunch.worker.data import Batches, TokenWindows
-    from ortlaunch.worker.data.ahead import ReadAheadSettings
+    from ortlaunch.worker.data.read_ahead import ReadAheadSettings
     from ortlaunch.worker.data.shards import ShardWriter, map_shards_as_one_sequence
 
     path = scratch() / "tokens"
@@ -755,7 +755,7 @@ def torch_in_graph(name: str, way: str) -> Step:
     import torch
 
     from ortlaunch.ortmodule import ORTModule, Settings
-    from ortlaunch.ortmodule.witness import PassAndGraphCounters
+    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -786,7 +786,7 @@ def attending(name: str, engine: str) -> Step:
     import torch
     import transformers
 
-    from ortlaunch import machine
+    from ortlaunch.base import machine
     from ortlaunch.ortmodule import ORTModule, Settings, options
     from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe, trim_heap
     from ortlaunch.worker.model.model import LossModule

@@ -69,7 +69,7 @@ def rates(words: list[str], vocabulary: int) -> str:
     """Return GFLOP/s of matmuls of MLP and head at each precision, and ineffective precisions."""
     import torch
 
-    from ortlaunch.machine import reason_cpu_matmul_precision_gains_nothing
+    from ortlaunch.base.machine import reason_cpu_matmul_precision_gains_nothing
 
     lines = []
     for columns in (3072, vocabulary):

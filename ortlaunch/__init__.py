@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from ortlaunch.api.sweeps import Sweep, sweep
     from ortlaunch.diagnose.report import Diagnosis
     from ortlaunch.launch_plan import Plan
-    from ortlaunch.other_runs.requests import StopResult
-    from ortlaunch.other_runs.status import Status
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.recipe import Recipe
     from ortlaunch.resolve.resume import ResumeOptions
     from ortlaunch.search.study import Trial
+    from ortlaunch.started_runs.requests import StopResult
+    from ortlaunch.started_runs.status import Status
 
 __all__ = [
     "CheckpointHook",
@@ -85,8 +85,8 @@ _MODULES = {
     "api.sweeps": ("Sweep", "sweep"),
     "diagnose.report": ("Diagnosis",),
     "launch_plan": ("Plan",),
-    "other_runs.requests": ("StopResult",),
-    "other_runs.status": ("Status",),
+    "started_runs.requests": ("StopResult",),
+    "started_runs.status": ("Status",),
     "planning.world": ("LaunchOptions",),
     "recipe": ("Recipe",),
     "resolve.resume": ("ResumeOptions",),

@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from ortlaunch.errors import DamagedFile, PlanError
-from ortlaunch.json_types import parse_json, read_regular, value_fits_annotation
-from ortlaunch.launchers import Launcher, launcher_row
+from ortlaunch.base.errors import DamagedFile, PlanError
+from ortlaunch.base.json_types import parse_json, read_regular, value_fits_annotation
 from ortlaunch.rank import Rank
-from ortlaunch.tasks import TASKS, Task
+from ortlaunch.tables.launchers import Launcher, launcher_row
+from ortlaunch.tables.tasks import TASKS, Task
 
 # Names that every machine has for itself.
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

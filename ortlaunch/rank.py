@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ortlaunch.errors import RankError
+from ortlaunch.base.errors import RankError
 
 _TORCH = "torchrun"
 _SLURM = "Slurm"

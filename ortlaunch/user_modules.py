@@ -18,11 +18,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
 from pathlib import Path
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.inputs import current_folder_text
-from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.source_location import Problem
 
 _FACTORIES = (
     "model.factory",

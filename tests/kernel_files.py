@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 
 GiB = 1 << 30
 # By version of control groups: limit, usage, and the field of reclaimable page cache.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 
 INSTALLED = bool(extensions.installed_versions(extensions.EXTRA_BY_PACKAGE))
 needs_ort = pytest.mark.skipif(

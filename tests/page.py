@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.base.units import human_bytes
 from ortlaunch.resolve import provenance
-from ortlaunch.units import human_bytes
 
 # Exit status while tests are left: repeat the call.
 LEFT = 3

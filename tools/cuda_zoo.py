@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ortlaunch.ortmodule import ORTModule
 from ortlaunch.ortmodule.base.settings import Settings
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
-from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_ortmodule_with_all_repairs
+from ortlaunch.ortmodule.native import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 from ortlaunch.worker.engine.engine import cast_parameters_in_place
 from tests.zoo import families

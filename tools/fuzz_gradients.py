@@ -374,10 +374,10 @@ def _lines(store: Path) -> list[str]:
 def _prepare() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from ortlaunch.ortmodule import repaired
+    from ortlaunch.ortmodule import import_ortmodule
 
     # Once for all children, in which an export would import it and collect its garbage: 7 s become 1.
-    repaired.import_repaired_ortmodule()
+    import_ortmodule.import_repaired_ortmodule()
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

@@ -27,7 +27,7 @@ SIZES = {
 
 def main(check: str) -> int:
     """Print, as JSON, the largest differences of losses and gradients, or ORT's error."""
-    from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
+    from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
 
     import_repaired_ortmodule()  # before transformers, as the worker does
     model, batch = CHECKS[check]()

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ortlaunch import start
-from ortlaunch.errors import RunError
+from ortlaunch.base import module_start
+from ortlaunch.base.errors import RunError
 from ortlaunch.launch.processes import command_prefix_to_end_with_parent
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder import lock
@@ -54,7 +54,7 @@ def start_detached_and_await_job_file(
     """
     run.path.mkdir(parents=True, exist_ok=True)
     previous_write_time = _write_time_ns(run.job)
-    argv = [*start.module_command("ortlaunch"), *command_arguments]
+    argv = [*module_start.module_command("ortlaunch"), *command_arguments]
     with run.output.open("ab") as output:
         # No signal of a terminal or of a notebook's kernel reaches another session.
         process = subprocess.Popen(

@@ -6,13 +6,13 @@ from ortlaunch.api.detached import (
     launch_options_as_command_arguments,
     start_detached_and_await_job_file,
 )
-from ortlaunch.api.waiting import wait_for_run_end_or_raise
+from ortlaunch.api.run_wait import wait_for_run_end_or_raise
+from ortlaunch.base.json_types import Json
 from ortlaunch.commands.evaluate import evaluation_request_text
 from ortlaunch.commands.export import existing_requested_or_newest_step
-from ortlaunch.json_types import Json
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.tasks import CheckpointStep
+from ortlaunch.tables.tasks import CheckpointStep
 
 
 def start_evaluation_and_await_result(

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ortlaunch.base.process import signals_to_handle
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.process import signals_to_handle
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run.preparation import requested_or_proposed_run_folder
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tasks import CheckpointStep
+from ortlaunch.tables.tasks import CheckpointStep
 
 
 def train_or_print_dry_run(

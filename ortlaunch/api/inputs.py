@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch import recipe
+from ortlaunch.base.errors import RecipeError
+from ortlaunch.base.machine import visible_gpu_count
 from ortlaunch.commands.prepare_data import read_data_audit
-from ortlaunch.errors import RecipeError
-from ortlaunch.machine import visible_gpu_count
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.recipe.rules.rules import precision_and_engine_device_rules
-from ortlaunch.recipe.text.place import parse_key_path
 from ortlaunch.recipe.text.python_values import json_value_or_add_problem
+from ortlaunch.recipe.text.source_location import parse_key_path
 from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
 from ortlaunch.user_modules import unloadable_factory_problems
 

@@ -2,6 +2,6 @@
 
 from ortlaunch.commands import evaluate_model
 from ortlaunch.commands.generate import generate_text_in_process
-from ortlaunch.tasks import GenerationRequest
+from ortlaunch.tables.tasks import GenerationRequest
 
 __all__ = ["GenerationRequest", "evaluate_model", "generate_text_in_process"]

@@ -20,7 +20,7 @@ from ortlaunch.run.preview import (
     notes_on_undetermined_micro_size,
 )
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tasks import PredictionRequest, run_task_and_capture_output
+from ortlaunch.tables.tasks import PredictionRequest, run_task_and_capture_output
 
 
 class PlannedRun(NamedTuple):

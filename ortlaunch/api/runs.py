@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ortlaunch.api.inputs import assignments_from_keyword_overrides
-from ortlaunch.api.waiting import wait_for_run_end_or_raise
-from ortlaunch.json_types import Json
+from ortlaunch.api.run_wait import wait_for_run_end_or_raise
+from ortlaunch.base.json_types import Json
 from ortlaunch.launch.record import current_time_iso
-from ortlaunch.other_runs import listing, logs, requests, status
-from ortlaunch.other_runs import runs_table as table
-from ortlaunch.other_runs.registry import run_folder_by_name_or_path
-from ortlaunch.other_runs.requests import StopResult
-from ortlaunch.other_runs.status import Status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
+from ortlaunch.started_runs import listing, logs, requests, status
+from ortlaunch.started_runs import runs_table as table
+from ortlaunch.started_runs.registry import run_folder_by_name_or_path
+from ortlaunch.started_runs.requests import StopResult
+from ortlaunch.started_runs.status import Status
 
 if TYPE_CHECKING:
     import pandas
@@ -129,7 +129,7 @@ class Run:
 
     def cancel(self) -> str:
         """End the run with all its processes, without saving; return a text with the result."""
-        from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
+        from ortlaunch.started_runs.cancel import cancel_run_and_wait_for_its_end
 
         return cancel_run_and_wait_for_its_end(self._folder)
 

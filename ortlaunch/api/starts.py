@@ -25,7 +25,7 @@ from ortlaunch.api.inputs import (
 )
 from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.runs import Run
-from ortlaunch.errors import PlanError, RunError
+from ortlaunch.base.errors import PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import dump_recipe_yaml

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from ortlaunch.api.inputs import RecipeSource, load_recipe_with_path_and_overrides
 from ortlaunch.api.plans import resolve_loaded_recipe
+from ortlaunch.base.errors import InputError
 from ortlaunch.commands.submit import (
     QueuedJob,
     notes_on_ignored_submit_fields,
     scheduler_request_of_run,
     write_submission_and_queue_job,
 )
-from ortlaunch.errors import InputError
 from ortlaunch.launch import LaunchRequest
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun

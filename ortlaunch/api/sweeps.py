@@ -10,7 +10,8 @@ from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.runs import write_report
 from ortlaunch.api.trial_starts import resources_of_parallel_trials
 from ortlaunch.api.trials import Objective, TrialRunner
-from ortlaunch.errors import InputError, PlanError, RunError
+from ortlaunch.base.errors import InputError, PlanError, RunError
+from ortlaunch.base.units import aligned_table_lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe, dump_recipe_yaml, read_resolved_recipe_of_run
 from ortlaunch.resolve.prepare import difference_texts
@@ -19,7 +20,6 @@ from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.parallel import parallel_coordinates_of_trials
 from ortlaunch.search.study import Study, Trial, equal_result_sentence_or_empty
-from ortlaunch.units import aligned_table_lines
 
 # Fields that may change when a sweep is continued.
 _LIMITS = ("sweep.trials", "sweep.steps", "sweep.hours", "sweep.parallel")

@@ -8,21 +8,21 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ortlaunch import machine
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.starts import preview_and_start_detached_run
 from ortlaunch.api.submission import Submission
-from ortlaunch.errors import PlanError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.other_runs.queued import is_queued
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, read_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import slurm
-from ortlaunch.units import count_with_noun
+from ortlaunch.started_runs.queued import is_queued
+from ortlaunch.started_runs.status import read_status
 
 # Between requests to Slurm's controller on a job; its metrics are read more often.
 _QUEUE_SECONDS = 5.0

@@ -21,9 +21,9 @@ from ortlaunch.api.trial_starts import (
     queued_trial_of,
     start_or_queue_trial,
 )
-from ortlaunch.errors import InputError, OrtlaunchError, RunError
+from ortlaunch.base.errors import InputError, OrtlaunchError, RunError
+from ortlaunch.base.units import number_or_none
 from ortlaunch.launch.stop import PRUNER
-from ortlaunch.other_runs import requests
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe.space import trial_overrides
 from ortlaunch.run_folder import lock
@@ -32,7 +32,7 @@ from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.origin import planned_steps
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study
-from ortlaunch.units import number_or_none
+from ortlaunch.started_runs import requests
 
 Objective = Callable[[Run], float]
 _POLL_SECONDS = 0.5

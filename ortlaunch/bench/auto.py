@@ -16,7 +16,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ortlaunch import machine
+from ortlaunch.base import machine
+from ortlaunch.base.cache import (
+    cache_file_path_by_hashed_key,
+    create_private_cache_folder,
+    reason_files_differ_from_checksum_record,
+    require_not_writable_by_others,
+    write_checksum_record_and_protect_files,
+)
+from ortlaunch.base.errors import EngineError, OrtlaunchError, PlanError
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import clock_duration
 from ortlaunch.bench.measure import (
     BenchStopped,
     MeasurementLength,
@@ -35,30 +45,20 @@ from ortlaunch.bench.report import (
     ratio_text,
     shorten_reason,
 )
-from ortlaunch.bench.turns import WARM_UP_STEPS, VariantJob
+from ortlaunch.bench.variant_job import WARM_UP_STEPS, VariantJob
 from ortlaunch.bench.variants import (
     ENGINES,
     Variant,
     overrides_that_replace_engine,
     resolve_variant_or_record_refusal,
 )
-from ortlaunch.cache import (
-    cache_file_path_by_hashed_key,
-    create_private_cache_folder,
-    reason_files_differ_from_checksum_record,
-    require_not_writable_by_others,
-    write_checksum_record_and_protect_files,
-)
-from ortlaunch.errors import EngineError, OrtlaunchError, PlanError
-from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
-from ortlaunch.units import clock_duration
 from ortlaunch.version import __version__
 
 # Shorter than the bench of `ortlaunch bench`, because training waits for it.

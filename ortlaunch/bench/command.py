@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ortlaunch.base.json_types import Json
 from ortlaunch.bench import auto
 from ortlaunch.bench.measure import (
     MeasurementLength,
@@ -21,7 +22,6 @@ from ortlaunch.bench.report import (
     passes_parity,
 )
 from ortlaunch.bench.variants import ENGINES
-from ortlaunch.json_types import Json
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.profile_record import profile_text_lines

@@ -17,21 +17,21 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from ortlaunch import machine
+from ortlaunch.base import machine
+from ortlaunch.base.errors import InputError, LaunchError, OrtlaunchError, PlanError
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.process import signals_to_handle
+from ortlaunch.base.units import human_bytes
 from ortlaunch.bench.report import shorten_reason, variant_result_rows_with_ratios
-from ortlaunch.bench.turns import OnReady, VariantFailedError, VariantJob
+from ortlaunch.bench.variant_job import OnReady, VariantFailedError, VariantJob
 from ortlaunch.bench.variants import (
     Variant,
     resolve_variant_or_record_refusal,
     variants_of_engines_and_varied_keys,
 )
-from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
-from ortlaunch.json_types import Json
-from ortlaunch.process import signals_to_handle
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import human_bytes
 
 # Load average for each core above which the machine counts as busy.
 _BUSY_LOAD_PER_CORE = 0.5

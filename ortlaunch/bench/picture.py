@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from ortlaunch.errors import MissingDependency
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import MissingDependency
+from ortlaunch.base.json_types import Json
 
 _COLORS = {"ort": "#2f6fb3", "inductor": "#d98c2b", "eager": "#8a8f98"}
 

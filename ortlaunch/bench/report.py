@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from ortlaunch.bench.turns import VariantJob
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import aligned_table_lines, human_bytes
+from ortlaunch.bench.variant_job import VariantJob
 from ortlaunch.bench.variants import Variant
-from ortlaunch.json_types import Json
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
-from ortlaunch.units import aligned_table_lines, human_bytes
 
 _TABLE_HEAD = (
     "variant",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ortlaunch import doctor
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.resolve.prepare import require_launcher_can_start_hosts
 from ortlaunch.resolve.resolve import ResolvedRun

@@ -14,6 +14,10 @@ from typing import Annotated
 
 import typer
 
+from ortlaunch.base.errors import HostfileError, InputError, OrtlaunchError, RecipeError
+from ortlaunch.base.file_errors import one_line_file_error_or_none
+from ortlaunch.base.output import output_columns, wrap_standard_streams_within_block
+from ortlaunch.base.units import wrap_long_lines_except_commands
 from ortlaunch.cli.cluster import doctor, ranks, selftest, submit
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.results import device, evaluate, export, generate
@@ -22,10 +26,6 @@ from ortlaunch.cli.runs.list import list_runs
 from ortlaunch.cli.setup import import_config, recipes, schema, setup, shipped
 from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.cli.training import bench, data, parity, plan, sweep, train, validate
-from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
-from ortlaunch.file_errors import one_line_file_error_or_none
-from ortlaunch.output import output_columns, wrap_standard_streams_within_block
-from ortlaunch.units import wrap_long_lines_except_commands
 
 # The option for the output folder, if it is not --run-dir; error messages suggest it.
 _FOLDER_OPTIONS = {

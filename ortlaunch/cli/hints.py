@@ -12,8 +12,8 @@ from typing import Any
 from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
+from ortlaunch.base.errors import InputError
 from ortlaunch.cli.summaries import SUMMARIES
-from ortlaunch.errors import InputError
 
 # Suggestions for verbs of other tools.
 _TRAIN_HINT = "train RECIPE"
@@ -149,7 +149,7 @@ def _unknown_verb_message(
         known_verbs: the verbs that exist.
         command_path: the command that has these verbs.
     """
-    from ortlaunch.recipe.text.words import word_likeness
+    from ortlaunch.recipe.text.closest_names import word_likeness
 
     verb_name = arguments[0]
     command_text = f" of {command_path}"
@@ -198,8 +198,8 @@ def _option_suggestion(
     from ortlaunch.recipe.fields.field_lookup import first_model_at_path, keys_accepted_by_section
     from ortlaunch.recipe.hints.did_you_mean import advise_on_unknown_key
     from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
-    from ortlaunch.recipe.text.place import format_key_path, parse_key_path
-    from ortlaunch.recipe.text.words import normalize_word, word_likeness
+    from ortlaunch.recipe.text.closest_names import normalize_word, word_likeness
+    from ortlaunch.recipe.text.source_location import format_key_path, parse_key_path
 
     option_name, equals_sign, value = unknown_option.lstrip("-").partition("=")
     option_name = normalize_word(option_name)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.launchers import reason_launcher_is_refused
+from ortlaunch.tables.launchers import reason_launcher_is_refused
 
 
 def shipped_recipes(name_prefix: str) -> list[str]:
@@ -122,7 +122,7 @@ DryRun = Annotated[
 @contextlib.contextmanager
 def exit_with_status_of_process() -> Iterator[None]:
     """Exit with the status of a process that has failed and printed why."""
-    from ortlaunch.errors import RunError
+    from ortlaunch.base.errors import RunError
 
     try:
         yield

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
-from ortlaunch.other_runs.status import read_status
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import read_resolved_recipe_of_run
 from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.started_runs.status import read_status
 
 
 def compare_runs(first_run: RunDir, second_run: RunDir) -> list[str]:

@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ortlaunch import tasks
+from ortlaunch.base.errors import InputError
 from ortlaunch.commands.export import existing_requested_or_newest_step
-from ortlaunch.errors import InputError
 from ortlaunch.recipe import dump_recipe_yaml, load_recipe
+from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import lock_checkpoint_against_removal
-from ortlaunch.tasks import DeviceRequest, ImportRequest
+from ortlaunch.tables import tasks
+from ortlaunch.tables.tasks import DeviceRequest, ImportRequest
 
 # Fields of the recipe that can change on a device; the others are fixed in the graphs.
 _SETTABLE_KEYS = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+from ortlaunch.base.errors import InputError
 from ortlaunch.commands.export import (
     existing_requested_or_newest_step,
     print_hint_if_best_is_not_newest,
 )
-from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.held_out import missing_evaluation_message
@@ -17,9 +17,9 @@ from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import control
+from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import lock_checkpoint_against_removal
-from ortlaunch.tasks import CheckpointStep
+from ortlaunch.tables.tasks import CheckpointStep
 
 
 def evaluate_checkpoint_in_own_run(

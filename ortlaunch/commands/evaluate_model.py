@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ortlaunch import tasks
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe, dump_recipe_yaml, load_recipe
 from ortlaunch.recipe.fields.held_out import missing_evaluation_message
 from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.tables import tasks
 
 # Folders from RUN/exports/step_N_onnx/model.onnx up to RUN.
 _SEARCHED_PARENTS = 3

@@ -7,12 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from ortlaunch import tasks
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
+from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.held import lock_checkpoint_against_removal
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
-from ortlaunch.tasks import CheckpointStep, ExportRequest, PushRequest
+from ortlaunch.tables import tasks
+from ortlaunch.tables.tasks import CheckpointStep, ExportRequest, PushRequest
 
 # Values of --format and of --lora.
 EXPORT_FORMATS = ("huggingface", "onnx", "ondevice")

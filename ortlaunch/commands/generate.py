@@ -6,17 +6,17 @@ import contextlib
 import sys
 from pathlib import Path
 
-from ortlaunch import tasks
+from ortlaunch.base.errors import InputError
 from ortlaunch.commands.export import (
     existing_requested_or_newest_step,
     print_hint_if_best_is_not_newest,
 )
-from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.fields.data import is_written_by_chat_template
+from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
 from ortlaunch.run_folder.folder import RunDir, read_own_json
-from ortlaunch.run_folder.held import lock_checkpoint_against_removal
-from ortlaunch.tasks import GenerationRequest
+from ortlaunch.tables import tasks
+from ortlaunch.tables.tasks import GenerationRequest
 
 # Folders from RUN/exports/step_N up to RUN.
 _SEARCHED_PARENTS = 2

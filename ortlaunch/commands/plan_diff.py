@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch import recipe
-from ortlaunch.errors import InputError, PlanError
+from ortlaunch.base.errors import InputError, PlanError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve import shipped

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from ortlaunch import tasks
-from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
+from ortlaunch.tables import tasks
 
 
 def tokenize_data_into_cache(recipe: Recipe) -> int:

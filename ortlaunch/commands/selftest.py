@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch import start
+from ortlaunch.base import module_start
+from ortlaunch.base.errors import InputError, MissingDependency, PlanError
 from ortlaunch.doctor import fabric
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
-from ortlaunch.errors import InputError, MissingDependency, PlanError
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.mpi import require_mpirun_here_or_on_path
@@ -309,7 +309,7 @@ def _train_and_summarize_result(
     run = RunDir(selftest_folder / training.name.replace(", ", "-"))
     start_time = time.monotonic()
     log_path = selftest_folder / f"{run.path.name}.log"
-    cli_argv = start.module_command("ortlaunch.cli")
+    cli_argv = module_start.module_command("ortlaunch.cli")
     arguments = (
         training.verb,
         str(selftest_folder / "recipe.yaml"),

@@ -7,12 +7,11 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch import recipe, start
-from ortlaunch.errors import PlanError
+from ortlaunch import recipe
+from ortlaunch.base import module_start
+from ortlaunch.base.errors import PlanError
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord, current_time_iso
-from ortlaunch.other_runs import registry
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import inputs
 from ortlaunch.resolve.prepare import (
     read_earlier_recipe_or_none,
@@ -26,6 +25,8 @@ from ortlaunch.run.preparation import (
 )
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, load_scheduler
+from ortlaunch.started_runs import registry
+from ortlaunch.started_runs.status import read_status
 from ortlaunch.user_modules import unloadable_factory_problems
 
 
@@ -37,11 +38,11 @@ def scheduler_request_of_run(
     _refuse_unsupported_restarts(job_recipe)
     # Paths of this host's Python do not exist in an image.
     has_container = job_recipe.submit.container is not None
-    cli_argv = ("ortlaunch",) if has_container else start.module_command("ortlaunch.cli")
+    cli_argv = ("ortlaunch",) if has_container else module_start.module_command("ortlaunch.cli")
     conclude_argv = (
-        ("python3", "-m", "ortlaunch.other_runs.ended")
+        ("python3", "-m", "ortlaunch.started_runs.ended")
         if has_container
-        else start.module_command("ortlaunch.other_runs.ended")
+        else module_start.module_command("ortlaunch.started_runs.ended")
     )
     queued_run = QueuedRun(
         plan=resolved_run.plan,

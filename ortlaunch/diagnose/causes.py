@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ortlaunch.cause import Cause, Failure
+from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.recipe import read_resolved_recipe_of_run
 from ortlaunch.recipe.inputs import LEARNING_RATE_KEY, repeated_file_and_high_rate_problems

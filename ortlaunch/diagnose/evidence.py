@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ortlaunch.cause import Cause, Failure
-from ortlaunch.json_types import Json, open_regular_file_or_refuse
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.json_types import Json, open_regular_file_or_refuse
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.error_record import ErrorRecord, read_error_records
 from ortlaunch.run_folder.folder import RunDir

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import human_bytes
 from ortlaunch.diagnose.evidence import Evidence
-from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.planning.describe import memory_table_and_note_lines
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.process_memory import cached_or_usual_process_memory
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
-from ortlaunch.units import human_bytes
 
 _UNKNOWN_TEXT = (
     "the plan has no estimate for this model; to use less memory per rank: a lower "

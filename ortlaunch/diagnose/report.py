@@ -10,13 +10,13 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from ortlaunch.cause import Cause, Failure
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.units import human_bytes, number_or_none
 from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose.causes import advice_by_run_evidence, failure_of_run_evidence
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import memory_table_and_smaller_setting_lines
 from ortlaunch.launch.failure import RunEnd
-from ortlaunch.other_runs import status
 from ortlaunch.run_folder.cause_text import (
     ADVICE_PREFIX,
     COMMAND_PREFIX,
@@ -25,7 +25,7 @@ from ortlaunch.run_folder.cause_text import (
     diagnosis_verdict,
 )
 from ortlaunch.run_folder.folder import RunDir, json_text
-from ortlaunch.units import human_bytes, number_or_none
+from ortlaunch.started_runs import status
 
 # Free disk space below this is listed as evidence, in bytes.
 _FEW_BYTES = 1 << 30

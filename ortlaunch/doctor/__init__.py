@@ -9,11 +9,11 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from ortlaunch import machine, start
-from ortlaunch.errors import MissingDependency
-from ortlaunch.launchers import launcher_row
+from ortlaunch.base import machine, module_start
+from ortlaunch.base.errors import MissingDependency
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
+from ortlaunch.tables.launchers import launcher_row
 
 
 def require_packages_and_extensions_installed(recipe: Recipe, world: World) -> None:
@@ -60,7 +60,7 @@ def missing_item_and_remedy_pairs(recipe: Recipe, world: World) -> Iterator[tupl
 def missing_ort_item_and_remedy_pairs(is_on_gpu: bool) -> Iterator[tuple[str, str]]:
     """Yield (missing item, remedy) for engine ort, as `lacking` does."""
     # Imported here: most commands never need it.
-    from ortlaunch.ortmodule.build import cuda_libraries, extensions
+    from ortlaunch.ortmodule.native import cuda_libraries, extensions
 
     try:
         extensions.installed_ort_package_name_or_refuse()
@@ -102,4 +102,4 @@ def build_ort_extensions() -> int:
 
     The build runs in a process of its own, which may import torch.
     """
-    return start.run_module("ortlaunch.ortmodule.build.extensions")
+    return module_start.run_module("ortlaunch.ortmodule.native.extensions")

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ortlaunch.base.units import count_with_noun, human_bytes
 from ortlaunch.doctor.finding import FAILED, OK, Finding, finding_ok_or_with_remedy
 from ortlaunch.launch_plan import Node
-from ortlaunch.units import count_with_noun, human_bytes
 
 # A host is slow below these shares of the median of all hosts.
 _SLOW_RATE_SHARE = 0.7

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 
 OK: Final = "ok"
 WARNING: Final = "warning"

@@ -15,8 +15,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
+from ortlaunch.base.json_types import Json
 from ortlaunch.doctor import probe
-from ortlaunch.json_types import Json
 from ortlaunch.launch.ssh import needs_no_ssh, ssh_argv
 
 _CONNECT_SECONDS = 8  # ssh's own limit

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import count_with_noun, human_bytes
 from ortlaunch.doctor import host_probes, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, finding_ok_or_with_remedy
 from ortlaunch.doctor.host_probes import ConnectionResult, ProbeAnswer, ProbeFailure, ProbeRequest
-from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import LOCAL_NAMES, Node
-from ortlaunch.units import count_with_noun, human_bytes
 
 # Times of records on different hosts are compared; more skew would order them wrongly.
 _SKEW_SECONDS = 5.0

@@ -23,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ortlaunch.json_types import Json
+    from ortlaunch.base.json_types import Json
 
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip

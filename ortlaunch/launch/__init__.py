@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.launch_plan import Node, Plan
-from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
+from ortlaunch.tables.launchers import LAUNCHERS
 
 # Seconds in which all ranks must have begun: on one host under mpirun, and elsewhere. torchrun loads
 # torch before it starts them.

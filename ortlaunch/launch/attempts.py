@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.cause import Cause
+from ortlaunch.base.cause import Cause
 from ortlaunch.launch.failure import RunEnd, first_error_record, ranks_whose_supervisor_started
 from ortlaunch.launch.record import Attempt
 from ortlaunch.launch_plan import Plan

@@ -10,9 +10,9 @@ import re
 import signal
 from typing import NamedTuple
 
-from ortlaunch.cause import Cause, Failure
-from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import read_regular
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.errors import DamagedFile
+from ortlaunch.base.json_types import read_regular
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.errors import MissingDependency, PlanError
+from ortlaunch.base.errors import MissingDependency, PlanError
 from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_if_plan_saves
 from ortlaunch.launch.private import private_folder_path_in_tmp
 from ortlaunch.launch.processes import (

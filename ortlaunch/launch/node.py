@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from ortlaunch.errors import LaunchError, RankError
+from ortlaunch.base.errors import LaunchError, RankError
 from ortlaunch.rank import EXIT_SAVED, GRACE_SECONDS, VARIABLES
 
 _NODE = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 
-from ortlaunch.process import all_processes
+from ortlaunch.base.process import all_processes
 
 # From <linux/prctl.h>.
 _PR_SET_CHILD_SUBREAPER = 36

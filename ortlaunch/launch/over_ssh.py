@@ -15,15 +15,15 @@ import sys
 import time
 from pathlib import Path
 
-from ortlaunch import machine, start
+from ortlaunch.base import machine, module_start
+from ortlaunch.base.process import signals_to_handle
 from ortlaunch.launch.host_agent import EXTRA_GRACE_SECONDS, HEARTBEAT_LINE, HEARTBEAT_SECONDS
 from ortlaunch.launch.orphans import send_signal
 from ortlaunch.launch.ssh import needs_no_ssh, ssh_argv
 from ortlaunch.launch_plan import Plan
-from ortlaunch.process import signals_to_handle
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lost import LostHost
+from ortlaunch.run_folder.lost_host import LostHost
 
 _CONNECT_SECONDS = 10
 _ALIVE_SECONDS = 4
@@ -37,7 +37,7 @@ class HostAgent:
     def __init__(self, host: str, argv: list[str]) -> None:
         self.host = host
         self.argv = argv
-        command = start.module_command("ortlaunch.launch.host_agent", argv[0])
+        command = module_start.module_command("ortlaunch.launch.host_agent", argv[0])
         # A session of its own: Ctrl-C must reach the agent through this process alone.
         self._process = subprocess.Popen(
             command

@@ -15,7 +15,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.run_folder.folder import RunDir
 
 

@@ -19,15 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from ortlaunch import die_with_parent, machine
-from ortlaunch.errors import LaunchError
-from ortlaunch.launch import JobState, LaunchRequest
-from ortlaunch.launch.failure import ranks_whose_supervisor_started
-from ortlaunch.launch.orphans import DescendantReaper, send_signal
-from ortlaunch.launch.private import recreate_empty_private_folder
-from ortlaunch.launch.record import JobRecord
-from ortlaunch.launch.stop import StopRequest
-from ortlaunch.process import (
+from ortlaunch.base import die_with_parent, machine
+from ortlaunch.base.errors import LaunchError
+from ortlaunch.base.process import (
     Process,
     living_descendant_pids,
     name_by_stopped_process_id,
@@ -35,6 +29,12 @@ from ortlaunch.process import (
     signals_to_handle,
     wait_until_true_or_timeout,
 )
+from ortlaunch.launch import JobState, LaunchRequest
+from ortlaunch.launch.failure import ranks_whose_supervisor_started
+from ortlaunch.launch.orphans import DescendantReaper, send_signal
+from ortlaunch.launch.private import recreate_empty_private_folder
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch.stop import StopRequest
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import RANK_LINE_BYTES, RunDir, is_disk_nearly_full
 

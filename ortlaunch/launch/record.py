@@ -10,10 +10,10 @@ import socket
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
-from ortlaunch.cause import Cause, Failure
-from ortlaunch.errors import InputError
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.process import Process
 from ortlaunch.launch import JobState
-from ortlaunch.process import Process
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import record_from_json_values

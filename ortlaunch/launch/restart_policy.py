@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ortlaunch.cause import Cause
+from ortlaunch.base.cause import Cause
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch.record import Attempt
-from ortlaunch.units import count_with_noun
 
 # Seconds before the next start: the first value is doubled up to the longest.
 _FIRST_WAIT = 1.0

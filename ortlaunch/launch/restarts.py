@@ -1,7 +1,7 @@
 """`launch.max_restarts`: start the ranks again after a fault, from their last complete checkpoint.
 
 It is the same for all of ortlaunch's launchers. Each attempt's logs and errors are kept in
-attempts/N, its cause in job.json. In a Slurm job that `ortlaunch submit` queued, other_runs/ended.py
+attempts/N, its cause in job.json. In a Slurm job that `ortlaunch submit` queued, started_runs/ended.py
 requeues instead. Under the user's own launcher nothing restarts the ranks, and
 planning/describe.py prints that.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ortlaunch.base.units import clock_duration, count_with_noun
 from ortlaunch.launch.attempts import (
     move_logs_and_errors_to_attempt,
     newest_complete_checkpoint_step_or_zero,
@@ -29,7 +30,6 @@ from ortlaunch.launch.restart_policy import (
 )
 from ortlaunch.rank import EXIT_SAVED, NO_FAULT
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import clock_duration, count_with_noun
 
 
 class EndedAttempt(NamedTuple):

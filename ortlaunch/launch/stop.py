@@ -1,7 +1,7 @@
 """A stop request: a file in the run folder, which the ranks read, and the time that they have.
 
 That time is `launch.grace_seconds` (recipe/fields/launch.py); where nothing is saved, GRACE_SECONDS
-of rank.py. At its end worker/supervision/child.py kills each rank, and seconds later processes.py
+of rank.py. At its end worker/supervision/rank_process.py kills each rank, and seconds later processes.py
 the whole run.
 SIGUSR1 wakes the ranks, because mpirun kills its ranks 0.2 s after it received SIGTERM or SIGINT.
 """

@@ -18,8 +18,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ortlaunch import start
-from ortlaunch.errors import PlanError
+from ortlaunch.base import module_start
+from ortlaunch.base.errors import PlanError
 from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_if_plan_saves
 from ortlaunch.launch.private import private_folder_path_in_tmp
 from ortlaunch.launch.processes import (
@@ -135,7 +135,10 @@ def _torchrun_request_over_ssh(
         (str(run_dir.meeting), ""),
         (str(run_dir.agents), json.dumps(job_message) + "\n"),
     )
-    argv = (*start.module_command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
+    argv = (
+        *module_start.module_command("ortlaunch.launch.over_ssh", plan.argv[0]),
+        str(run_dir.agents),
+    )
     return LaunchRequest(
         argv,
         files=files,
@@ -149,7 +152,7 @@ def _argv_of_one_host_without_rendezvous(
 ) -> tuple[str, ...]:
     """Return the command of one of many hosts: launch/node.py, which needs no rendezvous."""
     return (
-        *start.module_command("ortlaunch.launch.node", plan.argv[0]),
+        *module_start.module_command("ortlaunch.launch.node", plan.argv[0]),
         f"--nodes={len(plan.nodes)}",
         f"--ranks={plan.nodes[0].slots}",
         f"--number={node_index}",
@@ -170,7 +173,7 @@ def _torchrun_argv_of_one_host(
 ) -> tuple[str, ...]:
     """Return the command of one host; torchrun numbers the hosts in the order of `node_name`."""
     return (
-        *start.module_command("torch.distributed.run", plan.argv[0]),
+        *module_start.module_command("torch.distributed.run", plan.argv[0]),
         f"--nnodes={len(plan.nodes)}",
         f"--nproc-per-node={plan.nodes[0].slots}",
         "--rdzv-backend=c10d",

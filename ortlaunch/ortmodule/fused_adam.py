@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.base.counters import tally
 
 # multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError
-from ortlaunch.json_types import Json
-from ortlaunch.ortmodule import options, witness
-from ortlaunch.ortmodule.base import registry
+from ortlaunch.base.errors import EngineError
+from ortlaunch.base.json_types import Json
+from ortlaunch.ortmodule import options, pass_counters
+from ortlaunch.ortmodule.base import repair_registry
 from ortlaunch.ortmodule.base.patching import (
     replace_method_by_wrapper,
     set_environment_variables_temporarily,
 )
-from ortlaunch.ortmodule.base.registry import Repair
+from ortlaunch.ortmodule.base.repair_registry import Repair
 from ortlaunch.ortmodule.base.settings import (
     Settings,
     module_and_qualified_name,
     settings_of_ort_object_or_defaults,
 )
-from ortlaunch.ortmodule.build import cuda_libraries
-from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
+from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+from ortlaunch.ortmodule.native import cuda_libraries
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.report import process_wide_ort_report
 from ortlaunch.ortmodule.state.buffers import restore_layer_modes_after_block
-from ortlaunch.ortmodule.state.unsupported import model_inside_torch_compile
+from ortlaunch.ortmodule.state.unsupported_models import model_inside_torch_compile
 from ortlaunch.ortmodule.wrapper import TransparentOrtWrapper, create_class_with_ort_base
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ORTModule(TransparentOrtWrapper):
         model = model_inside_torch_compile(model)
         options.import_ortmodule_with_settings(settings)
         # Before the repairs, whose wrappers are then the outer ones.
-        witness.get_or_start_pass_counters()
+        pass_counters.get_or_start_pass_counters()
         import_ortmodule_with_all_repairs()
         copies_model = options.decide_and_record_deepcopy(model, settings)
         # ORT sets every layer to the mode of the whole model, also a frozen BatchNorm in eval mode.
@@ -88,7 +88,7 @@ class ORTModule(TransparentOrtWrapper):
             PyTorch ran; `training_graph` and `evaluation_graph`: the nodes of the newest ones;
             `torch_calls`: operators and layers that torch ran inside the graphs; `notes`.
         """
-        active_witness = witness.get_or_start_pass_counters()
+        active_witness = pass_counters.get_or_start_pass_counters()
         settings = self._settings_of_this_module()
         settings_record = dataclasses.asdict(settings)
         if settings.postprocess:
@@ -127,7 +127,7 @@ def store_settings_in_both_managers(ort_module: OrtModule, settings: Settings) -
 def import_ortmodule_with_all_repairs() -> object:
     """Return the module onnxruntime.training.ortmodule, with every repair."""
     ortmodule = import_repaired_ortmodule()
-    registry.apply_fitting_repairs_once(
+    repair_registry.apply_fitting_repairs_once(
         [Repair("limit_session_threads", install=_patch_sessions_and_exports_to_use_settings)]
     )
     apply_repairs()

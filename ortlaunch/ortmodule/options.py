@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ortlaunch import machine
-from ortlaunch.json_types import Json
+from ortlaunch.base import machine
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.base.custom_functions import inline_or_call_custom_functions
 from ortlaunch.ortmodule.base.graph import GraphNodeCounts
 from ortlaunch.ortmodule.base.patching import set_environment_variables_temporarily
 from ortlaunch.ortmodule.base.settings import SettingError, Settings
-from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
+from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+from ortlaunch.ortmodule.native import extensions
 
 if TYPE_CHECKING:
     from torch import nn

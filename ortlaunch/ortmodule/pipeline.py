@@ -20,11 +20,11 @@ from typing import TypeVar
 import onnx
 import torch
 
-from ortlaunch.ortmodule.base import counters, custom_functions, gradients, patching
+from ortlaunch.ortmodule.base import counters, custom_functions, patching, trained_names
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import ExportContext, export_context_from_ort_arguments
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
-from ortlaunch.ortmodule.base.registry import applied_repair_names
+from ortlaunch.ortmodule.base.repair_registry import applied_repair_names
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owning_class_or_module
 from ortlaunch.ortmodule.graph_repairs import (
     bfloat16,
@@ -36,7 +36,7 @@ from ortlaunch.ortmodule.graph_repairs import (
     padding,
     postprocess,
 )
-from ortlaunch.ortmodule.state import buffers, model_state, unsupported, weight_changes
+from ortlaunch.ortmodule.state import buffers, model_state, unsupported_models, weight_changes
 from ortlaunch.ortmodule.state import python_values as values
 from ortlaunch.ortmodule.torch_in_graph import (
     attention,
@@ -49,9 +49,9 @@ from ortlaunch.ortmodule.tracing import (
     aliases,
     checkpointing,
     cross_entropy,
-    escapes,
+    export_wrappers,
     grad_mode,
-    tracing,
+    kept_tensors,
 )
 
 _PACKAGE_FOLDER = str(Path(__file__).parent)
@@ -69,20 +69,20 @@ _CONTEXT_STEPS: tuple[tuple[str, Callable[[ExportContext], AbstractContextManage
     ("follow_model_state", model_state.record_read_state_and_refuse_untraceable),
     ("stop_gradient_under_no_grad", grad_mode.record_whether_model_reads_grad_mode),
     ("keep_buffers_exact", buffers.restore_modes_and_buffers_after_export),
-    ("detect_kept_tensors", escapes.record_escaped_tensors_and_replacements),
+    ("detect_kept_tensors", kept_tensors.record_escaped_tensors_and_replacements),
 )
 # 2. Wrappers of the trace alone, the innermost first.
 _TRACE_STEPS: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
-    ("export_with_torchscript", tracing.wrap_export_for_torchscript),
+    ("export_with_torchscript", export_wrappers.wrap_export_for_torchscript),
     ("refuse_custom_backward", custom_functions.wrap_export_with_inlining_choice),
     ("export_exact_forms", operator_table.wrap_export_with_exact_forms),
-    ("keep_constants_apart", tracing.wrap_export_to_clone_scalar_constants),
-    ("trace_swapped_weights", tracing.wrap_export_allowing_functional_call),
+    ("keep_constants_apart", export_wrappers.wrap_export_to_clone_scalar_constants),
+    ("trace_swapped_weights", export_wrappers.wrap_export_allowing_functional_call),
     # Inside the next one, which must track the tensors that this one computes.
     ("propagate_inplace_views", aliases.wrap_export_with_alias_tracking),
     ("stop_gradient_under_no_grad", grad_mode.wrap_export_with_grad_mode_tracking),
-    ("infer_shapes_without_weights", tracing.wrap_export_hiding_large_weights),
-    ("silence_export_warnings", tracing.wrap_export_silencing_warnings),
+    ("infer_shapes_without_weights", export_wrappers.wrap_export_hiding_large_weights),
+    ("silence_export_warnings", export_wrappers.wrap_export_silencing_warnings),
     ("keep_buffers_exact", buffers.wrap_export_preserving_modes),
 )
 # 3. Passes over the exported graph.
@@ -100,8 +100,8 @@ _GRAPH_STEPS: tuple[tuple[str, Callable[[ExportContext, onnx.ModelProto], None]]
 _GRADIENT_STEPS: tuple[
     tuple[str, Callable[[ExportContext, onnx.ModelProto, list[str]], list[str]]], ...
 ] = (
-    ("skip_frozen_gradients", gradients.input_names_besides_frozen_weights),
-    ("skip_unreached_weights", gradients.input_names_reached_or_unused),
+    ("skip_frozen_gradients", trained_names.input_names_besides_frozen_weights),
+    ("skip_unreached_weights", trained_names.input_names_reached_or_unused),
 )
 # 5. Consequences of the trace: reported, stored in options, or an error.
 _VERDICT_STEPS: tuple[tuple[str, Callable[[ExportContext], None]], ...] = (
@@ -127,7 +127,7 @@ def install_export_steps_in_ort() -> None:
     # Inside the next one, which exports again if an operator has no kernel.
     bfloat16.install_bfloat16_repairs_for_gpu_graphs()
     operator_translation.install_build_retries_and_readable_errors()
-    unsupported.install_cause_messages_for_pass_errors()
+    unsupported_models.install_cause_messages_for_pass_errors()
 
 
 def _export_narrow_gradients_and_apply_verdicts(
@@ -157,7 +157,7 @@ def _trace_until_torch_layers_are_found(
         )
         ort_arguments["ortmodule_cache_dir"] = ""
     export_context = export_context_from_ort_arguments(ort_arguments)
-    unsupported.refuse_sparse_gradients_and_complex_weights(export_context.module)
+    unsupported_models.refuse_sparse_gradients_and_complex_weights(export_context.module)
     # Each retry marks one more layer to run as torch, so the loop ends with the last layer.
     while True:
         try:
@@ -178,7 +178,7 @@ def _trace_and_rewrite_graph(
                 contexts.enter_context(context(export_context))
             contexts.enter_context(padding.replace_torch_pad_temporarily(export_context))
             contexts.enter_context(
-                unsupported.run_compiled_layers_uncompiled(export_context.module)
+                unsupported_models.run_compiled_layers_uncompiled(export_context.module)
             )
             contexts.enter_context(
                 attention.let_transformers_leave_out_causal_masks(export_context)
@@ -203,9 +203,9 @@ def _trace_and_rewrite_graph(
 @functools.wraps(torch.onnx.export)
 def _export_by_wrapped_torch_export(*args: object, **kwargs: object) -> object:
     """Run step 2; a replacement for `torch.onnx.export` in ORT."""
-    return tracing.wrap_export_restoring_autocast_cache(_torch_export_with_active_wrappers())(
-        *args, **kwargs
-    )
+    return export_wrappers.wrap_export_restoring_autocast_cache(
+        _torch_export_with_active_wrappers()
+    )(*args, **kwargs)
 
 
 @functools.cache

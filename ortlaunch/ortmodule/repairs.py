@@ -12,8 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
-from ortlaunch.ortmodule.base.copies import fix_deepcopy_and_pickle
-from ortlaunch.ortmodule.base.registry import Repair, apply_fitting_repairs_once
+from ortlaunch.ortmodule.base.pickling import fix_deepcopy_and_pickle
+from ortlaunch.ortmodule.base.repair_registry import Repair, apply_fitting_repairs_once
 from ortlaunch.ortmodule.base.source_guard import (
     EVALUATION,
     MANAGER,
@@ -23,12 +23,12 @@ from ortlaunch.ortmodule.base.source_guard import (
     TRANSITION,
     owning_class_or_module,
 )
+from ortlaunch.ortmodule.graph_cache import choose_graph_per_pass
 from ortlaunch.ortmodule.graph_repairs.broadcasts import keep_broadcast_sizes
 from ortlaunch.ortmodule.graph_repairs.frozen_weights import name_frozen_gradients
+from ortlaunch.ortmodule.graph_repairs.sizes_of_one import keep_sizes_of_one
 from ortlaunch.ortmodule.graph_repairs.splits import slice_partly_derived_splits
 from ortlaunch.ortmodule.graph_repairs.symbolic_sizes import infer_symbolic_sizes
-from ortlaunch.ortmodule.graph_repairs.vectors import keep_sizes_of_one
-from ortlaunch.ortmodule.graphs import choose_graph_per_pass
 from ortlaunch.ortmodule.state.backward import follow_autograd_rules
 from ortlaunch.ortmodule.state.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.state.outputs import copy_shared_outputs, restore_output_dtypes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule import options
-from ortlaunch.ortmodule.base import registry, torch_calls
+from ortlaunch.ortmodule.base import repair_registry, torch_calls
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
 
 def process_wide_ort_report(pass_witness: PassAndGraphCounters) -> Json:
@@ -17,8 +17,8 @@ def process_wide_ort_report(pass_witness: PassAndGraphCounters) -> Json:
     The names are those of `OnnxRuntime` in docs/run-folder.md.
     """
     return {
-        "repairs": list(registry.applied_repair_names()),
-        "repairs_not_applied": registry.reason_by_unapplied_repair(),
+        "repairs": list(repair_registry.applied_repair_names()),
+        "repairs_not_applied": repair_registry.reason_by_unapplied_repair(),
         "deepcopy_before_export": options.deepcopy_decision_record().get("deepcopy_before_export"),
         "torch_calls": {
             name: asdict(calls) for name, calls in torch_calls.call_counts_by_called_name().items()

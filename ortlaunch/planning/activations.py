@@ -7,11 +7,11 @@ Activation Recomputation in Large Transformer Models" (2022), section 4.1.
 
 from __future__ import annotations
 
-from ortlaunch.json_types import Json
-from ortlaunch.machine import FUSED_ATTENTION_SCORES
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.families import DECODERS, DecoderTraits
+from ortlaunch.tables.families import DECODERS, DecoderTraits
 
 # Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.
 _FLOAT32_BYTES = 4

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.machine import smallest_memory_limit, usable_core_count
+from ortlaunch.base.units import count_with_noun, human_bytes
 from ortlaunch.launch_plan import Memory, Node, ProcessMemory
-from ortlaunch.machine import smallest_memory_limit, usable_core_count
 from ortlaunch.planning.workload import Workload
 from ortlaunch.planning.world import World
-from ortlaunch.units import count_with_noun, human_bytes
 
 
 def notes_or_refusal_for_crowded_hosts(

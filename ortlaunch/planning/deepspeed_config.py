@@ -6,7 +6,7 @@ All values come from the recipe and the plan's batch, so that there is one sourc
 
 from __future__ import annotations
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.zero import Offload
 

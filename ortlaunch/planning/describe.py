@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ortlaunch.base.units import count_with_noun, human_bytes
 from ortlaunch.launch_plan import Memory, Plan
 from ortlaunch.planning.memory import assumed_sizes, reason_rank_memory_cannot_be_estimated
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
-from ortlaunch.units import count_with_noun, human_bytes
 
 
 def plan_description_text(plan: Plan, recipe: Recipe) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.recipe import Recipe
 
 # Variables of the user's shell that every rank gets, by name; their values are never written or

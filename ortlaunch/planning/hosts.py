@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from select import select as wait_for
 from typing import NamedTuple
 
-from ortlaunch.errors import IS_LFS_POINTER, LFS_POINTER, HostfileError
+from ortlaunch.base.errors import IS_LFS_POINTER, LFS_POINTER, HostfileError
 from ortlaunch.launch_plan import LOCAL_NAMES, is_this_host
 
 _EXAMPLE = "'worker-1 slots=8'"

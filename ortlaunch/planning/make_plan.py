@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.launchers import rendezvous_text
 from ortlaunch.planning.deepspeed_config import deepspeed_config_or_none
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.workload import Workload, solve_batch_equation_or_refuse
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
+from ortlaunch.tables.launchers import rendezvous_text
 
 
 def make_plan(

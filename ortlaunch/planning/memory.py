@@ -9,7 +9,7 @@ them in the run.
 
 from __future__ import annotations
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
 from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
@@ -21,17 +21,17 @@ from ortlaunch.planning.startup import (
 )
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import (
+from ortlaunch.recipe.fields.model import Lora
+from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
+from ortlaunch.recipe.inputs import rounded_vocabulary_size
+from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
+from ortlaunch.tables.families import (
     DECODERS,
     SIZE_FIELDS,
     SIZE_FIELDS_BY_TYPE,
     config_with_family_defaults_or_none,
     config_with_planned_size_names_or_none,
 )
-from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
-from ortlaunch.recipe.inputs import rounded_vocabulary_size
-from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
 
 # Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
 # sum of a number of bytes and of three shares: of the model's bytes, of the activations that are

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ortlaunch.json_types import Json
-from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.recipe.fields.families import DECODERS
+from ortlaunch.base.json_types import Json
+from ortlaunch.tables.families import DECODERS
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 
 # Name, inputs and outputs of a linear layer.
 LinearLayer = tuple[str, int, int]

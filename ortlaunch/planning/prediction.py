@@ -13,14 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.cache import cache_file_path_by_hashed_key
-from ortlaunch.json_types import Json
+from ortlaunch.base.cache import cache_file_path_by_hashed_key
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.machine import hardware_record, threads_per_rank
+from ortlaunch.base.units import aligned_table_lines, human_bytes
 from ortlaunch.launch_plan import Plan
-from ortlaunch.machine import hardware_record, threads_per_rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
 from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
-from ortlaunch.units import aligned_table_lines, human_bytes
 from ortlaunch.version import __version__
 
 Rates = dict[str, list[tuple[float, float]]]

@@ -9,8 +9,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ortlaunch.cache import cache_file_path_by_hashed_key, create_private_cache_folder
-from ortlaunch.errors import FileError
+from ortlaunch.base.cache import cache_file_path_by_hashed_key, create_private_cache_folder
+from ortlaunch.base.errors import FileError
 from ortlaunch.launch_plan import USUAL_PROCESS, ProcessMemory
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import read_own_json, write_json_atomically

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.planning.hosts import Host
 
 _GROUP = re.compile(r"([^\[\],]*)\[([^\]]*)\]")

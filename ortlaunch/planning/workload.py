@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import USUAL_PROCESS, BatchPlan, Memory, ProcessMemory
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
-from ortlaunch.units import count_with_noun
 
 
 class Workload(NamedTuple):

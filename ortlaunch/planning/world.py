@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ortlaunch import machine
-from ortlaunch.errors import PlanError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import Node
-from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_row, reason_launcher_is_refused
 from ortlaunch.planning.forwarding import forwarded_variable_names
 from ortlaunch.planning.hosts import (
     Host,
@@ -24,7 +24,7 @@ from ortlaunch.planning.hosts import (
 from ortlaunch.planning.slurm_names import slurm_step_hosts_or_none
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.recipe import Recipe
-from ortlaunch.units import count_with_noun
+from ortlaunch.tables.launchers import INSIDE, LAUNCHERS, launcher_row, reason_launcher_is_refused
 
 # For tests: 1 lets ranks share the GPUs of this host, over gloo, if there are fewer GPUs than
 # ranks.

@@ -12,23 +12,23 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from ortlaunch.errors import DamagedFile, RecipeError
-from ortlaunch.json_types import read_regular
+from ortlaunch.base.errors import DamagedFile, RecipeError
+from ortlaunch.base.json_types import read_regular
 from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.space import search_space_problem_lines
 from ortlaunch.recipe.text.paths import expand_input_paths_and_note_folders
-from ortlaunch.recipe.text.place import (
+from ortlaunch.recipe.text.source import (
+    read_recipe_tree_with_bases,
+    tree_of_python_values,
+    tree_with_overrides_or_problems,
+)
+from ortlaunch.recipe.text.source_location import (
     Problem,
     ProblemLine,
     SourceError,
     parse_key_path,
     sort_in_reading_order,
-)
-from ortlaunch.recipe.text.source import (
-    read_recipe_tree_with_bases,
-    tree_of_python_values,
-    tree_with_overrides_or_problems,
 )
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.yaml_text import dump_yaml, load_dumped

@@ -14,7 +14,12 @@ from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, PART, WORD
 from ortlaunch.recipe.hints.messages import missing_key_message, wrong_value_message
 from ortlaunch.recipe.hints.unknown_keys import report_and_move_or_drop_unknown_keys
 from ortlaunch.recipe.rules.rules import broken_rule_problems
-from ortlaunch.recipe.text.place import KeyPath, ProblemLine, format_key_path, parse_key_path
+from ortlaunch.recipe.text.source_location import (
+    KeyPath,
+    ProblemLine,
+    format_key_path,
+    parse_key_path,
+)
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.yaml_text import parse_yaml_tree
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, has_chat_rows
-from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.source_location import Problem
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Functions that open compressed files, by the ending of the name."""

@@ -11,16 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ortlaunch.errors import IS_LFS_POINTER, LFS_POINTER, InputError
+from ortlaunch.base.errors import IS_LFS_POINTER, LFS_POINTER, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.recipe.fields.families import FAMILIES
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.first_rows import column_and_media_file_problems
+from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 from ortlaunch.recipe.text.paths import EXPANDED_VARIABLES
-from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
-from ortlaunch.tasks import TASKS
+from ortlaunch.recipe.text.source_location import Problem
+from ortlaunch.tables.families import FAMILIES
+from ortlaunch.tables.tasks import TASKS
 
 LEARNING_RATE_KEY = "optimizer.learning_rate"
 _PRETRAINED_FILE_NAMES = {

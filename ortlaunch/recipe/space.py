@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.sweep import Search, combinations_of_applicable_values
-from ortlaunch.recipe.text.place import ProblemLine
 from ortlaunch.recipe.text.source import tree_with_overrides_or_problems
+from ortlaunch.recipe.text.source_location import ProblemLine
 from ortlaunch.recipe.text.tree import Tree
 
 # Combinations of values that are checked together; each check takes some milliseconds.

@@ -9,14 +9,14 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.units import human_bytes
 from ortlaunch.report.curves import CHART_AREA
 from ortlaunch.report.records import Record, read_run_records_or_refuse
 from ortlaunch.report.sections import report_page_values
 from ortlaunch.report.tables import formatted_cell_value
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.search.parallel import Picture
-from ortlaunch.units import human_bytes
 from ortlaunch.version import __version__
 
 # The first line of every report: it marks a file that may be overwritten.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 
 # Pixels of a chart and of the part with the lines, and the colours of style.css.
 CHART_AREA = {

@@ -9,14 +9,18 @@ from typing import Any
 
 import yaml
 
-from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
-from ortlaunch.other_runs import status
-from ortlaunch.other_runs.status import Status
-from ortlaunch.recipe.text.place import HIDDEN_VALUE, SECRET_NAME, values_with_hidden_secrets
+from ortlaunch.base.errors import DamagedFile, InputError, OrtlaunchError
+from ortlaunch.recipe.text.source_location import (
+    HIDDEN_VALUE,
+    SECRET_NAME,
+    values_with_hidden_secrets,
+)
 from ortlaunch.recipe.text.yaml_text import load_dumped
 from ortlaunch.run_folder.folder import RunDir, read_own_json, read_own_text
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.resume_record import ResumeRecord
+from ortlaunch.started_runs import status
+from ortlaunch.started_runs.status import Status
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.json_types import Json
-from ortlaunch.recipe.text.place import path_and_leaf_value_pairs
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import clock_duration, count_with_noun, human_bytes
+from ortlaunch.recipe.text.source_location import path_and_leaf_value_pairs
 from ortlaunch.report.curves import Curve, draw_chart
 from ortlaunch.report.records import (
     Record,
@@ -28,7 +28,7 @@ from ortlaunch.report.tables import (
 )
 from ortlaunch.run_folder import cause_text
 from ortlaunch.run_folder.profile_record import profile_text_lines
-from ortlaunch.units import clock_duration, count_with_noun, human_bytes
+from ortlaunch.tables.metrics import METRICS
 
 # (title, name in metrics.jsonl, whether the axis begins at 0), in the order of the page.
 _CHARTS = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.units import aligned_table_lines
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.workload import solve_batch_equation_or_refuse
 from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.resolve.shipped import shipped_recipe_names, shipped_recipe_path_or_refuse
-from ortlaunch.units import aligned_table_lines
 
 _GPU_COUNTS = (1, 8)
 

@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterable, Iterator
 
 from ortlaunch import recipe
-from ortlaunch.cache import reason_others_can_write_or_empty
-from ortlaunch.errors import InputError, PlanError, RecipeError
+from ortlaunch.base.cache import reason_others_can_write_or_empty
+from ortlaunch.base.errors import InputError, PlanError, RecipeError
+from ortlaunch.base.output import print_lines
 from ortlaunch.launch import LaunchRequest, load_backend
 from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
-from ortlaunch.launchers import launcher_row
-from ortlaunch.output import print_lines
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
@@ -31,6 +30,7 @@ from ortlaunch.run_folder.folder import (
     write_text_atomically,
 )
 from ortlaunch.run_folder.records import json_values_of_record
+from ortlaunch.tables.launchers import launcher_row
 
 
 def require_launcher_can_start_hosts(world: World, run: RunDir) -> None:

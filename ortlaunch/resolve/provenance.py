@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ortlaunch import machine
-from ortlaunch.json_types import Json
+from ortlaunch.base import machine
+from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.version import __version__

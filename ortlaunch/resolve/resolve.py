@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch import machine, start
-from ortlaunch.errors import RecipeError
+from ortlaunch.base import machine, module_start
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
 from ortlaunch.planning.make_plan import make_plan
@@ -28,7 +28,7 @@ from ortlaunch.recipe.rules.rules import (
 )
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.engine_report import Choice
-from ortlaunch.tasks import TASKS, Task
+from ortlaunch.tables.tasks import TASKS, Task
 from ortlaunch.user_modules import folders_with_factory_modules, unloadable_factory_problems
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
@@ -92,7 +92,7 @@ class ResolvedRun:
                 folders_with_factory_modules(self.recipe_file.recipe, self.command.modules_folder),
                 str(self.command.modules_folder),
             ),
-            worker_argv=start.module_command("ortlaunch.worker"),
+            worker_argv=module_start.module_command("ortlaunch.worker"),
         )
 
     def apply_overrides(self, *overrides: str) -> ResolvedRun:

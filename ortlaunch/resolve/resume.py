@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.errors import DamagedFile, InputError, PlanError
+from ortlaunch.base.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_leaf_paths_and_values
 from ortlaunch.resolve import provenance

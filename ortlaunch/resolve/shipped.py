@@ -14,7 +14,7 @@ import site
 import sys
 from pathlib import Path
 
-from ortlaunch.errors import InputError, RecipeError
+from ortlaunch.base.errors import InputError, RecipeError
 from ortlaunch.run_folder.folder import write_text_atomically
 
 # A module in a recipe: `module.py` or `module:function`.
@@ -119,7 +119,10 @@ def recipe_path_or_shipped_recipe(recipe_argument: Path) -> Path:
     if recipe_name in known_names:
         return shipped_recipe_path_or_refuse(recipe_name)
     # Imported on use: `ortlaunch constraints` has to run without dependencies.
-    from ortlaunch.recipe.text.words import closest_or_translated_name_or_none, word_likeness
+    from ortlaunch.recipe.text.closest_names import (
+        closest_or_translated_name_or_none,
+        word_likeness,
+    )
 
     # A bare file name is compared with the files beside it alone, below.
     closest_known = (

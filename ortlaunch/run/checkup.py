@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch import machine
-from ortlaunch.doctor import here, hosts
+from ortlaunch.base import machine
+from ortlaunch.base.errors import PlanError, RunError, first_message_line
+from ortlaunch.doctor import hosts, this_host
 from ortlaunch.doctor.finding import FAILED, Finding
 from ortlaunch.doctor.hosts import HostRequirements
-from ortlaunch.errors import PlanError, RunError, first_message_line
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.hosts import (
     filter_hosts_by_include_or_exclude,
@@ -23,7 +23,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
-from ortlaunch.tasks import BatchBytesRequest, run_task_and_capture_output
+from ortlaunch.tables.tasks import BatchBytesRequest, run_task_and_capture_output
 
 
 class CheckupOptions(NamedTuple):
@@ -95,11 +95,11 @@ def check_hosts_or_this_machine(
             else 0
         )
     except RunError as error:
-        data_findings = [Finding(here.THIS_HOST, "data", FAILED, first_message_line(error))]
+        data_findings = [Finding(this_host.THIS_HOST, "data", FAILED, first_message_line(error))]
     return data_findings + (
         hosts.probe_and_judge_all_hosts(requirements)
         if launch_options.hostfile
-        else here.check_this_host_and_recipe_packages(
+        else this_host.check_this_host_and_recipe_packages(
             requirements, chosen_recipe, resolved.world if resolved else None
         )
     )

@@ -10,17 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+from ortlaunch.base.output import ERASE, print_lines, terminal_width
+from ortlaunch.base.units import clock_duration
 from ortlaunch.diagnose.report import end_text_with_verdict_and_advice
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
-from ortlaunch.output import ERASE, print_lines, terminal_width
 from ortlaunch.resolve.prepare import write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
-from ortlaunch.run import choices, inside
+from ortlaunch.run import choices, rank_under_launcher
 from ortlaunch.run.elastic import check_hosts_and_shrink_elastic_run
-from ortlaunch.run.finished import append_command_to_continue_training
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
     create_run_folder_or_numbered_one,
@@ -31,9 +31,9 @@ from ortlaunch.run.preparation import (
     requested_or_proposed_run_folder,
     require_startable_and_plan_beginning,
 )
+from ortlaunch.run.run_completion import append_command_to_continue_training
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
-from ortlaunch.units import clock_duration
 
 
 def lock_folder_and_run_training(
@@ -69,7 +69,7 @@ def _prepare_start_and_report_training(
         lock.acquire_or_refuse(
             run,
             survives_exec=rank is not None,
-            living_holder_wait_seconds=inside.max_wait_seconds_for_requeued_job(),
+            living_holder_wait_seconds=rank_under_launcher.max_wait_seconds_for_requeued_job(),
         )
     ready_mark = ready_marker_path(run, rank) if rank is not None else None
     if rank is not None and ready_mark is not None:
@@ -78,7 +78,7 @@ def _prepare_start_and_report_training(
             return (
                 0
                 if nothing_to_train_text_with_command(resolved, run, resume_options)
-                else inside.wait_for_rank0_and_become_worker(ready_mark, run)
+                else rank_under_launcher.wait_for_rank0_and_become_worker(ready_mark, run)
             )
         # With the mark of an earlier launch, other ranks would start from that launch's files.
         ready_mark.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def _prepare_start_and_report_training(
         if must_claim_folder:
             run = create_run_folder_or_numbered_one(proposed_folder)
             ready_mark = ready_marker_path(run, rank)
-        return inside.prepare_folder_and_become_rank0_worker(
+        return rank_under_launcher.prepare_folder_and_become_rank0_worker(
             resolved, ready_mark, run, lock, beginning
         )
     if choices.is_engine_still_auto(resolved):

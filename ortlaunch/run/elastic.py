@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from ortlaunch.base.errors import LaunchError
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.doctor.finding import FAILED, Finding, failed_checks_error
 from ortlaunch.doctor.hosts import HostRequirements, probe_and_judge_all_hosts
-from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run.checkup import requirements_of_run_on_hosts
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import count_with_noun
 
 # A switch that is started again is back after some minutes.
 _HOSTS_SECONDS = 600.0

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from ortlaunch.cause import Cause, Failure
-from ortlaunch.errors import OrtlaunchError
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.errors import OrtlaunchError
+from ortlaunch.base.process import signals_to_handle
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
-from ortlaunch.other_runs import registry
-from ortlaunch.process import signals_to_handle
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.library_messages import match_cause_in_text
+from ortlaunch.started_runs import registry
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED_STATUSES = tuple(128 + number for number in (*_ENDING_SIGNALS, signal.SIGINT))

@@ -12,8 +12,9 @@ import signal
 from dataclasses import replace
 from typing import NamedTuple
 
-from ortlaunch.errors import LaunchError, PlanError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import LaunchError, PlanError
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import human_bytes
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch_plan import BatchPlan, Plan
@@ -22,7 +23,6 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
 from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.units import human_bytes
 
 # Share of the available memory that a trial may use; two steps do not show the highest usage.
 MEMORY_MARGIN = 0.9

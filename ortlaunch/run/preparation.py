@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ortlaunch import doctor
-from ortlaunch.errors import LaunchError, PlanError
+from ortlaunch.base.errors import LaunchError, PlanError
+from ortlaunch.base.process import read_process_stat_or_none
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.process import read_process_stat_or_none
 from ortlaunch.rank import Rank
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import (
@@ -25,11 +24,12 @@ from ortlaunch.resolve.prepare import (
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions, RunBeginning
 from ortlaunch.run import choices
-from ortlaunch.run.finished import (
+from ortlaunch.run.run_completion import (
     append_command_to_continue_training,
     nothing_to_train_text_if_readable,
 )
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.tables.launchers import LAUNCHERS
 
 
 def requested_or_proposed_run_folder(

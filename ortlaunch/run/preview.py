@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import ResolvedRun

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import signal
 
-from ortlaunch.cause import Cause, Failure
-from ortlaunch.units import shorten_to_one_line
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.units import shorten_to_one_line
 
 # Prefixes of the lines that a command prints at its end.
 COMMAND_PREFIX = "ortlaunch: "

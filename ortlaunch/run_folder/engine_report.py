@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ortlaunch.base.units import shorten_to_one_line
 from ortlaunch.run_folder.records import json_values_of_record
-from ortlaunch.units import shorten_to_one_line
 
 # Fields written as {} instead of null, so that readers can look keys up without a check.
 EMPTY = ("onnxruntime",)

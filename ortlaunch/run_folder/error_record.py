@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ortlaunch.cause import Cause, Failure
-from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json, value_fits_annotation
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.errors import DamagedFile
+from ortlaunch.base.json_types import Json, value_fits_annotation
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
 

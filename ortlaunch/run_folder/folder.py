@@ -15,8 +15,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import parse_json, read_regular
+from ortlaunch.base.errors import DamagedFile
+from ortlaunch.base.json_types import parse_json, read_regular
 
 # Files of a checkpoint: its list of files with checksums, and the mark that it is complete.
 MANIFEST = "manifest.json"

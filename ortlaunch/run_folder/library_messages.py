@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from ortlaunch.cause import Cause
+from ortlaunch.base.cause import Cause
 
 # The order matters: the first cause with a matching line wins.
 _CAUSES = (

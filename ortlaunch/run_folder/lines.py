@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.json_types import (
+from ortlaunch.base.json_types import (
     Json,
     open_regular_file_or_refuse,
     parse_json,

@@ -15,9 +15,9 @@ import os
 import stat
 import time
 
-from ortlaunch.errors import PlanError
-from ortlaunch.json_types import Json, parse_json
-from ortlaunch.process import Process, ids_of_processes_holding_flock
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.json_types import Json, parse_json
+from ortlaunch.base.process import Process, ids_of_processes_holding_flock
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 

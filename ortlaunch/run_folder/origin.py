@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.rules import resume_rules

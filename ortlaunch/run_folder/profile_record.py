@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ortlaunch.units import aligned_table_lines
+from ortlaunch.base.units import aligned_table_lines
 
 KINDS = ("operators", "reading", "copying", "communication", "waiting", "Python")
 COMPUTING, READING, COPYING, COMMUNICATION, WAITING, PYTHON = KINDS

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from ortlaunch.json_types import value_fits_annotation
+from ortlaunch.base.json_types import value_fits_annotation
 
 _T = TypeVar("_T")
 _TEXTS = "tuple[str, ...]"

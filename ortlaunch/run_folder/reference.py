@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator
 
 from ortlaunch import launch_plan
-from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder import (
     engine_report,
     error_record,
@@ -20,6 +19,7 @@ from ortlaunch.run_folder import (
     resume_record,
 )
 from ortlaunch.run_folder.folder import FILES
+from ortlaunch.tables.metrics import METRICS
 
 _HEAD = """\
 # The run folder, field by field

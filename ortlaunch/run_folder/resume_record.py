@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ortlaunch.errors import DamagedFile
+from ortlaunch.base.errors import DamagedFile
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record, record_from_json_values
 

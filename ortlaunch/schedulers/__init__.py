@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
-from ortlaunch.errors import LaunchError, MissingDependency
+from ortlaunch.base.errors import LaunchError, MissingDependency
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import count_with_noun
 
 
 class SchedulerEntry(NamedTuple):

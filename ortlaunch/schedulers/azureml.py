@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import (

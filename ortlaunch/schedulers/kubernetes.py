@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
 from ortlaunch.schedulers import (

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.errors import LaunchError, MissingDependency
+from ortlaunch.base.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, run_scheduler_command

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import MissingDependency
+from ortlaunch.base.errors import MissingDependency
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.sweep import Parameter
 from ortlaunch.search.folder import SweepDir

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule import Settings
 
 ADAMW_ORT_FUSED = "adamw_ort_fused"

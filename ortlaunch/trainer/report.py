@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
 
 REPORT_FILE = "ort_report.json"

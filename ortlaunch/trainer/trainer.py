@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArgum
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import TrainOutput
 
-from ortlaunch.errors import EngineError
-from ortlaunch.json_types import Json
-from ortlaunch.ortmodule import ORTModule, Settings, options, witness
+from ortlaunch.base.errors import EngineError
+from ortlaunch.base.json_types import Json
+from ortlaunch.ortmodule import ORTModule, Settings, options, pass_counters
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
 from ortlaunch.ortmodule.fp16_optimizer import fuse_gradient_norm_by_ort_or_own
@@ -94,7 +94,7 @@ class ORTTrainer(Trainer):
         """
         self._refuse_unsupported_parallelism()
         options.import_ortmodule_with_settings(self._ortmodule_settings())
-        witness.get_or_start_pass_counters().reset_pass_counters()
+        pass_counters.get_or_start_pass_counters().reset_pass_counters()
         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
         if self.is_world_process_zero():
             write_and_print_report(self.report(), self._get_output_dir(trial))

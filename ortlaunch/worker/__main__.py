@@ -1,4 +1,4 @@
-"""The process of one rank: `python ortlaunch/start.py ortlaunch.worker RUN_FOLDER`."""
+"""The process of one rank: `python ortlaunch/base/module_start.py ortlaunch.worker RUN_FOLDER`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.errors import FileError, InputError, LaunchError, escape_control_characters
-from ortlaunch.file_errors import reraise_own_file_errors_as_file_error
+from ortlaunch.base.errors import FileError, InputError, LaunchError, escape_control_characters
+from ortlaunch.base.file_errors import reraise_own_file_errors_as_file_error
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
@@ -23,9 +23,9 @@ from ortlaunch.worker.engine.garbage import (
     collect_freeze_and_restore_threshold,
     raise_garbage_threshold,
 )
-from ortlaunch.worker.process_group.meeting_port import require_free_rendezvous_port_on_rank_0
-from ortlaunch.worker.supervision.child import make_oom_killer_prefer_this_process
+from ortlaunch.worker.process_group.rendezvous_port import require_free_rendezvous_port_on_rank_0
 from ortlaunch.worker.supervision.progress import Progress
+from ortlaunch.worker.supervision.rank_process import make_oom_killer_prefer_this_process
 from ortlaunch.worker.supervision.rank_supervisor import fork_and_supervise_rank
 from ortlaunch.worker.supervision.stall_rules import MEETING
 from ortlaunch.worker.supervision.watchdog import Watchdog
@@ -101,13 +101,15 @@ def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
 
     from ortlaunch.worker import tasks
     from ortlaunch.worker.data import LoadedData
-    from ortlaunch.worker.data.own import import_user_function, seed_all_random_generators
+    from ortlaunch.worker.data.user_data import import_user_function, seed_all_random_generators
     from ortlaunch.worker.data.vocabulary import vocabulary_of_start_checkpoint
     from ortlaunch.worker.data_audit import require_no_severe_findings
     from ortlaunch.worker.model.matmul_precision import use_matmul_precision
     from ortlaunch.worker.model.model import build_transformers_config
     from ortlaunch.worker.process_group import distributed
-    from ortlaunch.worker.process_group.meeting import connect_supervisors_and_count_collectives
+    from ortlaunch.worker.process_group.heartbeat_exchange import (
+        connect_supervisors_and_count_collectives,
+    )
     from ortlaunch.worker.session import load_data_and_build_session
 
     # The user's modules may draw random numbers while they are imported.

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import HeldOut, is_written_by_chat_template
 from ortlaunch.worker.data import ChatSamples, LabelledTexts, LoadedData, UserSamples
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.media.samples import LabelledImages, Recordings
 from ortlaunch.worker.data.mixture import indices_of_readable_samples, streamed_sources_of_samples
-from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.process_memory import cache_process_memory_if_writable
 from ortlaunch.recipe import Recipe
@@ -37,11 +37,11 @@ from ortlaunch.worker.data.vocabulary import (
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
-from ortlaunch.worker.length import resolve_max_steps_and_write_length
 from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
 from ortlaunch.worker.model.model import LossModule, build_loss_module
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.run_length import resolve_max_steps_and_write_length
 from ortlaunch.worker.supervision.gpus import export_phase_name
 from ortlaunch.worker.supervision.progress import Progress
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ortlaunch.bench import report
-from ortlaunch.bench.turns import VariantJob
+from ortlaunch.bench.variant_job import VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant_or_record_refusal
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 from tests.control.typed import ortlaunch
 
 __all__ = ["ortlaunch"]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.other_tools import ImportedRecipe
+from ortlaunch.importers import ImportedRecipe
 
 
 def config(folder: Path, **keys: Any) -> Path:

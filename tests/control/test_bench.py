@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import machine
+from ortlaunch.base import machine
+from ortlaunch.base.errors import InputError, MissingDependency
 from ortlaunch.bench import command, measure, picture, report
 from ortlaunch.bench.measure import MeasurementLength
 from ortlaunch.bench.variants import (
@@ -23,7 +24,6 @@ from ortlaunch.bench.variants import (
     split_at_commas_outside_brackets,
     variants_of_engines_and_varied_keys,
 )
-from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.recipe.fields.engine import Engine
 from tests.control.benches import player, resolved, rows
 from tests.makers import BERT, WORDS

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.cache import (
+from ortlaunch.base.cache import (
     cache_root_without_creating,
     create_private_cache_folder,
     reason_files_differ_from_checksum_record,
     write_checksum_record_and_protect_files,
 )
-from ortlaunch.errors import FileError
+from ortlaunch.base.errors import FileError
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.cause import Cause, Failure
+from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.run_folder.cause_text import (
     advice_for_failure,
     command_end_sentence,
@@ -32,7 +32,7 @@ OF_OTHERS = (
     PACKAGE / "launch" / "mpi.py",
 )
 # Packages that find out how a run ended.
-READERS = ("diagnose", "run", "other_runs", "run_folder", "launch", "bench", "commands", "report", "schedulers",
+READERS = ("diagnose", "run", "started_runs", "run_folder", "launch", "bench", "commands", "report", "schedulers",
            "worker/supervision")  # fmt: skip
 # Methods that look for their first argument in a text; functions of re have a pattern there.
 _METHODS = (

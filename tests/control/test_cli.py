@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import __version__, doctor, machine, start
+from ortlaunch import __version__, doctor
+from ortlaunch.base import machine, module_start
+from ortlaunch.base.errors import RunError
 from ortlaunch.cli import _print_error
-from ortlaunch.errors import RunError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.manual.reference import recipe_manual_page_markdown
@@ -201,7 +202,7 @@ def test_plan(ortlaunch: Run) -> None:
     assert any(line.startswith("memory: ") for line in lines)
     assert "micro_size: auto" not in ended.out
     assert lines[-1].startswith("command: OMP_NUM_THREADS=1 ")
-    assert lines[-1].endswith(f"{start.__file__} ortlaunch.worker runs/bert-TIME")
+    assert lines[-1].endswith(f"{module_start.__file__} ortlaunch.worker runs/bert-TIME")
     assert not Path("runs").exists()
 
 
@@ -318,7 +319,7 @@ def test_ten_thousand_hosts(ortlaunch: Run) -> None:
 def test_dry_run(ortlaunch: Run) -> None:
     """A dry run prints only the command on stdout, the plan on stderr, and writes nothing."""
     ended = ortlaunch("train", "good.yaml", "--dry-run", "--run-dir", "here")
-    assert ended[:2] == (0, f"{sys.executable} {start.__file__} ortlaunch.worker here\n")
+    assert ended[:2] == (0, f"{sys.executable} {module_start.__file__} ortlaunch.worker here\n")
     assert "1 rank" in ended.err
     assert not Path("here").exists()
 
@@ -459,7 +460,9 @@ def test_setup_builds_in_a_process_of_its_own(
 
     monkeypatch.setattr(subprocess, "run", run)
     assert ortlaunch("setup") == Ended(status, "", "")
-    assert sent == [[sys.executable, start.__file__, "ortlaunch.ortmodule.build.extensions"]]
+    assert sent == [
+        [sys.executable, module_start.__file__, "ortlaunch.ortmodule.native.extensions"]
+    ]
     assert doctor.build_ort_extensions() == status
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.cause import Cause, Failure
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.units import shorten_to_one_line
 from ortlaunch.cli import app
 from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose import memory as diagnose_memory
 from ortlaunch.diagnose.report import diagnose_run, end_text_with_verdict_and_advice
-from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd, first_error_record
 from ortlaunch.launch.record import JobRecord
@@ -29,7 +30,6 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.units import shorten_to_one_line
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import machine
+from ortlaunch.base import machine
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.bench.measure import resolve_variants_or_refuse_all
-from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from tests.gpu import functions, smoke, verdicts

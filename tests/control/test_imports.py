@@ -22,142 +22,390 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # The ground floor: modules that both sides and every package may import.
-GROUND = {"version", "cause", "errors", "json_types", "rank", "process", "machine", "units", "launchers",
-          "evaluation_metrics", "model_tasks", "optimizers", "precisions", "start", "tasks",
-          "die_with_parent"}  # fmt: skip
+GROUND = {
+    "version",
+    "base.cause",
+    "base.errors",
+    "base.json_types",
+    "rank",
+    "base.process",
+    "base.machine",
+    "base.units",
+    "tables.launchers",
+    "tables.metrics",
+    "tables.model_tasks",
+    "tables.families",
+    "tables.optimizers",
+    "tables.precisions",
+    "base.module_start",
+    "tables.tasks",
+    "base.die_with_parent",
+}
 # Modules that the worker may import beside itself and ortmodule: the ground floor, and the modules
 # that both sides use.
-SHARED = {*GROUND, "cache", "file_errors", "user_modules", "launch_plan", "recipe", "run_folder",
-          "planning.loss_chunks", "planning.memory", "planning.prediction", "planning.process_memory",
-          "ortmodule.build.extensions"}  # fmt: skip
-CONTROL = {"output", "planning", "launch", "schedulers", "resolve", "bench", "doctor", "diagnose", "report",
-           "other_tools", "run", "other_runs", "commands", "search"}  # fmt: skip
+SHARED = {
+    *GROUND,
+    "base.cache",
+    "base.file_errors",
+    "user_modules",
+    "launch_plan",
+    "recipe",
+    "run_folder",
+    "planning.loss_chunks",
+    "planning.memory",
+    "planning.prediction",
+    "planning.process_memory",
+    "ortmodule.native.extensions",
+}
+CONTROL = {
+    "base.output",
+    "planning",
+    "launch",
+    "schedulers",
+    "resolve",
+    "bench",
+    "doctor",
+    "diagnose",
+    "report",
+    "importers",
+    "run",
+    "started_runs",
+    "commands",
+    "search",
+}
 # The imports allowed to a module or package: names in ortlaunch, then third-party packages.
 # For a module, the line with the longest matching name counts.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
-    "__init__": ({"version", "api", "diagnose", "launch_plan", "other_runs", "planning", "recipe", "resolve",
-                  "search"}, set()),
+    "__init__": (
+        {
+            "version",
+            "api",
+            "diagnose",
+            "launch_plan",
+            "started_runs",
+            "planning",
+            "recipe",
+            "resolve",
+            "search",
+        },
+        set(),
+    ),
     "version": (set(), set()),
-
     "__main__": ({"cli"}, set()),
-    "cause": (set(), set()),
-    "errors": ({"cause"}, set()),
-    "json_types": ({"errors"}, set()),
-    "rank": ({"errors"}, set()),
-    "cache": ({"errors", "json_types", "run_folder"}, set()),
-    "file_errors": ({"errors", "cache"}, set()),
-    "output": ({"errors", "units"}, set()),
-    "machine": ({"process", "json_types"}, set()),
-    "start": (set(), set()),
-    "process": (set(), set()),
-    "die_with_parent": (set(), set()),
-    "units": (set(), set()),
-    "launchers": (set(), set()),
-    "evaluation_metrics": (set(), set()),
-    "model_tasks": (set(), set()),
-    "optimizers": (set(), set()),
-    "precisions": (set(), set()),
-    "tasks": ({"start", "errors"}, set()),
-    "user_modules": ({"errors", "recipe"}, set()),
-    "launch_plan": ({"errors", "json_types", "rank", "launchers", "tasks"}, set()),
+    "base.cause": (set(), set()),
+    "base.errors": ({"base.cause"}, set()),
+    "base.json_types": ({"base.errors"}, set()),
+    "rank": ({"base.errors"}, set()),
+    "base.cache": ({"base.errors", "base.json_types", "run_folder"}, set()),
+    "base.file_errors": ({"base.errors", "base.cache"}, set()),
+    "base.output": ({"base.errors", "base.units"}, set()),
+    "base.machine": ({"base.process", "base.json_types"}, set()),
+    "base.module_start": (set(), set()),
+    "base.process": (set(), set()),
+    "base.die_with_parent": (set(), set()),
+    "base.units": (set(), set()),
+    "tables.launchers": (set(), set()),
+    "tables.metrics": (set(), set()),
+    "tables.model_tasks": (set(), set()),
+    "tables.optimizers": (set(), set()),
+    "tables.precisions": (set(), set()),
+    "tables.families": (set(), set()),
+    "tables.tasks": ({"base.module_start", "base.errors"}, set()),
+    "user_modules": ({"base.errors", "recipe"}, set()),
+    "launch_plan": (
+        {"base.errors", "base.json_types", "rank", "tables.launchers", "tables.tasks"},
+        set(),
+    ),
     "recipe": (
-        {"errors", "json_types", "recipe", "units", "launchers", "evaluation_metrics", "model_tasks",
-         "optimizers", "precisions", "tasks"},
+        {
+            "base.errors",
+            "base.json_types",
+            "recipe",
+            "base.units",
+            "tables.launchers",
+            "tables.metrics",
+            "tables.model_tasks",
+            "tables.families",
+            "tables.optimizers",
+            "tables.precisions",
+            "tables.tasks",
+        },
         {"pydantic", "pydantic_core", "yaml"},
     ),
     "run_folder": ({*GROUND, "launch_plan", "recipe", "run_folder"}, set()),
-    "run_folder.records": ({"json_types"}, set()),
+    "run_folder.records": ({"base.json_types"}, set()),
     "run_folder.export_records": (set(), set()),
     "run_folder.device_folder": (set(), set()),
     "planning": ({*GROUND, "recipe", "launch_plan", "planning"}, set()),
     "planning.memory": (
-        {"recipe", "json_types", "launch_plan", "planning.activations", "planning.loss_chunks", "planning.model_sizes",
-         "planning.startup"}, set()
+        {
+            "recipe",
+            "tables.families",
+            "base.json_types",
+            "launch_plan",
+            "planning.activations",
+            "planning.loss_chunks",
+            "planning.model_sizes",
+            "planning.startup",
+        },
+        set(),
     ),
-    "planning.prediction": (
-        {*GROUND, "cache", "recipe", "launch_plan", "run_folder"}, set()
+    "planning.prediction": ({*GROUND, "base.cache", "recipe", "launch_plan", "run_folder"}, set()),
+    "planning.process_memory": (
+        {"base.cache", "base.errors", "base.json_types", "launch_plan", "recipe", "run_folder"},
+        set(),
     ),
-    "planning.process_memory": ({"cache", "errors", "json_types", "launch_plan", "recipe", "run_folder"}, set()),
     "planning.startup": ({"recipe", "launch_plan"}, set()),
-    "planning.model_sizes": ({"json_types", "model_tasks", "recipe"}, set()),
-    "planning.activations": ({"recipe", "json_types", "machine", "planning.loss_chunks"}, set()),
+    "planning.model_sizes": (
+        {"base.json_types", "tables.model_tasks", "tables.families", "recipe"},
+        set(),
+    ),
+    "planning.activations": (
+        {"tables.families", "recipe", "base.json_types", "base.machine", "planning.loss_chunks"},
+        set(),
+    ),
     "planning.loss_chunks": ({"recipe"}, set()),
     "launch": ({*GROUND, "launch_plan", "run_folder", "launch"}, set()),
-    "schedulers": ({*GROUND, "launch_plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # manifests are YAML
-    "resolve": ({*GROUND, "cache", "output", "user_modules", "recipe", "launch_plan", "planning", "launch",
-                 "run_folder", "resolve"}, set()),
+    "schedulers": (
+        {*GROUND, "launch_plan", "run_folder", "launch", "schedulers"},
+        {"yaml"},
+    ),  # manifests are YAML
+    "resolve": (
+        {
+            *GROUND,
+            "base.cache",
+            "base.output",
+            "user_modules",
+            "recipe",
+            "launch_plan",
+            "planning",
+            "launch",
+            "run_folder",
+            "resolve",
+        },
+        set(),
+    ),
     "doctor": (
-        {*GROUND, "cache", "recipe", "launch_plan", "planning", "launch", "doctor", "ortmodule.build.extensions",
-         "ortmodule.build.cuda_libraries"},
+        {
+            *GROUND,
+            "base.cache",
+            "recipe",
+            "launch_plan",
+            "planning",
+            "launch",
+            "doctor",
+            "ortmodule.native.extensions",
+            "ortmodule.native.cuda_libraries",
+        },
         set(),
     ),
     # The source of this module is sent to the hosts: it imports json_types for type checkers only.
-    "doctor.probe": ({"json_types"}, set()),
+    "doctor.probe": ({"base.json_types"}, set()),
     "doctor.schema": ({"doctor"}, {"pydantic"}),
     "bench": (
-        {*GROUND, "cache", "ortmodule.build.extensions", "recipe", "launch_plan", "launch", "doctor",
-         "run_folder", "resolve", "bench"},
+        {
+            *GROUND,
+            "base.cache",
+            "ortmodule.native.extensions",
+            "recipe",
+            "launch_plan",
+            "launch",
+            "doctor",
+            "run_folder",
+            "resolve",
+            "bench",
+        },
         {"matplotlib"},
     ),
-    "other_runs": (
-        {*GROUND, "cache", "user_modules", "recipe", "launch_plan", "launch", "schedulers", "run_folder", "other_runs",
-         "search"},
+    "started_runs": (
+        {
+            *GROUND,
+            "base.cache",
+            "user_modules",
+            "recipe",
+            "launch_plan",
+            "launch",
+            "schedulers",
+            "run_folder",
+            "started_runs",
+            "search",
+        },
         set(),
     ),
-    "diagnose": ({*GROUND, "recipe", "launch_plan", "planning", "run_folder", "launch", "other_runs",
-                  "diagnose"}, set()),
+    "diagnose": (
+        {
+            *GROUND,
+            "recipe",
+            "launch_plan",
+            "planning",
+            "run_folder",
+            "launch",
+            "started_runs",
+            "diagnose",
+        },
+        set(),
+    ),
     "run": (
-        {*GROUND, "cache", "user_modules", "output", "recipe", "launch_plan", "planning", "launch", "schedulers",
-         "bench", "doctor", "diagnose", "run_folder", "resolve", "other_runs", "run"},
+        {
+            *GROUND,
+            "base.cache",
+            "user_modules",
+            "base.output",
+            "recipe",
+            "launch_plan",
+            "planning",
+            "launch",
+            "schedulers",
+            "bench",
+            "doctor",
+            "diagnose",
+            "run_folder",
+            "resolve",
+            "started_runs",
+            "run",
+        },
         set(),
     ),
     "commands": (
-        {*GROUND, "cache", "user_modules", "recipe", "launch_plan", "planning", "launch", "schedulers", "doctor",
-         "run_folder", "resolve", "run", "other_runs", "commands"},
+        {
+            *GROUND,
+            "base.cache",
+            "user_modules",
+            "recipe",
+            "launch_plan",
+            "planning",
+            "launch",
+            "schedulers",
+            "doctor",
+            "run_folder",
+            "resolve",
+            "run",
+            "started_runs",
+            "commands",
+        },
         set(),
     ),
-    "search": ({"errors", "recipe", "run_folder", "search"}, set()),
-    "search.study": ({"errors", "recipe", "search"}, {"optuna"}),  # the only module that imports it
-    "other_tools": ({"errors", "json_types", "recipe", "evaluation_metrics", "model_tasks", "other_tools"}, set()),
-    "report": ({*GROUND, "recipe", "run_folder", "other_runs", "search", "report"}, {"yaml", "jinja2", "markupsafe"}),
-    "api": ({*SHARED, *CONTROL, "api"} - {"output", "ortmodule.build.extensions"}, {"tqdm", "pandas"}),
+    "search": ({"base.errors", "recipe", "run_folder", "search"}, set()),
+    "search.study": (
+        {"base.errors", "recipe", "search"},
+        {"optuna"},
+    ),  # the only module that imports it
+    "importers": (
+        {
+            "base.errors",
+            "base.json_types",
+            "recipe",
+            "tables.metrics",
+            "tables.model_tasks",
+            "importers",
+        },
+        set(),
+    ),
+    "report": (
+        {*GROUND, "recipe", "run_folder", "started_runs", "search", "report"},
+        {"yaml", "jinja2", "markupsafe"},
+    ),
+    "api": (
+        {*SHARED, *CONTROL, "api"} - {"base.output", "ortmodule.native.extensions"},
+        {"tqdm", "pandas"},
+    ),
     "api.protocols": (set(), {"torch"}),  # for type checkers alone
-    "cli": ({"__init__", "api", "errors", "file_errors", "output", "units", "version", "launchers", "cli"}, {"typer"}),
-    # Verbs of the shell alone, which the API does not have.
-    "cli.options": ({"errors", "launchers", "planning", "resolve"}, {"typer"}),
-    "cli.hints": ({"errors", "recipe", "cli"}, {"typer"}),
-    "cli.cluster.doctor": ({"doctor", "run", "cli"}, {"typer"}),
-    "cli.cluster.ranks": ({"errors", "rank"}, {"typer"}),
-    "cli.cluster.selftest": ({"commands", "doctor", "process", "cli"}, {"typer"}),
-    "cli.results.device": ({"errors", "commands", "tasks", "cli"}, {"typer"}),
-    "cli.setup": (
-        {"__init__", "errors", "doctor", "other_tools", "output", "recipe", "resolve", "run_folder", "units", "cli"},
+    "cli": (
+        {
+            "__init__",
+            "api",
+            "base.errors",
+            "base.file_errors",
+            "base.output",
+            "base.units",
+            "version",
+            "tables.launchers",
+            "cli",
+        },
         {"typer"},
     ),
-    "cli.training.bench": ({"output", "bench", "resolve", "cli"}, {"typer"}),
+    # Verbs of the shell alone, which the API does not have.
+    "cli.options": ({"base.errors", "tables.launchers", "planning", "resolve"}, {"typer"}),
+    "cli.hints": ({"base.errors", "recipe", "cli"}, {"typer"}),
+    "cli.cluster.doctor": ({"doctor", "run", "cli"}, {"typer"}),
+    "cli.cluster.ranks": ({"base.errors", "rank"}, {"typer"}),
+    "cli.cluster.selftest": ({"commands", "doctor", "base.process", "cli"}, {"typer"}),
+    "cli.results.device": ({"base.errors", "commands", "tables.tasks", "cli"}, {"typer"}),
+    "cli.setup": (
+        {
+            "__init__",
+            "base.errors",
+            "doctor",
+            "importers",
+            "base.output",
+            "recipe",
+            "resolve",
+            "run_folder",
+            "base.units",
+            "cli",
+        },
+        {"typer"},
+    ),
+    "cli.training.bench": ({"base.output", "bench", "resolve", "cli"}, {"typer"}),
     "cli.training.data": ({"__init__", "commands", "cli"}, {"typer"}),
-    "ortmodule": ({"errors", "json_types", "cache", "machine", "ortmodule"}, ANY),
+    "ortmodule": (
+        {"base.errors", "base.json_types", "base.cache", "base.machine", "ortmodule"},
+        ANY,
+    ),
     # Importing any part of the package runs its __init__; the control side uses the build modules.
     # Both must stay light.
     "ortmodule.__init__": ({"ortmodule"}, set()),
-    "ortmodule.base.settings": ({"errors"}, set()),
-    "ortmodule.build.extensions": (
-        {"errors", "cache", "machine", "ortmodule.build.cuda_libraries", "ortmodule.build.extension_sources"},
+    "ortmodule.base.settings": ({"base.errors"}, set()),
+    "ortmodule.native.extensions": (
+        {
+            "base.errors",
+            "base.cache",
+            "base.machine",
+            "ortmodule.native.cuda_libraries",
+            "ortmodule.native.extension_sources",
+        },
         {"filelock"},
     ),
-    "ortmodule.build.extension_sources": (set(), set()),
-    "ortmodule.build.cuda_libraries": ({"start"}, {"numpy", "onnx", "onnxruntime"}),
-    "trainer": ({"errors", "json_types", "ortmodule", "trainer"}, {"onnxruntime", "torch", "transformers"}),
+    "ortmodule.native.extension_sources": (set(), set()),
+    "ortmodule.native.cuda_libraries": ({"base.module_start"}, {"numpy", "onnx", "onnxruntime"}),
+    "trainer": (
+        {"base.errors", "base.json_types", "ortmodule", "trainer"},
+        {"onnxruntime", "torch", "transformers"},
+    ),
     "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
-}  # fmt: skip
+}
 # Layers (sub-packages) of a package, low to high: a module imports from its own layer and lower
 # ones. Modules directly in the package are above all layers, except those that are named here.
 FLOORS = {
     "recipe": ("text", "fields", "rules", "hints", "manual"),
-    "ortmodule": ("build", "base", "deepspeed", "tracing", "torch_in_graph", "state", "graph_repairs"),
-    "worker": ("supervision", "process_group", "data", "data_audit", "model", "deepspeed", "engine", "checkpoint",
-               "onnx", "length", "session", "evaluation", "device", "export", "training", "tasks"),
-}  # fmt: skip
+    "ortmodule": (
+        "native",
+        "base",
+        "deepspeed",
+        "tracing",
+        "torch_in_graph",
+        "state",
+        "graph_repairs",
+    ),
+    "worker": (
+        "supervision",
+        "process_group",
+        "data",
+        "data_audit",
+        "model",
+        "deepspeed",
+        "engine",
+        "checkpoint",
+        "onnx",
+        "run_length",
+        "session",
+        "evaluation",
+        "device",
+        "export",
+        "training",
+        "tasks",
+    ),
+}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
@@ -197,8 +445,10 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
             module = ".".join((*above, *([node.module] if node.module else [])))
             # `from ortlaunch import launch_plan` imports a module;
             # `from ortlaunch import __version__` imports the package.
-            yield from (f"{module}.{name}" if is_module(f"{module}.{name}") else module
-                        for name in (alias.name for alias in node.names))  # fmt: skip
+            yield from (
+                f"{module}.{name}" if is_module(f"{module}.{name}") else module
+                for name in (alias.name for alias in node.names)
+            )
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
@@ -326,9 +576,9 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("errors.py", "from ortlaunch import rank"),
+        ("base/errors.py", "from ortlaunch import rank"),
         ("rank.py", "import ortlaunch.launch_plan"),
-        ("machine.py", "from ortlaunch.errors import PlanError"),
+        ("base.machine.py", "from ortlaunch.base.errors import PlanError"),
         ("launch_plan.py", "from ortlaunch.recipe import Recipe"),
         ("launch_plan.py", "import pydantic"),
         ("recipe/rules/rules.py", "from ortlaunch.launch_plan import Plan"),
@@ -346,11 +596,14 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
         ("run_folder/lock.py", "from ortlaunch.run.control import lock_folder_and_run_training"),
         ("resolve/resolve.py", "from ortlaunch.bench import auto"),
         ("resolve/resolve.py", "from ortlaunch import doctor"),
-        ("other_runs/status.py", "from ortlaunch.resolve import resume"),
-        ("other_runs/status.py", "def f():\n    importlib.import_module('ortlaunch.run.control')"),
+        ("started_runs/status.py", "from ortlaunch.resolve import resume"),
+        (
+            "started_runs/status.py",
+            "def f():\n    importlib.import_module('ortlaunch.run.control')",
+        ),
         ("run/control.py", "from ortlaunch.cli import main"),
         ("run/control.py", "from ortlaunch.worker.tasks import train"),
-        ("bench/turns.py", "from ortlaunch.run import control"),
+        ("bench/variant_job.py", "from ortlaunch.run import control"),
         (
             "bench/auto.py",
             "from ortlaunch.run.micro_size import search_and_record_largest_micro_size",
@@ -382,15 +635,15 @@ def test_a_planted_import_is_found(module: str, source: str) -> None:
             {"resolve.prepare", "resolve.resolve"},
         ),
         (
-            "bench/turns.py",
+            "bench/variant_job.py",
             "def f():\n    from ortlaunch.run import control",
-            {"bench.turns", "run.control"},
+            {"bench.variant_job", "run.control"},
         ),
         ("launch_plan.py", "from .launch import failure", {"launch.failure", "launch_plan"}),
         (
-            "errors.py",
+            "base/errors.py",
             "if typing.TYPE_CHECKING:\n    from ortlaunch import rank",
-            {"errors", "rank"},
+            {"base.errors", "rank"},
         ),
         (
             "ortmodule/tracing/symbolics.py",

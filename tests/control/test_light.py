@@ -10,16 +10,46 @@ from typing import Any
 
 from tests.makers import CUSTOM, OWN_MODULE
 
-HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
-         "matplotlib"}  # fmt: skip
+HEAVY = {
+    "torch",
+    "onnxruntime",
+    "deepspeed",
+    "transformers",
+    "mpi4py",
+    "numpy",
+    "datasets",
+    "tokenizers",
+    "peft",
+    "matplotlib",
+}
 # Reading hosts, ranks and run folders needs only the standard library.
-LOWEST = ("ortlaunch.errors", "ortlaunch.rank", "ortlaunch.launch_plan", "ortlaunch.cache", "ortlaunch.start",
-          "ortlaunch.run_folder.folder", "ortlaunch.run_folder.engine_report", "ortlaunch.planning.hosts",
-          "ortlaunch.ortmodule.build.extensions", "ortlaunch.worker.supervision.rank_supervisor")  # fmt: skip
-CONTROL_SIDE = ("ortlaunch.cli", "ortlaunch.run.control", "ortlaunch.launch_plan", "ortlaunch.launch.mpi",
-                "ortlaunch.launch.local", "ortlaunch.launch.torchrun", "ortlaunch.launch.node",
-                "ortlaunch.schedulers.slurm", "ortlaunch.schedulers.kubernetes", "ortlaunch.schedulers.azureml",
-                "ortlaunch.ortmodule.build.extensions", "ortlaunch.bench.command", "ortlaunch.bench.auto")  # fmt: skip
+LOWEST = (
+    "ortlaunch.base.errors",
+    "ortlaunch.rank",
+    "ortlaunch.launch_plan",
+    "ortlaunch.base.cache",
+    "ortlaunch.base.module_start",
+    "ortlaunch.run_folder.folder",
+    "ortlaunch.run_folder.engine_report",
+    "ortlaunch.planning.hosts",
+    "ortlaunch.ortmodule.native.extensions",
+    "ortlaunch.worker.supervision.rank_supervisor",
+)
+CONTROL_SIDE = (
+    "ortlaunch.cli",
+    "ortlaunch.run.control",
+    "ortlaunch.launch_plan",
+    "ortlaunch.launch.mpi",
+    "ortlaunch.launch.local",
+    "ortlaunch.launch.torchrun",
+    "ortlaunch.launch.node",
+    "ortlaunch.schedulers.slurm",
+    "ortlaunch.schedulers.kubernetes",
+    "ortlaunch.schedulers.azureml",
+    "ortlaunch.ortmodule.native.extensions",
+    "ortlaunch.bench.command",
+    "ortlaunch.bench.auto",
+)
 ANSWERS = (
     "--help",
     "--version",

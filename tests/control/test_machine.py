@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 from tests.kernel_files import GiB, KernelFiles
 
 # memory.oom_control of control groups version 1, and memory.events of version 2.

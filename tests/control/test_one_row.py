@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from ortlaunch.launch import LaunchRequest
 from ortlaunch.launch_plan import Plan
-from ortlaunch.launchers import LAUNCHERS, Launcher
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.world import LaunchOptions, resolve_hosts_launcher_and_device
 from ortlaunch.resolve.prepare import launch_request, require_launcher_can_start_hosts
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.tables.launchers import LAUNCHERS, Launcher
 from tests.makers import host, plan, recipe
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.process import (
+from ortlaunch.base.process import (
     Process,
     all_processes,
     iterate_process_and_descendant_ids,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ortlaunch.errors import RankError
+from ortlaunch.base.errors import RankError
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from tests.control.environments import (
     DEEPSPEED,

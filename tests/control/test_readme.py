@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-# They take half a minute or more. tests/ortmodule/build/test_extensions.py,
+# They take half a minute or more. tests/ortmodule/native/test_extensions.py,
 # tests/launch/test_bench.py and tests/worker/engine/test_prediction.py run them.
 NOT_RUN = ("setup", "bench")
 NOT_MEASURED = "--predict"

@@ -10,15 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ortlaunch.cause import Cause, Failure
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.errors import InputError
 from ortlaunch.diagnose.report import diagnose_run
-from ortlaunch.errors import InputError
-from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
-from ortlaunch.other_runs.runs_table import runs_table_text
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.report import write_report_page
 from ortlaunch.report.curves import axis_label, extremes_of_point_buckets, round_axis_tick_values
@@ -32,6 +29,9 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.run_folder.profile_record import Profile
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.search.parallel import Axis, Picture, TrialLine
+from ortlaunch.started_runs.runs_table import runs_table_text
+from ortlaunch.started_runs.status import read_status
+from ortlaunch.tables.metrics import METRICS
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
 
 # Would end a table cell and run a script if it were not escaped.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch import start
+from ortlaunch.base import module_start
 
 MODULE = "import json, sys\nprint(json.dumps([__name__, sys.argv, sys.path]))\n"
 
@@ -21,7 +21,7 @@ def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
     (installed / "mine.py").write_text(MODULE)
     # A module of the current folder that would hide the standard one, and end the process.
     (tmp_path / "json.py").write_text("raise SystemExit(77)")
-    command = [*start.module_command("mine"), "one", "--two"]
+    command = [*module_start.module_command("mine"), "one", "--two"]
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     result = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
@@ -29,12 +29,12 @@ def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
     name, argv, path = json.loads(result.stdout)
     assert (name, argv) == ("__main__", [str(installed / "mine.py"), "one", "--two"])
     assert path[0] == str(installed)
-    assert {"", ".", str(tmp_path), str(Path(start.__file__).parent)} & set(path) == set()
+    assert {"", ".", str(tmp_path), str(Path(module_start.__file__).parent)} & set(path) == set()
 
 
 LETTERS = """
 import sys
-from ortlaunch.output import wrap_standard_streams_within_block
+from ortlaunch.base.output import wrap_standard_streams_within_block
 print("größer")
 sys.stdout.flush()
 sys.stdout.reconfigure(errors="strict")
@@ -51,7 +51,7 @@ def test_letters_that_the_terminal_lacks(encoding: str, tmp_path: Path) -> None:
     (tmp_path / "letters.py").write_text(LETTERS, encoding="utf-8")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": encoding}
     done = subprocess.run(
-        start.module_command("letters"), env=environ, capture_output=True, check=False
+        module_start.module_command("letters"), env=environ, capture_output=True, check=False
     )
     expected = "größer\n日本\n".encode(encoding, "backslashreplace")
     assert (done.stdout, done.returncode) == (expected, 0), done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
 from tests.makers import bert, recipe
 

@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 
-from ortlaunch.process import living_descendant_pids, read_process_stat_or_none
+from ortlaunch.base.process import living_descendant_pids, read_process_stat_or_none
 from ortlaunch.run_folder.folder import RunDir
 from tests.e2e import forked
 

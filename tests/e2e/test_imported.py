@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.other_tools import convert_config_to_recipe
+from ortlaunch.importers import convert_config_to_recipe
 from tests.e2e.runs import EAGER, SMALL, Train, ended_well
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]

@@ -14,8 +14,8 @@ import transformers
 from PIL import Image
 
 from ortlaunch.recipe import Recipe, load_recipe
-from ortlaunch.recipe.fields.families import DECODERS
 from ortlaunch.resolve import shipped
+from ortlaunch.tables.families import DECODERS
 from tests.ort import needs_ort
 from tests.training import records, run_here
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from tests.e2e.runs import COMMAND, TWO_RANKS, environment, merged
 from tests.ort import needs_ort
 

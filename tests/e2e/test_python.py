@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import ortlaunch
-from ortlaunch.errors import RunError
+from ortlaunch.base.errors import RunError
 from ortlaunch.launch import JobState
 from ortlaunch.run_folder.folder import RunDir
 from tests.e2e.runs import EAGER, SLOW, TOY, environment, merged, reach

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import EvaluationLine, MetricsLine
+from ortlaunch.tables.metrics import METRICS
 from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT
 from tests.e2e.runs import (
     BERT,

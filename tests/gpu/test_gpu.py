@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.units import human_bytes
+from ortlaunch.base.units import human_bytes
 from tests.gpu.cases import (
     FOLDER,
     PARTS,

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from ortlaunch import start
+from ortlaunch.base import module_start
 from ortlaunch.rank import LAUNCHER_VARIABLE, Rank
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.supervision.requests import RankRequest, RankRequests
@@ -102,9 +102,9 @@ def _be_a_rank() -> int:
 def _be_the_command() -> None:
     from ortlaunch.cli import main
 
-    real = start.module_command
+    real = module_start.module_command
     # Only the worker is replaced: launchers and their helpers stay the real ones.
-    start.module_command = lambda module, *more: (
+    module_start.module_command = lambda module, *more: (
         (sys.executable, __file__, "rank") if module == "ortlaunch.worker" else real(module, *more)
     )
     main()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.cache import cache_root_without_creating
+from ortlaunch.base.cache import cache_root_without_creating
 from ortlaunch.rank import EXIT_SAVED
 from tests.launch.tiny import ORTLAUNCH, noting_opens, opened, ortlaunch, processes_of
 from tests.makers import CUSTOM

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
+from ortlaunch.base.process import read_process_stat_or_none
 from ortlaunch.launch import JobState, LaunchLimits, LaunchRequest, processes
-from ortlaunch.process import read_process_stat_or_none
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch import start
+from ortlaunch.base import module_start
 
 pytestmark = pytest.mark.timeout(60)
 # Each host takes one open file of the command: its agent's standard input.
@@ -30,7 +30,7 @@ def test_a_limit_of_open_files(limit: str, starts: bool, tmp_path: Path) -> None
         json.dumps({"agents": agents, "forward": [], "env": {}, "grace_seconds": 1.0}),
         encoding="utf-8",
     )
-    command = start.module_command("ortlaunch.launch.over_ssh", sys.executable)
+    command = module_start.module_command("ortlaunch.launch.over_ssh", sys.executable)
     words = " ".join([*command, f"{tmp_path}/agents.json"])
     done = subprocess.run(
         ["bash", "-c", f"ulimit {limit} -n {_FILES}; exec {words}"],
@@ -53,7 +53,7 @@ def test_a_command_that_is_deaf(tmp_path: Path) -> None:
         "env": {},
         "grace_seconds": -5.5,
     }
-    command = start.module_command("ortlaunch.launch.host_agent", sys.executable)
+    command = module_start.module_command("ortlaunch.launch.host_agent", sys.executable)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as agent:

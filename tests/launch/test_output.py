@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.output import ERASE, wrap_standard_streams_within_block
+from ortlaunch.base.output import ERASE, wrap_standard_streams_within_block
 from tests.launch.tiny import ORTLAUNCH
 from tests.makers import CUSTOM
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import launchers, start
-from ortlaunch.errors import LaunchError, MissingDependency, PlanError
+from ortlaunch.base import module_start
+from ortlaunch.base.errors import LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import (
     Backend,
     JobState,
@@ -32,16 +32,17 @@ from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.private import private_folder_path_in_tmp, recreate_empty_private_folder
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.launch_plan import Plan
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.supervision.surroundings import RunFolderWatcher
+from ortlaunch.started_runs.status import read_status
+from ortlaunch.tables import launchers
+from ortlaunch.worker.supervision.run_folder_watcher import RunFolderWatcher
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
 
 RUN = RunDir("runs/x")
-WORKER = ("/venv/bin/python", start.__file__, "ortlaunch.worker")
+WORKER = ("/venv/bin/python", module_start.__file__, "ortlaunch.worker")
 ENVIRON = {"PATH": "/bin", "HF_TOKEN": "s3cret", "HOME": "/root", "API_KEY": "s3cret"}
 LAUNCH = {"env": {"NCCL_DEBUG": "WARN", "NOTE": "two words"}, "forward": ["API_KEY"]}
 BOTH = (host("a", 2), Host("me@b", 1, (3,)))
@@ -85,7 +86,7 @@ def test_torchrun_on_several_hosts() -> None:
     )
     assert request.argv == (
         "/venv/bin/python",
-        start.__file__,
+        module_start.__file__,
         "ortlaunch.launch.over_ssh",
         "runs/x/agents.json",
     )
@@ -153,7 +154,7 @@ def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:
     """An agent handles a signal that came together with its first line."""
     # As after Ctrl-C while ssh still connected: both lines are in one read.
     agent = subprocess.Popen(
-        [*start.module_command("ortlaunch.launch.host_agent")], stdin=subprocess.PIPE
+        [*module_start.module_command("ortlaunch.launch.host_agent")], stdin=subprocess.PIPE
     )
     work = {"argv": ["sleep", "30"], "cwd": "/", "env": {}, "grace_seconds": 8.0}
     assert agent.stdin is not None
@@ -185,7 +186,7 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
         run.agents, {"agents": agents, "env": {}, "forward": [], "grace_seconds": 8.0}
     )
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [*start.module_command("ortlaunch.launch.over_ssh"), str(run.agents)]
+    command = [*module_start.module_command("ortlaunch.launch.over_ssh"), str(run.agents)]
     assert subprocess.run(command, env=environ, timeout=20, check=False).returncode == 255
     end = classify_run_end(run, 255)
     assert end.status == 1
@@ -211,7 +212,8 @@ def test_local() -> None:
     )
     assert request == LaunchRequest((*WORKER, "runs/x"), ENV, stop=STOP)
     assert (
-        str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} "
+        str(request)
+        == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {module_start.__file__} "
         "ortlaunch.worker runs/x"
     )
 
@@ -228,7 +230,7 @@ def test_torchrun() -> None:
     )
     argv = (
         "/venv/bin/python",
-        start.__file__,
+        module_start.__file__,
         "torch.distributed.run",
         "--nnodes=1",
         "--nproc-per-node=2",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch import JobState
-from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.started_runs.status import Status, read_status
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, processes_of, write_recipe
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.errors import MissingDependency
+from ortlaunch.base.errors import MissingDependency
 from ortlaunch.launch import mpi
 from tests.makers import CUSTOM
 

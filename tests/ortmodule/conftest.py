@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.base import repair_registry
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import build
 from tests.ortmodule.forks import fresh, fresh_ort, servers
 
@@ -26,7 +26,7 @@ def _every_repair_is_in_force() -> None:
 
     Without one, tests fail or end the process, and do not say why.
     """
-    assert registry.reason_by_unapplied_repair() == {}
+    assert repair_registry.reason_by_unapplied_repair() == {}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import nn
 
 from ortlaunch.ortmodule import ORTModule
 from ortlaunch.ortmodule.base.graph import GraphNodeCounts
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.rules.rules import broken_rule_problems, precision_and_engine_device_rules
 from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings, ortmodule_settings

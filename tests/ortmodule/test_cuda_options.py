@@ -12,9 +12,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
 from tests.ort import needs_ort

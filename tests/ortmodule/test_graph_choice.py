@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from ortlaunch.ortmodule import graphs
+from ortlaunch.ortmodule import graph_cache
 from ortlaunch.ortmodule.base.counters import tally
 from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
@@ -445,14 +445,14 @@ def test_dropped_graphs_are_freed_and_reported() -> None:
     first = weakref.ref(manager_of(module))
     agent = weakref.ref(manager_of(module)._onnx_models)
     # Each factor is another Python value, so each pass exports a graph.
-    for step in range(2 * graphs.KEPT_GRAPHS):
+    for step in range(2 * graph_cache.KEPT_GRAPHS):
         module.module.factor = 2.0 + step
-        assert first() is not None or step >= graphs.KEPT_GRAPHS - 1
+        assert first() is not None or step >= graph_cache.KEPT_GRAPHS - 1
         module(X)
     gc.collect()
     assert (first(), agent()) == (None, None)
     assert any(
-        note.startswith(f"{2 * graphs.KEPT_GRAPHS} graphs were exported of one model")
+        note.startswith(f"{2 * graph_cache.KEPT_GRAPHS} graphs were exported of one model")
         for note in tally.notes
     )
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import machine
-from ortlaunch.errors import EngineError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule import options
-from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.base import repair_registry
+from ortlaunch.ortmodule.native import extensions
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
 from tests.ort import needs_ort
@@ -139,7 +139,7 @@ def memory_efficient_grad_management(
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
     # Each parameter's gradient reaches it by a call of Python.
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
-    assert "fix_grad_management_device" in registry.applied_repair_names()
+    assert "fix_grad_management_device" in repair_registry.applied_repair_names()
 
 
 def compute_optimizer(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ortlaunch.ortmodule import ORTModule, Settings, module
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.settings import SettingError
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
 
 pytestmark = needs_ort

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ortlaunch.ortmodule import pipeline
-from ortlaunch.ortmodule.base.registry import Repair
+from ortlaunch.ortmodule.base.repair_registry import Repair
 from ortlaunch.ortmodule.repairs import REPAIRS
-from ortlaunch.ortmodule.tracing import compat
+from ortlaunch.ortmodule.tracing import import_repairs
 from tests.ort import needs_ort
 
 pytestmark = [needs_ort]
 
-ALL = (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT, *REPAIRS)
+ALL = (*import_repairs._BEFORE_IMPORT, *import_repairs._AFTER_IMPORT, *REPAIRS)
 STEPS = {
     name
     for table in (

@@ -17,8 +17,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortlaunch.ortmodule import graphs, repairs
-from ortlaunch.ortmodule.base import counters, registry, source_guard
+from ortlaunch.ortmodule import graph_cache, repairs
+from ortlaunch.ortmodule.base import counters, repair_registry, source_guard
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.repairs import REPAIRS, apply_repairs
 from ortlaunch.worker.engine import ort_engine
@@ -159,12 +159,12 @@ def test_autocast_is_part_of_a_call() -> None:
         model(X)
     manager = manager_of(model)
     key = manager._ortlaunch_key
-    call = graphs._collect_pass_properties(manager, (X,), {})
+    call = graph_cache._collect_pass_properties(manager, (X,), {})
     assert key.name_of_difference_from_pass_or_empty(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert (
             key.name_of_difference_from_pass_or_empty(
-                manager, graphs._collect_pass_properties(manager, (X,), {})
+                manager, graph_cache._collect_pass_properties(manager, (X,), {})
             )
             == "the call"
         )
@@ -307,7 +307,7 @@ WITHOUT = {
 }
 RUN = """
 import sys, pytest
-from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
+from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
 import_repaired_ortmodule()
 apply_repairs(sys.argv[1])
@@ -334,14 +334,14 @@ def test_every_repair_is_tested_and_applied() -> None:
     # test_setting_repairs.py tests this one.
     elsewhere = {"fix_grad_management_device"}
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
-    assert WITHOUT.keys() <= set(registry.applied_repair_names())
-    assert not WITHOUT.keys() & registry.reason_by_unapplied_repair().keys()
+    assert WITHOUT.keys() <= set(repair_registry.applied_repair_names())
+    assert not WITHOUT.keys() & repair_registry.reason_by_unapplied_repair().keys()
 
 
 def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repair of an unknown source or version is not applied, and its reason is recorded."""
-    monkeypatch.setattr(registry, "_applied", [])
-    monkeypatch.setattr(registry, "_not_applied", {})
+    monkeypatch.setattr(repair_registry, "_applied", [])
+    monkeypatch.setattr(repair_registry, "_not_applied", {})
     changed = f"{source_guard.TRANSITION}._export_model"
     # The hash of no source.
     monkeypatch.setitem(source_guard.KNOWN_SOURCE_HASHES, changed, "0" * 16)
@@ -349,13 +349,15 @@ def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatc
         repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources]
     )
     apply_repairs()
-    assert registry.applied_repair_names() == ()
-    assert "skip_frozen_gradients" in registry.reason_by_unapplied_repair()
-    assert set(registry.reason_by_unapplied_repair().values()) == {
+    assert repair_registry.applied_repair_names() == ()
+    assert "skip_frozen_gradients" in repair_registry.reason_by_unapplied_repair()
+    assert set(repair_registry.reason_by_unapplied_repair().values()) == {
         f"the source of {changed} is not that of 1.19.2"
     }
-    monkeypatch.setattr(registry, "_not_applied", {})
+    monkeypatch.setattr(repair_registry, "_not_applied", {})
     # Another version refuses every repair, whatever its sources.
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
     apply_repairs()
-    assert "1.20.0 is installed" in registry.reason_by_unapplied_repair()["keep_buffers_exact"]
+    assert (
+        "1.20.0 is installed" in repair_registry.reason_by_unapplied_repair()["keep_buffers_exact"]
+    )

@@ -7,7 +7,7 @@ import json
 import torch
 
 from ortlaunch.ortmodule import ORTModule, Settings
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
 
 pytestmark = needs_ort

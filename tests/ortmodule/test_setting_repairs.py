@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 

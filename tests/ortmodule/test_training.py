@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.base import repair_registry
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.worker.tasks.train import random_seed_of_step
 from tests.ort import needs_ort
 from tests.ortmodule.modules import (
@@ -213,7 +213,7 @@ def test_a_custom_backward_is_called_or_refused(witness: PassAndGraphCounters) -
     x = torch.ones(2, 4)
     module = wrapped(model)
     # Without ORT's extension custom functions are refused.
-    if "disable_custom_autograd" in registry.applied_repair_names():
+    if "disable_custom_autograd" in repair_registry.applied_repair_names():
         with pytest.raises(Exception, match="Couldn't export Python operator Reverse"):
             module(x)
     else:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import witness as witnesses
+from ortlaunch.base.errors import EngineError
+from ortlaunch.ortmodule import pass_counters as witnesses
 from ortlaunch.ortmodule.base.placement import count_nodes_by_execution_provider
-from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.ortmodule.module import _create_agent_and_refuse_cpu_session
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.native import cuda_libraries
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import (
     IDS,

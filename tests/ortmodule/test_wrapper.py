@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule, Settings
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Layers, same
 

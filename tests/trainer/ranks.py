@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.trainer import ORTTrainer, ORTTrainingArguments
 from tests.trainer import tiny
 from tests.trainer.tiny import Result, arguments, assert_close, assert_same_search, made, trained

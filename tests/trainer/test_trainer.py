@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.trainer import (

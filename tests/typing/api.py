@@ -32,7 +32,7 @@ from ortlaunch import (
     StopResult,
     Validation,
 )
-from ortlaunch.errors import InputError, RecipeError, RunError
+from ortlaunch.base.errors import InputError, RecipeError, RunError
 from ortlaunch.ortmodule import FP16_Optimizer, FusedAdam, ORTModule
 
 

@@ -15,8 +15,8 @@ from tests.makers import host, plan, recipe
 
 GUARDED = """
 import ctypes, os, signal, sys, time
-import ortlaunch.worker.supervision.child, ortlaunch.worker.supervision.failure
-from ortlaunch.errors import EngineError, InputError
+import ortlaunch.worker.supervision.rank_process, ortlaunch.worker.supervision.end_record
+from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.supervision.rank_supervisor import fork_and_supervise_rank
@@ -29,12 +29,12 @@ def live(watchdog):
         return 85
     exec(os.environ["LIFE"], globals())
 
-ortlaunch.worker.supervision.child.GRACE_SECONDS = 0.3
-ortlaunch.worker.supervision.child._OTHERS_SECONDS = float(os.environ.get("OTHERS", "5"))
+ortlaunch.worker.supervision.rank_process.GRACE_SECONDS = 0.3
+ortlaunch.worker.supervision.rank_process._OTHERS_SECONDS = float(os.environ.get("OTHERS", "5"))
 if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
     def write_json(path, value):
         raise OSError(28, "No space left on device")
-    ortlaunch.worker.supervision.failure.write_json = write_json
+    ortlaunch.worker.supervision.end_record.write_json = write_json
 rank = int(sys.argv[1])
 sys.exit(fork_and_supervise_rank(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
 """

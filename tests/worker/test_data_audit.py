@@ -19,14 +19,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import ortlaunch
-from ortlaunch import tasks
-from ortlaunch.errors import RunError
+from ortlaunch.base.errors import RunError
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.recipe.fields.data import Data
-from ortlaunch.tasks import ShowDataRequest
-from ortlaunch.worker import alone
+from ortlaunch.tables import tasks
+from ortlaunch.tables.tasks import ShowDataRequest
+from ortlaunch.worker import single_process
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data_audit import (
     audit_training_and_evaluation_samples,
     require_no_severe_findings,
@@ -312,8 +312,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
             own.setattr("sys.path", [*sys.path])
             own.setattr("sys.stdin", io.StringIO(json.dumps(request._asdict())))
             own.setattr(os, "environ", {**os.environ})
-            own.setattr(alone, "request_signal_at_parent_end_or_exit", lambda *_: None)
-            status = alone.main()
+            own.setattr(single_process, "request_signal_at_parent_end_or_exit", lambda *_: None)
+            status = single_process.main()
         return subprocess.CompletedProcess(command, status, *capsys.readouterr())
 
     monkeypatch.setattr(tasks, "_run_task_with_request_as_input", run)

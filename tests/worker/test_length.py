@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest_complete_checkpoint
 from ortlaunch.worker.data import Batches, UserSamples
-from ortlaunch.worker.length import resolve_max_steps_and_write_length, run_length_line
 from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.run_length import resolve_max_steps_and_write_length, run_length_line
 from tests.makers import recipe
 
 # 16 samples a step.

@@ -15,12 +15,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ortlaunch.errors import EngineError, InputError
+from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.order import SampleOrder
-from ortlaunch.worker.data.own import batch_in_original_form, collate_to_named_tensors
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.user_data import batch_in_original_form, collate_to_named_tensors
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from tests.ort import needs_ort
 from tests.training import records, run_here

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ortlaunch.evaluation_metrics import METRICS, BuiltInMetric, Measure
 from ortlaunch.launch_plan import Plan
-from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import read_own_json
 from ortlaunch.run_folder.reference import run_folder_manual_page_markdown
+from ortlaunch.tables.metrics import METRICS, BuiltInMetric, Measure
+from ortlaunch.tables.model_tasks import MODEL_TASKS, ModelTask
 from tests.makers import BERT, bert
 from tests.training import run_here
 

@@ -94,7 +94,7 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
         make: returns the model and its inputs.
         long: whether attention stays torch's fused kernel, as in models of long sequences.
     """
-    from ortlaunch import machine
+    from ortlaunch.base import machine
     from ortlaunch.ortmodule.base import torch_calls
     from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 

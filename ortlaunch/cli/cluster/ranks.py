@@ -11,7 +11,7 @@ def ranks() -> None:
     Run it in place of your command, as in `mpirun -n 4 ortlaunch ranks`. Exit status 2 if the
     variables do not determine a rank.
     """
-    from ortlaunch.errors import RankError
+    from ortlaunch.base.errors import RankError
     from ortlaunch.rank import rank_and_launcher_name_or_none, rank_variables_explanation_text
 
     # Printed first: the explanation helps most if no rank can be determined.

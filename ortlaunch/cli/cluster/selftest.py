@@ -45,10 +45,10 @@ def selftest(
     where the plan has them, and equal losses. Engine eager on the CPU; override it as in
     engine.name=ort. Exit status 1 if a check failed.
     """
+    from ortlaunch.base.process import signals_to_handle
     from ortlaunch.commands.selftest import SelftestRequest
     from ortlaunch.commands.selftest import train_with_each_launcher_and_compare as run
     from ortlaunch.doctor.finding import FAILED, findings_json, summarize_findings
-    from ortlaunch.process import signals_to_handle
 
     # Exits as after Ctrl-C: `finally` blocks end all that was started, and cancel a Slurm job.
     for signal_number in signals_to_handle((signal.SIGTERM, signal.SIGHUP)):

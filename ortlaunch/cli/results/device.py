@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from ortlaunch.base.errors import InputError
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides
 from ortlaunch.cli.runs.status import RunFolder
-from ortlaunch.errors import InputError
-from ortlaunch.tasks import DeviceRequest
+from ortlaunch.tables.tasks import DeviceRequest
 
 app = typer.Typer(
     cls=Verbs,

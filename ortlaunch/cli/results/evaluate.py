@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.output import continue_without_output
 from ortlaunch.cli.options import CheckpointStepOption, DryRun, Overrides, add_launch_options
 from ortlaunch.cli.runs.status import resolve_and_print_run
-from ortlaunch.errors import InputError
-from ortlaunch.output import continue_without_output
 
 
 @add_launch_options

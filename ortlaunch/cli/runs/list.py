@@ -1,4 +1,4 @@
-"""`ortlaunch list`: the runs of this user. The columns are in other_runs/runs_table.py."""
+"""`ortlaunch list`: the runs of this user. The columns are in started_runs/runs_table.py."""
 
 import json as texts  # the verb's option is called json
 from typing import Annotated
@@ -26,7 +26,7 @@ def list_runs(
     Columns: state, step, newest loss and metric, time, folder; under a failed run the reason.
     """
     from ortlaunch.api.runs import runs_table, statuses
-    from ortlaunch.output import output_columns
+    from ortlaunch.base.output import output_columns
 
     # Each run costs the reading of several files, perhaps on a slow disk.
     run_statuses = statuses(None if every else 20, name, state, metric)

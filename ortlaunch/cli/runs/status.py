@@ -44,8 +44,8 @@ def status(
 
     Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
-    from ortlaunch.output import output_columns
-    from ortlaunch.units import wrap_long_lines_except_commands
+    from ortlaunch.base.output import output_columns
+    from ortlaunch.base.units import wrap_long_lines_except_commands
 
     run_status = ortlaunch.Run(run).wait(check=False) if wait else ortlaunch.Run(run).status()
     status_text = run_status.to_json() if json else str(run_status)

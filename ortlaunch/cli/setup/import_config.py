@@ -38,12 +38,12 @@ def import_config(
 
     The recipe has the same report as comments.
     """
-    from ortlaunch.errors import InputError
-    from ortlaunch.other_tools import convert_config_to_recipe as turned
-    from ortlaunch.output import output_columns
+    from ortlaunch.base.errors import InputError
+    from ortlaunch.base.output import output_columns
+    from ortlaunch.base.units import wrap_long_lines_except_commands
+    from ortlaunch.importers import convert_config_to_recipe as turned
     from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
     from ortlaunch.run_folder.folder import write_text_atomically
-    from ortlaunch.units import wrap_long_lines_except_commands
 
     recipe_path = to or Path(f"{config.stem}-recipe.yaml")
     # An imported recipe may have been edited since.

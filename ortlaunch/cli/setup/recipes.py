@@ -41,9 +41,9 @@ def copy_recipe(
 ) -> None:
     """Copy a shipped recipe, with what it extends and its modules; never over a file of yours."""
     import ortlaunch
-    from ortlaunch.output import output_columns
+    from ortlaunch.base.output import output_columns
+    from ortlaunch.base.units import wrap_long_lines_except_commands
     from ortlaunch.resolve.shipped import copy_shipped_recipe_and_dependencies
-    from ortlaunch.units import wrap_long_lines_except_commands
 
     copied = copy_shipped_recipe_and_dependencies(name, target)
     typer.echo("\n".join(map(str, copied)))

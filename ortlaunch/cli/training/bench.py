@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ortlaunch.base.output import continue_without_output
 from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
-from ortlaunch.output import continue_without_output
 
 
 @add_launch_options

@@ -36,8 +36,8 @@ def plan(
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.api.plans import resolve_run_for_planning
-    from ortlaunch.output import output_columns
-    from ortlaunch.units import wrap_long_lines_except_commands
+    from ortlaunch.base.output import output_columns
+    from ortlaunch.base.units import wrap_long_lines_except_commands
 
     planned_run = resolve_run_for_planning(recipe, tuple(overrides or ()), options, {})
     if predict:

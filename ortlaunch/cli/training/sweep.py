@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 import ortlaunch
+from ortlaunch.base.output import continue_without_output
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
-from ortlaunch.output import continue_without_output
 
 
 class _SweepVerbs(Verbs):

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ortlaunch.base.output import continue_without_output
 from ortlaunch.cli.options import (
     AllowOption,
     DryRun,
@@ -15,7 +16,6 @@ from ortlaunch.cli.options import (
     RunDirOption,
     add_launch_options,
 )
-from ortlaunch.output import continue_without_output
 
 
 @add_launch_options

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 
 
 @dataclass

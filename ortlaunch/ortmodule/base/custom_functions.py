@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.onnx import TensorProtoDataType as Kind
 
 from ortlaunch.ortmodule.base import torch_calls
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 
 if TYPE_CHECKING:
     import torch

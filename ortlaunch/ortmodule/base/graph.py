@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 
 if TYPE_CHECKING:
     import onnx

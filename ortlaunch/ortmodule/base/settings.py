@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 
 
 class SettingError(EngineError):

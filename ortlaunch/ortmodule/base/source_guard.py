@@ -4,7 +4,7 @@ The registry reports each repair that is not applied. A function's name is `modu
 with torch's own module, or with one inside onnxruntime.training.ortmodule (`__init__` is the
 package itself). ORT has one last release, so its source is compared by a hash. Torch has many
 releases, so only the text that a repair builds on is compared. DeepSpeed's sources are in
-ortmodule/deepspeed/sources.py. Torch and ORT are imported only on use.
+ortmodule/deepspeed/known_sources.py. Torch and ORT are imported only on use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ortlaunch.ortmodule.build.extensions import ORT_VERSION
+from ortlaunch.ortmodule.native.extensions import ORT_VERSION
 
 PACKAGE = "onnxruntime.training.ortmodule"
 TRANSITION = "_graph_transition_manager:GraphTransitionManager"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ortlaunch.ortmodule.deepspeed.sources import reason_deepspeed_source_is_unknown_or_empty
+from ortlaunch.ortmodule.deepspeed.known_sources import reason_deepspeed_source_is_unknown_or_empty
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.ortmodule.deepspeed.zero_types import ZeroOneOrTwoOptimizer
 

@@ -22,7 +22,7 @@ from ortlaunch.ortmodule.base.source_guard import (
     TRAINING,
     owning_class_or_module,
 )
-from ortlaunch.ortmodule.build import cuda_kernels
+from ortlaunch.ortmodule.native import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import Rewriting
 
 if TYPE_CHECKING:

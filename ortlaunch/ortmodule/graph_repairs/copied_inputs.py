@@ -6,8 +6,8 @@ import onnx
 from onnx import helper
 
 from ortlaunch.ortmodule.base.export import ExportContext
-from ortlaunch.ortmodule.base.gradients import trained_input_and_weight_names
 from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
+from ortlaunch.ortmodule.base.trained_names import trained_input_and_weight_names
 
 
 def copy_weights_repeated_in_one_node(

@@ -19,8 +19,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from ortlaunch.ortmodule.base.export import ExportContext
-from ortlaunch.ortmodule.base.gradients import names_of_values_depending_on_trained
 from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
+from ortlaunch.ortmodule.base.trained_names import names_of_values_depending_on_trained
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
 _GRADIENT_INPUTS = {

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
-from ortlaunch.ortmodule.base.gradients import value_names_reached_from_outputs
 from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owning_class_or_module
+from ortlaunch.ortmodule.base.trained_names import value_names_reached_from_outputs
 from ortlaunch.ortmodule.graph_repairs.broadcasts import read_input_through_reshape_nodes
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ortlaunch.ortmodule.base.gradients import value_names_reached_from_outputs
 from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
+from ortlaunch.ortmodule.base.trained_names import value_names_reached_from_outputs
 
 if TYPE_CHECKING:
     import onnx

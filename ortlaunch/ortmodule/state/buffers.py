@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule.base.export import (
     ExportContext,
     get_or_create_newest_trace_facts,

@@ -36,7 +36,7 @@ from ortlaunch.ortmodule.tracing.grad_mode import (
     tensors_changed_in_place_since,
     tensors_inside_nested_values,
 )
-from ortlaunch.ortmodule.tracing.selections import ValueDependentDims
+from ortlaunch.ortmodule.tracing.value_dependent_sizes import ValueDependentDims
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -1,7 +1,7 @@
 """Choice for each traced attention: torch's fused kernel, or written out in ORT's graph.
 
 operator_translation.py uses it, and attention.py writes the call for CPUs. The kernel is used from
-FUSED_ATTENTION_SCORES scores on (ortlaunch/machine.py), where it is faster.
+FUSED_ATTENTION_SCORES scores on (ortlaunch/base/machine.py), where it is faster.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 from ortlaunch.ortmodule.base.counters import tally
 
 

@@ -20,12 +20,12 @@ from unittest import mock
 import torch
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.differentiable import (
+from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.gradient_paths import (
     SILENTLY_WRONG,
     GradientPaths,
     is_valid_onnx_transpose_or_norm,
 )
-from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
 from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
 from ortlaunch.ortmodule.base.settings import settings_of_ort_object_or_defaults
@@ -35,7 +35,7 @@ from ortlaunch.ortmodule.base.source_guard import (
     TRANSITION,
     owning_class_or_module,
 )
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.ortmodule.torch_in_graph import (
     attention,
     attention_choice,

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
 from ortlaunch.ortmodule.base.settings import SettingError, settings_of_ort_object_or_defaults
@@ -30,7 +30,7 @@ from ortlaunch.ortmodule.base.torch_calls import (
     create_torch_call_function_class,
     pause_tracing_and_torch_function,
 )
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.ortmodule.tracing import grad_mode, python_state
 
 if TYPE_CHECKING:

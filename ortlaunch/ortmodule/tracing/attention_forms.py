@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.onnx import symbolic_helper
 
-from ortlaunch.ortmodule.base import registry
+from ortlaunch.ortmodule.base import repair_registry
 from ortlaunch.ortmodule.tracing.symbolics import (
     GraphWriter,
     dtype_of_graph_value,
@@ -33,7 +33,7 @@ def attention(
     zero.
     """
     torch_form = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
-    if "export_sdpa_dropout" not in registry.applied_repair_names():
+    if "export_sdpa_dropout" not in repair_registry.applied_repair_names():
         _refuse_nonzero_dropout(dropout)
         return torch_form(g, query, key, value, mask, dropout, *other_inputs)
     replaced_operators: dict[str, Callable[..., Any]] = {

@@ -26,7 +26,7 @@ import numpy
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.tracing.escapes import StaleTensor
+from ortlaunch.ortmodule.tracing.kept_tensors import StaleTensor
 
 GLOBAL = "global "
 ENVIRONMENT = "environment variable"

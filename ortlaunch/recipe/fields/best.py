@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.recipe.fields.section import Positive, Section, Text
+from ortlaunch.tables.metrics import METRICS
 
 # The metric decides where it is None, so that `{metric: loss}` alone is a complete section.
 Mode = Literal["min", "max"] | None

@@ -12,8 +12,8 @@ from typing import Any
 
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.zero import Zero
-from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.source_location import Problem
 
 # DeepSpeed's name -> the recipe's field. Setting one of these raw is refused, because two places
 # for one value could disagree.

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import NameIn
-from ortlaunch.recipe.text.place import KeyPath, format_key_path
+from ortlaunch.recipe.text.source_location import KeyPath, format_key_path
 
 _CONTAINERS = (tuple, dict)
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.recipe.fields.section import MAPPING, NUMBER, NameIn, Positive, Section, Text, Words
+from ortlaunch.tables.launchers import LAUNCHERS
 
 
 class NodeRange(Section):

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.recipe.fields.section import Decay, NameIn, OneOrMore, Positive, Section, Text, Words
+from ortlaunch.tables.model_tasks import MODEL_TASKS, ModelTask
 
 
 class Lora(Section):

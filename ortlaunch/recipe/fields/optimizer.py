@@ -6,7 +6,6 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from ortlaunch.optimizers import OPTIMIZERS, OptimizerTraits
 from ortlaunch.recipe.fields.section import (
     Decay,
     NameIn,
@@ -16,6 +15,7 @@ from ortlaunch.recipe.fields.section import (
     Words,
     convert_list_to_tuple,
 )
+from ortlaunch.tables.optimizers import OPTIMIZERS, OptimizerTraits
 
 
 class ParameterGroup(Section):

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 
 PREFIX = "ORTMODULE_"
 

@@ -12,7 +12,6 @@ from typing import Annotated
 
 from pydantic import Field, PrivateAttr
 
-from ortlaunch.precisions import PRECISIONS, Precision
 from ortlaunch.recipe.fields.checkpoint import Checkpoint
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.engine import Engine
@@ -26,6 +25,7 @@ from ortlaunch.recipe.fields.submit import Submit
 from ortlaunch.recipe.fields.sweep import Search
 from ortlaunch.recipe.fields.train import Train
 from ortlaunch.recipe.fields.zero import Zero
+from ortlaunch.tables.precisions import PRECISIONS, Precision
 
 
 class Batch(Section):

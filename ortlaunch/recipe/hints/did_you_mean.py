@@ -1,6 +1,6 @@
 """Advice about an unknown key: the key that the user most likely meant.
 
-recipe/text/words.py compares spellings, keys_of_other_tools.py has the keys of other tools.
+recipe/text/closest_names.py compares spellings, keys_of_other_tools.py has the keys of other tools.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ortlaunch.recipe.fields.deepspeed_keys import PATH_BY_SETTING
-from ortlaunch.recipe.fields.families import CONFIG_FIELDS
 from ortlaunch.recipe.fields.field_lookup import (
     first_model_at_path,
     keys_accepted_by_section,
@@ -16,8 +15,9 @@ from ortlaunch.recipe.fields.field_lookup import (
     path_of_field_in_child_section,
 )
 from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
-from ortlaunch.recipe.text.place import KeyPath, format_key_path, parse_key_path
-from ortlaunch.recipe.text.words import normalize_word, word_likeness
+from ortlaunch.recipe.text.closest_names import normalize_word, word_likeness
+from ortlaunch.recipe.text.source_location import KeyPath, format_key_path, parse_key_path
+from ortlaunch.tables.families import CONFIG_FIELDS
 
 # Least likeness of a suggested key: below it, keys count as unrelated.
 _LEAST_LIKENESS = 0.65

@@ -14,9 +14,13 @@ from ortlaunch.recipe.fields.field_lookup import (
     names_accepted_by_field,
 )
 from ortlaunch.recipe.hints.keys_of_other_tools import NO_PREFERENCES, PREFERENCES
-from ortlaunch.recipe.text.place import KeyPath, format_key_path
+from ortlaunch.recipe.text.closest_names import (
+    REMEDIES,
+    closest_or_translated_name_or_none,
+    normalize_word,
+)
+from ortlaunch.recipe.text.source_location import KeyPath, format_key_path
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.words import REMEDIES, closest_or_translated_name_or_none, normalize_word
 
 # pydantic's types of errors -> the accepted type, for people who do not know Python.
 _TYPE_NAMES = {

@@ -21,7 +21,7 @@ from ortlaunch.recipe.fields.field_lookup import (
 )
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.hints.did_you_mean import Advice, advise_on_unknown_key
-from ortlaunch.recipe.text.place import KeyPath, ProblemLine, format_key_path
+from ortlaunch.recipe.text.source_location import KeyPath, ProblemLine, format_key_path
 from ortlaunch.recipe.text.tree import Tree
 
 # A file with more unknown keys is no recipe: the rest is reported as one line.

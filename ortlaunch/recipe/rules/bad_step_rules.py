@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.train import Train
-from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.source_location import Problem
 
 # field -> the action whose repetitions it limits.
 _ACTION_BY_LIMIT = {"max_skips": "skip", "max_rollbacks": "rollback"}

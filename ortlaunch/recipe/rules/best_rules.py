@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.evaluation_metrics import measures_of_task, metrics_of_task
 from ortlaunch.recipe.fields.best import DirectedMetric
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.sweep import Search
-from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.source_location import Problem
+from ortlaunch.tables.metrics import measures_of_task, metrics_of_task
 
 
 def evaluates_with_scores(recipe: Recipe) -> bool:

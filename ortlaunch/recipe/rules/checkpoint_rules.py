@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.source_location import Problem
 
 
 def checkpoint_retention_rules(recipe: Recipe) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.model_tasks import MODEL_TASKS
+from ortlaunch.base.units import human_bytes
 from ortlaunch.recipe.fields.data import (
     Corpus,
     Data,
@@ -22,8 +22,8 @@ from ortlaunch.recipe.fields.section import (
     names_of_non_default_fields,
 )
 from ortlaunch.recipe.rules.model_rules import function_name_rules
-from ortlaunch.recipe.text.place import Problem
-from ortlaunch.units import human_bytes
+from ortlaunch.recipe.text.source_location import Problem
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 
 _LOSS_FIELDS = ("train_on", "train_on_end")
 _CHAT_FIELDS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",

@@ -13,7 +13,7 @@ from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import names_of_non_default_fields
 from ortlaunch.recipe.rules.model_rules import function_name_rules
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
-from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.source_location import Problem
 
 # cluster:strategy:count, several of them separated by commas.
 _RECOMPUTE_PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")

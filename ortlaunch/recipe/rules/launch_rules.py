@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.recipe.text.place import SECRET_NAME, Problem
+from ortlaunch.recipe.text.source_location import SECRET_NAME, Problem
+from ortlaunch.tables.launchers import LAUNCHERS
 
 if TYPE_CHECKING:
     from ortlaunch.recipe.fields.recipe import Recipe

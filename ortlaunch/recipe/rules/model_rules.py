@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import (
+from ortlaunch.recipe.fields.model import Model
+from ortlaunch.recipe.fields.recipe import Recipe
+from ortlaunch.recipe.fields.section import MAX_COUNT
+from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.source_location import Problem
+from ortlaunch.tables.families import (
     COMMON_DEFAULTS,
     FAMILIES,
     LINEAR_LAYERS,
     config_with_family_defaults_or_none,
     known_fields,
 )
-from ortlaunch.recipe.fields.model import Model
-from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import MAX_COUNT
-from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Counts that must be at least 1.

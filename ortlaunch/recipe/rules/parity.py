@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ortlaunch.recipe.fields.families import FAMILIES
 from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.fields.recipe import Recipe
+from ortlaunch.tables.families import FAMILIES
 
 
 class ParityStepCount(NamedTuple):

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ortlaunch.optimizers import OPTIMIZERS
 from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
+from ortlaunch.tables.optimizers import OPTIMIZERS
 
 
 class ChangeRule(NamedTuple):

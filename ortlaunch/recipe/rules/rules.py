@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ortlaunch.optimizers import OPTIMIZERS
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.recipe.fields.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.recipe.fields.recipe import Recipe
@@ -19,9 +19,9 @@ from ortlaunch.recipe.rules.launch_rules import launch_rules
 from ortlaunch.recipe.rules.model_rules import all_model_section_rules, function_name_rules
 from ortlaunch.recipe.rules.schedule_rules import warmup_and_decay_rules
 from ortlaunch.recipe.rules.submit_rules import submit_text_and_option_rules
-from ortlaunch.recipe.text.place import Problem
-from ortlaunch.tasks import TASKS
-from ortlaunch.units import count_with_noun
+from ortlaunch.recipe.text.source_location import Problem
+from ortlaunch.tables.optimizers import OPTIMIZERS
+from ortlaunch.tables.tasks import TASKS
 
 
 def broken_rule_problems(recipe: Recipe) -> Iterator[Problem]:

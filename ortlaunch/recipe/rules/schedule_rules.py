@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.schedule import Schedule
-from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.source_location import Problem
 
 # field -> the schedules that use it; on all others it has no effect.
 _SCHEDULES_BY_FIELD = {

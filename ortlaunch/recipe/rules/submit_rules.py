@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ortlaunch.errors import CONTROL
-from ortlaunch.recipe.text.place import SECRET_NAME, Problem
+from ortlaunch.base.errors import CONTROL
+from ortlaunch.recipe.text.source_location import SECRET_NAME, Problem
 
 if TYPE_CHECKING:
     from ortlaunch.recipe.fields.recipe import Recipe

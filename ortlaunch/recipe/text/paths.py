@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.recipe.text.place import KeyPath, format_key_path
+from ortlaunch.recipe.text.source_location import KeyPath, format_key_path
 from ortlaunch.recipe.text.tree import Tree
 
 # Variables that are expanded beside those that launch.forward names.

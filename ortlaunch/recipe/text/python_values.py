@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from ortlaunch.recipe.text.place import KeyPath, format_key_path
+from ortlaunch.recipe.text.source_location import KeyPath, format_key_path
 
 _PARQUET = 'write {}, and give {{"format": "parquet", "path": "data.parquet"}} as the source'
 # An attribute that objects have -> what to write in place of such an object. The first one counts.

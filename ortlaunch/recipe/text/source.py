@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.errors import IS_LFS_POINTER, LFS_POINTER
-from ortlaunch.recipe.text.place import (
+from ortlaunch.base.errors import IS_LFS_POINTER, LFS_POINTER
+from ortlaunch.recipe.text.python_values import json_value_or_add_problem
+from ortlaunch.recipe.text.source_location import (
     SECRET_NAME,
     ProblemLine,
     SourceError,
     SourceLocation,
     format_key_path,
 )
-from ortlaunch.recipe.text.python_values import json_value_or_add_problem
 from ortlaunch.recipe.text.tree import Tree, merge_trees_of_same_format
 from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse_yaml_tree
 

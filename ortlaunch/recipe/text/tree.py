@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ortlaunch.recipe.text.place import Key, KeyPath, SourceLocation
+from ortlaunch.recipe.text.source_location import Key, KeyPath, SourceLocation
 
 
 @dataclass(frozen=True)

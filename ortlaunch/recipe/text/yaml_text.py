@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ortlaunch.recipe.text.place import (
+from ortlaunch.recipe.text.source_location import (
     Key,
     KeyPath,
     ProblemLine,

@@ -5,18 +5,18 @@ it before it is loaded. snapshot is its content, and restore loads that into an 
 size.
 """
 
-from ortlaunch.worker.checkpoint.choose import (
-    CompleteCheckpoint,
-    choose_start_checkpoint_or_none,
-    print_and_refuse_changed_training,
-)
 from ortlaunch.worker.checkpoint.manifest import (
     newest_complete_checkpoint,
     samples_trained_until_checkpoint,
 )
 from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state
-from ortlaunch.worker.checkpoint.saves import failed_save_count
-from ortlaunch.worker.checkpoint.saving import CheckpointSaver
+from ortlaunch.worker.checkpoint.save_records import failed_save_count
+from ortlaunch.worker.checkpoint.saver import CheckpointSaver
+from ortlaunch.worker.checkpoint.start_checkpoint import (
+    CompleteCheckpoint,
+    choose_start_checkpoint_or_none,
+    print_and_refuse_changed_training,
+)
 from ortlaunch.worker.checkpoint.transaction import write_checkpoint_of_step
 from ortlaunch.worker.checkpoint.verify import (
     newest_checkpoint_seen_by_rank_0,

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ortlaunch.errors import CheckpointError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import CheckpointError
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.run_folder.folder import read_own_json
-from ortlaunch.units import count_with_noun
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, rank_file_name
 from ortlaunch.worker.checkpoint.tensor_file import (
     TensorLocation,

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ortlaunch.errors import CheckpointError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import CheckpointError
+from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.file_sums import SizeAndChecksum
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.checkpoint.tensor_file import write_safetensors_and_checksum

@@ -16,8 +16,8 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from ortlaunch.errors import CheckpointError, InputError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import CheckpointError, InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.file_sums import SizeAndChecksum, checksum_of_blocks
 
 # The dtypes' names in the safetensors format.

@@ -12,8 +12,9 @@ from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ortlaunch.errors import CheckpointError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import CheckpointError
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import human_bytes
 from ortlaunch.run_folder.file_sums import (
     SizeAndChecksum,
     flush_and_checksum_files,
@@ -27,8 +28,7 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
 )
 from ortlaunch.run_folder.origin import ORIGIN
-from ortlaunch.units import human_bytes
-from ortlaunch.worker.checkpoint.complete import rename_partial_and_write_complete_file
+from ortlaunch.worker.checkpoint.completion_mark import rename_partial_and_write_complete_file
 from ortlaunch.worker.checkpoint.manifest import build_manifest, newest_complete_checkpoint
 from ortlaunch.worker.checkpoint.snapshot import RankSnapshot, snapshot_of_this_rank
 from ortlaunch.worker.engine.stepping import Stepper

@@ -7,10 +7,10 @@ import os
 import re
 from pathlib import Path
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.base.errors import CheckpointError
 from ortlaunch.run_folder.file_sums import file_difference_text_or_empty
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
-from ortlaunch.worker.checkpoint.complete import manifest_damage_or_empty
+from ortlaunch.worker.checkpoint.completion_mark import manifest_damage_or_empty
 from ortlaunch.worker.checkpoint.manifest import newest_complete_checkpoint
 from ortlaunch.worker.process_group.distributed import DistributedContext
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import default_collate
 
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, has_chat_rows
-from ortlaunch.tasks import Task
-from ortlaunch.worker.data.ahead import ReadAheadSettings
+from ortlaunch.tables.tasks import Task
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import ChatSamples, tokenize_chats_marking_answers
 from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus_patterns
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.labelled import (
+from ortlaunch.worker.data.labelled_samples import (
     SAMPLES_BY_LABEL,
     LabelledTexts,
     ScoredTexts,
@@ -36,17 +36,10 @@ from ortlaunch.worker.data.mixture import (
     source_seed,
     split_training_and_held_out,
 )
-from ortlaunch.worker.data.own import (
-    UserCollate,
-    UserSamples,
-    collate_to_named_tensors,
-    import_user_function,
-    seed_and_call_user_function,
-)
-from ortlaunch.worker.data.packs import pack_chats_if_requested
-from ortlaunch.worker.data.pairs import SentencePairs
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.packed_samples import pack_chats_if_requested
+from ortlaunch.worker.data.read_ahead import ReadAheadSettings
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding_to_bucket
+from ortlaunch.worker.data.sentence_pairs import SentencePairs
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import StreamedCorpus
 from ortlaunch.worker.data.token_cache import (
@@ -58,6 +51,13 @@ from ortlaunch.worker.data.token_cache import (
     token_ids_before_text,
 )
 from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
+from ortlaunch.worker.data.user_data import (
+    UserCollate,
+    UserSamples,
+    collate_to_named_tensors,
+    import_user_function,
+    seed_and_call_user_function,
+)
 from ortlaunch.worker.data.vocabulary import Vocabulary, class_number_by_label_of_model
 from ortlaunch.worker.data.windows import SeparateDocuments, TokenWindows
 from ortlaunch.worker.process_group.distributed import DistributedContext

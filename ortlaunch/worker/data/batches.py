@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data.ahead import BatchReadAhead, Places, ReadAheadSettings
-from ortlaunch.worker.data.left_out import SkippedPositions
 from ortlaunch.worker.data.mixture import streamed_sources_of_samples
 from ortlaunch.worker.data.order import SampleOrder
-from ortlaunch.worker.data.own import (
+from ortlaunch.worker.data.read_ahead import BatchReadAhead, Places, ReadAheadSettings
+from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding_to_bucket
+from ortlaunch.worker.data.skipped_positions import SkippedPositions
+from ortlaunch.worker.data.streams.writer import Position
+from ortlaunch.worker.data.user_data import (
     UserSamples,
     restore_cpu_generators_after,
     seed_cpu_generators_for_sample,
 )
-from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding_to_bucket
-from ortlaunch.worker.data.streams.writer import Position
 
 
 class TokenCount(NamedTuple):

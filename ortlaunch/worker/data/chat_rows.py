@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import PROMPTS
 from ortlaunch.worker.data.corpus import (
@@ -15,7 +15,7 @@ from ortlaunch.worker.data.corpus import (
     read_texts_and_shares,
     require_column_value,
 )
-from ortlaunch.worker.data.reading import DataError, Row
+from ortlaunch.worker.data.file_rows import DataError, Row
 
 # Keys of a message with calls of tools: today's, and the older one.
 CALLS = ("tool_calls", "function_call")

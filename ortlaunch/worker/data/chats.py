@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ortlaunch.cache import add_cache_note
-from ortlaunch.json_types import Json
+from ortlaunch.base.cache import add_cache_note
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.worker.data.chat_rows import CALLS, Chat, read_chats_and_shares
 from ortlaunch.worker.data.corpus import corpus_fingerprint
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.shards import Tokens
 from ortlaunch.worker.data.token_cache import (

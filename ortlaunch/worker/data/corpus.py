@@ -17,11 +17,7 @@ from typing import Any
 from ortlaunch.recipe.fields.data import Corpus, has_chat_rows
 from ortlaunch.recipe.fields.section import names_of_non_default_fields
 from ortlaunch.recipe.inputs import file_or_sorted_pattern_matches, refuse_lfs_pointers
-from ortlaunch.worker.data.media.folders import (
-    metadata_or_class_files,
-    rows_of_metadata_or_class_files,
-)
-from ortlaunch.worker.data.reading import (
+from ortlaunch.worker.data.file_rows import (
     BLOCK,
     LONGEST_TEXT,
     SPLIT_ADVICE,
@@ -31,6 +27,10 @@ from ortlaunch.worker.data.reading import (
     class_names_by_column,
     hash_of_size_and_blocks,
     read_file_rows,
+)
+from ortlaunch.worker.data.media.folders import (
+    metadata_or_class_files,
+    rows_of_metadata_or_class_files,
 )
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 from ortlaunch.worker.data.streams.remote import remote_files_of_url

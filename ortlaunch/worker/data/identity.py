@@ -11,10 +11,10 @@ import numpy as np
 
 from ortlaunch.worker.data.mixture import Mixture, SampleSubset
 from ortlaunch.worker.data.order import order_method_name
-from ortlaunch.worker.data.own import SAMPLES
-from ortlaunch.worker.data.packs import PackedSamples
+from ortlaunch.worker.data.packed_samples import PackedSamples
 from ortlaunch.worker.data.samples import Samples
 from ortlaunch.worker.data.streams.samples import StreamedSamples
+from ortlaunch.worker.data.user_data import SAMPLES
 
 # Only these pieces of the corpus are hashed, as it may be larger than memory.
 _HASHED_PIECES = 64

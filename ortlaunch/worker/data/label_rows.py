@@ -21,7 +21,7 @@ from ortlaunch.worker.data.corpus import (
     read_corpus_rows,
     require_column_value,
 )
-from ortlaunch.worker.data.reading import DataError, Row
+from ortlaunch.worker.data.file_rows import DataError, Row
 
 # A number in a cell of CSV.
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")

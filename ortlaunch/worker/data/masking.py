@@ -12,7 +12,7 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import MaskedLm
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.samples import IGNORED, Sample
 from ortlaunch.worker.data.shards import Tokens
 

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import HeldOut
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.order import SampleOrder, epoch_permutation
-from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import Sample, Samples
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import Position

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 
 Sample = Mapping[str, Any]
 """Names to tensors, or to values that torch converts to tensors: arrays, lists or numbers."""

@@ -14,7 +14,7 @@ from typing import IO, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ortlaunch.cache import (
+from ortlaunch.base.cache import (
     reason_files_differ_from_checksum_record,
     single_file_checksum_record_path,
     write_checksum_record_and_protect_files,

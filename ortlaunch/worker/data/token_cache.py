@@ -23,9 +23,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from ortlaunch.cache import create_private_cache_folder, rewrite_files_unless_checksums_match
-from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json
+from ortlaunch.base.cache import create_private_cache_folder, rewrite_files_unless_checksums_match
+from ortlaunch.base.errors import DamagedFile
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import is_temporary_file, read_own_json, write_json_atomically
 from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_and_shares

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ortlaunch.cache import (
+from ortlaunch.base.cache import (
     add_cache_note,
     create_private_cache_folder,
     rewrite_files_unless_checksums_match,
 )
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, has_chat_rows
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.inputs import pretrained_files_in_folder, refuse_lfs_pointers

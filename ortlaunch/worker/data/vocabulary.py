@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json
-from ortlaunch.model_tasks import MODEL_TASKS
+from ortlaunch.base.errors import DamagedFile
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
 from ortlaunch.recipe.fields.data import TokenizerTraining
@@ -25,6 +24,7 @@ from ortlaunch.run_folder.file_sums import (
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import VocabularyRecord, json_values_of_record
 from ortlaunch.run_folder.resume_record import ResumeRecord
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data.tokenizer import download_revision_or_keep_name
 
 if TYPE_CHECKING:

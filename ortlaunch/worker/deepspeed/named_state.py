@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.base.errors import CheckpointError
 from ortlaunch.ortmodule.deepspeed.zero_types import (
     UnshardedMasterWeights,
     ZeroOneOrTwoOptimizer,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ortlaunch.errors import EngineError, InputError
+from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.recipe import Batch as BatchSizes

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ortlaunch.errors import CheckpointError, InputError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import CheckpointError, InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import read_own_json
 from ortlaunch.worker.device.device import (

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.errors import CheckpointError, InputError, MissingDependency
-from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.tracing.compat import restore_checkpoint_functions
+from ortlaunch.base.errors import CheckpointError, InputError, MissingDependency
+from ortlaunch.base.json_types import Json
+from ortlaunch.ortmodule.tracing.import_repairs import restore_checkpoint_functions
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.model.packing import split_documents_into_rows
 from ortlaunch.worker.onnx.onnx_model import Batch, graph_input_arrays

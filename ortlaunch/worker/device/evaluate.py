@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.held_out import missing_evaluation_message

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError, first_message_line
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import EngineError, InputError, first_message_line
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_export_with_exact_forms
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, batch_function_of_recipe
@@ -24,7 +24,7 @@ from ortlaunch.worker.data.mixture import indices_of_readable_samples
 from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.model import LossModule, require_scalar_loss
 from ortlaunch.worker.onnx.onnx_export import three_text_batches_of_own_data
-from ortlaunch.worker.onnx.onnx_own import ExportedModule
+from ortlaunch.worker.onnx.user_model import ExportedModule
 
 # From 17 on, a LayerNorm is one operator, exported without outputs that ONNX Runtime's gradient
 # needs.

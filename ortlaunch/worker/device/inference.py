@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ortlaunch.errors import EngineError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import EngineError
+from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.device.artifacts import DIFFERENCE_LIMIT
 from ortlaunch.worker.device.device import Device

@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import InputError, NonFiniteError
+from ortlaunch.base.errors import InputError, NonFiniteError
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.units import count_with_noun
 from ortlaunch.worker.data import Batches, LoadedData, batch_function_of_recipe
 from ortlaunch.worker.device.device import (
     AVERAGED,

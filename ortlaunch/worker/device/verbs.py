@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe import Recipe, parse_resolved_recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.tasks import DeviceRequest
+from ortlaunch.tables.tasks import DeviceRequest
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.engine_report import Binding

@@ -16,8 +16,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortlaunch.errors import EngineError
-from ortlaunch.precisions import PRECISIONS
+from ortlaunch.base.errors import EngineError
+from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.differences import (
     Comparison,
@@ -27,12 +27,12 @@ from ortlaunch.worker.engine.differences import (
     mark_differences_that_are_rounding,
     to_double_precision,
 )
-from ortlaunch.worker.engine.draws import RandomNumberRecorder, ReplayingModel
 from ortlaunch.worker.engine.float64 import compute_in_float64
+from ortlaunch.worker.engine.random_draws import RandomNumberRecorder, ReplayingModel
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 from ortlaunch.worker.model.model import disable_chunked_head
-from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
+from ortlaunch.worker.model.returned_values import loss_of_engine_output
 
 
 def run_and_compare_passes(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ortlaunch.precisions import Precision
+from ortlaunch.tables.precisions import Precision
 
 NamedTensors = Mapping[str, "torch.Tensor | None"]
 # A loss near zero has no useful relative difference. Losses of training are of order one.

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ortlaunch.base.machine import threads_per_rank
 from ortlaunch.launch_plan import Plan
-from ortlaunch.machine import threads_per_rank
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
@@ -60,7 +60,7 @@ from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.witness import PassAndGraphCounters
+    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
 # Packages whose versions are in engine.json.
 _PACKAGES = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

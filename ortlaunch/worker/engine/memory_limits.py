@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 
 STATUS_FILE = Path("/proc/self/status")
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
+from ortlaunch.base.units import human_bytes
 from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
-from ortlaunch.units import human_bytes
 from ortlaunch.worker.engine.memory_limits import process_status_bytes
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError, MissingDependency
-from ortlaunch.json_types import Json
-from ortlaunch.optimizers import MUON_MOMENTUM, OPTIMIZERS
+from ortlaunch.base.errors import InputError, MissingDependency
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.fused_adam import (
     ONNXRUNTIME,
     TORCH,
@@ -20,6 +19,7 @@ from ortlaunch.ortmodule.fused_adam import (
 )
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.run_folder.engine_report import OptimizerGroup
+from ortlaunch.tables.optimizers import MUON_MOMENTUM, OPTIMIZERS
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from ortlaunch.worker.model.named_state import STATE_TENSORS
 from ortlaunch.worker.model.parameter_groups import (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, MissingDependency
-from ortlaunch.ortmodule.build import cuda_libraries
+from ortlaunch.base.errors import EngineError, MissingDependency
+from ortlaunch.ortmodule.native import cuda_libraries
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
 from ortlaunch.run_folder.engine_report import (
@@ -19,19 +19,19 @@ from ortlaunch.run_folder.engine_report import (
     Postprocess,
     TorchCalls,
 )
-from ortlaunch.worker.data.own import import_user_function
+from ortlaunch.worker.data.user_data import import_user_function
 from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.ort_settings import ortmodule_settings
 from ortlaunch.worker.engine.spans import keep_python_stacks_in_exports
 from ortlaunch.worker.engine.stepping import Batch, require_gradient
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
+from ortlaunch.worker.model.returned_values import loss_of_engine_output
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.user_frames import error_type_message_and_location
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.witness import PassAndGraphCounters
+    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
 _ADVICE = (
     "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or "
@@ -59,7 +59,7 @@ def build_and_probe_ort_module(
         MissingDependency: ORTModule cannot be imported.
     """
     from ortlaunch.ortmodule.options import refuse_settings_without_effect
-    from ortlaunch.ortmodule.witness import PassAndGraphCounters
+    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
     witness = PassAndGraphCounters()
     witness.start_counting_in_this_process()
@@ -174,11 +174,11 @@ def onnxruntime_report_so_far(recipe: Recipe, witness: PassAndGraphCounters) -> 
 
 def repair_and_export_notes() -> tuple[str, ...]:
     """Return notes for the user: repairs that were not applied, and notes of the export."""
-    from ortlaunch.ortmodule.base import registry
+    from ortlaunch.ortmodule.base import repair_registry
     from ortlaunch.ortmodule.base.counters import tally
 
     unapplied_repairs = (
         f"ONNX Runtime's {name} is not repaired: {reason}"
-        for name, reason in registry.reason_by_unapplied_repair().items()
+        for name, reason in repair_registry.reason_by_unapplied_repair().items()
     )
     return (*unapplied_repairs, *map(replace_setting_names_by_recipe_fields, tally.notes))

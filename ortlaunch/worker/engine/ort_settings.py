@@ -9,8 +9,8 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from ortlaunch.errors import EngineError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import EngineError
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine

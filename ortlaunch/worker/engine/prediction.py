@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
-from ortlaunch import machine
-from ortlaunch.cache import create_private_cache_folder
+from ortlaunch.base import machine
+from ortlaunch.base.cache import create_private_cache_folder
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning import prediction
 from ortlaunch.planning.prediction import Rates, StepWork
@@ -44,8 +44,8 @@ from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.flops import wait_for_device
 from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
+from ortlaunch.worker.model.returned_values import loss_of_engine_output
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs

@@ -20,12 +20,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.base.patching import hide_package_unless_loaded
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
-from ortlaunch.precisions import PRECISIONS
-from ortlaunch.worker.engine.averaging import (
+from ortlaunch.tables.precisions import PRECISIONS
+from ortlaunch.worker.engine.gradient_averaging import (
     GradientAveraging,
     UsedParameterRecorder,
     first_five_names_text,
@@ -37,8 +37,8 @@ from ortlaunch.worker.model.named_state import (
     trained_parameter_shapes,
     whole_parameter_ranges,
 )
-from ortlaunch.worker.model.own_numbers import ValueMeans
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
+from ortlaunch.worker.model.returned_values import ValueMeans
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequests
 

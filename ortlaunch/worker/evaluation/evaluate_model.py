@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved_recipe
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.folder import json_text
 from ortlaunch.run_folder.records import Evaluation
-from ortlaunch.tasks import ModelEvaluationRequest
+from ortlaunch.tables.tasks import ModelEvaluationRequest
 
 
 def run(request: ModelEvaluationRequest) -> None:

@@ -16,13 +16,13 @@ from torch import nn
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.worker.data import IGNORED, Samples
-from ortlaunch.worker.data.own import seed_all_random_generators
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.user_data import seed_all_random_generators
 from ortlaunch.worker.evaluation.measure import create_measures_of_task
-from ortlaunch.worker.evaluation.own_metric import UserMetric
+from ortlaunch.worker.evaluation.user_metric import UserMetric
 from ortlaunch.worker.evaluation.word_scores import language_model_metric_inputs
 from ortlaunch.worker.model.chunked_head import LABELS
-from ortlaunch.worker.model.own_numbers import ValueMeans, loss_of_engine_output
+from ortlaunch.worker.model.returned_values import ValueMeans, loss_of_engine_output
 from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.session import Session
 

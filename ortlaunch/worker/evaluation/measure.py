@@ -1,6 +1,6 @@
 """The interface of the metrics of an evaluation.
 
-The table in `ortlaunch/evaluation_metrics.py` names an implementation for each metric.
+The table in `ortlaunch/tables/metrics.py` names an implementation for each metric.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ortlaunch.evaluation_metrics import measures_of_task
+from ortlaunch.tables.metrics import measures_of_task
 from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder.records import Evaluation
+from ortlaunch.tables.metrics import METRICS
 
 
 def build_evaluation_record(

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.base.errors import CheckpointError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder import origin
@@ -18,7 +18,7 @@ from ortlaunch.run_folder.export_records import DeviceArtifacts, ExportLine, Onn
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.records import json_values_of_record
-from ortlaunch.tasks import ExportRequest
+from ortlaunch.tables.tasks import ExportRequest
 
 if TYPE_CHECKING:
     from ortlaunch.recipe import Recipe
@@ -114,7 +114,7 @@ def load_trained_model_of_checkpoint(
     append_factory_folders_to_sys_path(recipe, Path(plan.modules))
     # One process in place of the run's ranks.
     single_rank = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    # A lock normally keeps the checkpoint; a disk may have no locks (run_folder/held.py).
+    # A lock normally keeps the checkpoint; a disk may have no locks (run_folder/checkpoint_hold.py).
     if not (run.checkpoint_folder(checkpoint_step) / COMPLETE).exists():
         raise CheckpointError(
             f"{run.checkpoint_folder(checkpoint_step)} was removed by its run in the meantime (checkpoint.keep); "

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.errors import InputError, first_message_line
+from ortlaunch.base.errors import InputError, first_message_line
 from ortlaunch.recipe.inputs import pretrained_files_in_folder, refuse_lfs_pointers
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tasks import GenerationRequest
+from ortlaunch.tables.tasks import GenerationRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

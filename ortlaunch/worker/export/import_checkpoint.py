@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.base.errors import CheckpointError
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import read_resolved_recipe_of_run
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.run_folder.origin import ORIGIN
-from ortlaunch.tasks import ImportRequest
-from ortlaunch.units import count_with_noun
+from ortlaunch.tables.tasks import ImportRequest
 from ortlaunch.worker.checkpoint.restore import CheckpointTensors
 from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.checkpoint.transaction import write_snapshot_as_checkpoint

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.fields.data import Corpus, HeldOut
-from ortlaunch.recipe.text.place import values_with_hidden_secrets
+from ortlaunch.recipe.text.source_location import values_with_hidden_secrets
 from ortlaunch.recipe.text.yaml_text import dump_yaml
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
-from ortlaunch.units import count_with_noun
+from ortlaunch.tables.metrics import METRICS
 
 
 def build_model_card(

@@ -10,9 +10,9 @@ import os
 import warnings
 from pathlib import Path
 
-from ortlaunch.errors import InputError, LaunchError, MissingDependency
+from ortlaunch.base.errors import InputError, LaunchError, MissingDependency
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tasks import PushRequest
+from ortlaunch.tables.tasks import PushRequest
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 
 

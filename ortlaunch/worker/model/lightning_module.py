@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError
+from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data.own import batch_in_original_form
+from ortlaunch.worker.data.user_data import batch_in_original_form
 from ortlaunch.worker.model.model import LossModule, require_scalar_loss
-from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, output_values_by_name_or_empty
+from ortlaunch.worker.model.returned_values import LOSS, ValueMeans, output_values_by_name_or_empty
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 _HOOKS = {

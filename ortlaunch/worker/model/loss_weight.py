@@ -15,7 +15,7 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import IGNORED, Batches
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.model.chunked_head import predicts_next_token
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext

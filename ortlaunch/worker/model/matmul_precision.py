@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ortlaunch import machine
-from ortlaunch.errors import EngineError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import EngineError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.engine_rules import setting_that_disables_torch_matmul
 from ortlaunch.run_folder.engine_report import MatmulPrecision

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError, MissingDependency
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import InputError, MissingDependency
+from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import Plan
-from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.inputs import (
@@ -26,27 +25,28 @@ from ortlaunch.recipe.inputs import (
     refuse_lfs_pointers,
     rounded_vocabulary_size,
 )
-from ortlaunch.recipe.text.words import closest_or_translated_name_or_none
+from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import LoadedData, seed_and_call_user_function
-from ortlaunch.worker.data.own import import_user_function, seed_all_random_generators
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 from ortlaunch.worker.data.tokenizer import (
     download_revision_or_keep_name,
     tokens_without_pretrained_weights,
 )
+from ortlaunch.worker.data.user_data import import_user_function, seed_all_random_generators
 from ortlaunch.worker.data.vocabulary import class_number_by_label_in_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.model.host_memory import keep_saved_tensors_on_host_except
-from ortlaunch.worker.model.own_numbers import (
+from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_patterns
+from ortlaunch.worker.model.pretrained import LoadedNames, load_pretrained_and_report_names
+from ortlaunch.worker.model.returned_values import (
     LOSS,
     ValueMeans,
     output_values_by_name_or_empty,
     scalars_beside_loss_by_name,
 )
-from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_patterns
-from ortlaunch.worker.model.pretrained import LoadedNames, load_pretrained_and_report_names
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 if TYPE_CHECKING:

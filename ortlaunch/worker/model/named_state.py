@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.worker.model.parameter_groups import CombinedOptimizer
 
 NamedNumbers = dict[str, float]

@@ -12,11 +12,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.optimizer import Optimizer, ParameterGroup
 from ortlaunch.run_folder.engine_report import OptimizerGroup
-from ortlaunch.worker.data.own import import_user_function
+from ortlaunch.worker.data.user_data import import_user_function
 
 # Names of settings in torch's groups, where they differ from the recipe's.
 _TORCH_NAMES = {"betas": "betas", "epsilon": "eps", "momentum": "momentum"}

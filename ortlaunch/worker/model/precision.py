@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ortlaunch.precisions import PRECISIONS
+from ortlaunch.tables.precisions import PRECISIONS
 
 
 def dtype_of(precision: str) -> torch.dtype:

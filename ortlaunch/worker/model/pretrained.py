@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -19,17 +19,17 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError, MissingDependency, first_message_line
+from ortlaunch.base.errors import EngineError, InputError, MissingDependency, first_message_line
 from ortlaunch.ortmodule.base.torch_calls import pause_tracing_and_torch_function
 from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_export_with_exact_forms
-from ortlaunch.ortmodule.tracing.tracing import wrap_export_restoring_autocast_cache
+from ortlaunch.ortmodule.tracing.export_wrappers import wrap_export_restoring_autocast_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.media.samples import load_processor_or_none
 from ortlaunch.worker.data.mixture import indices_of_readable_samples
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
-from ortlaunch.worker.onnx.onnx_own import (
+from ortlaunch.worker.onnx.user_model import (
     ExportedModule,
     batches_of_three_two_and_one,
     model_with_row_outputs_and_batches,

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlaunch.errors import InputError, MissingDependency, first_message_line
-from ortlaunch.json_types import Json
-from ortlaunch.model_tasks import MODEL_TASKS
+from ortlaunch.base.errors import InputError, MissingDependency, first_message_line
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.inputs import refuse_lfs_pointers
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ortlaunch import machine
-from ortlaunch.errors import DeviceError, LaunchError, WorldError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import DeviceError, LaunchError, WorldError
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import count_with_noun
 from ortlaunch.worker.process_group.flight_recorder import set_flight_recorder_variables_unless_set
 from ortlaunch.worker.process_group.join import (
     JOIN_TIMEOUT,
@@ -33,7 +33,7 @@ from ortlaunch.worker.process_group.join import (
     is_mpi_launcher,
     meet_ranks_and_init_process_group,
 )
-from ortlaunch.worker.process_group.peers import refuse_foreign_users_in_new_groups
+from ortlaunch.worker.process_group.peer_users import refuse_foreign_users_in_new_groups
 from ortlaunch.worker.supervision.gpus import (
     reason_torch_sees_no_gpu,
     set_cuda_kernel_cache_unless_set,

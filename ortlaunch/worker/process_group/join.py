@@ -20,12 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ortlaunch.errors import LaunchError, MissingDependency, WorldError, first_message_line
+from ortlaunch.base.errors import LaunchError, MissingDependency, WorldError, first_message_line
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.units import count_with_noun
-from ortlaunch.worker.process_group.meeting_port import ranks_cannot_connect_error
+from ortlaunch.worker.process_group.rendezvous_port import ranks_cannot_connect_error
 from ortlaunch.worker.supervision import interface
 
 JOIN_TIMEOUT = timedelta(minutes=30)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ortlaunch.cache import create_private_cache_folder
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.cache import create_private_cache_folder
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.rank import Rank
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.rank import Rank
 from ortlaunch.worker.supervision.stall_rules import SILENT_SECONDS, Heartbeat
 

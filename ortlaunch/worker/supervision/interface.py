@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Iterable, MutableMapping
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.launch_plan import is_this_host
 
 # From linux/sockios.h and linux/if.h.

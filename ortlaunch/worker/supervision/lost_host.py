@@ -17,8 +17,8 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
-from ortlaunch.process import wait_until_true_or_timeout
-from ortlaunch.run_folder.lost import LostHost
+from ortlaunch.base.process import wait_until_true_or_timeout
+from ortlaunch.run_folder.lost_host import LostHost
 from ortlaunch.worker.supervision.interface import (
     interface_with_address_or_none,
     is_interface_running,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from ortlaunch.cache import cache_root_without_creating
-from ortlaunch.errors import FileError
+from ortlaunch.base.cache import cache_root_without_creating
+from ortlaunch.base.errors import FileError
+from ortlaunch.base.units import human_bytes
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
-from ortlaunch.units import human_bytes
 
 # Bytes of one file, and of all: enough for source code, too little for data.
 _MAX_FILE_BYTES = 1 << 20

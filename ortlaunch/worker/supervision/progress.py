@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from ortlaunch.base.units import COLUMNS, wrap_long_lines_except_commands
 from ortlaunch.run_folder.folder import terminal_columns_of_command
-from ortlaunch.units import COLUMNS, wrap_long_lines_except_commands
 from ortlaunch.worker.supervision.pulse import (
     BACKWARD,
     FORWARD,

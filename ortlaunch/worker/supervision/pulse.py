@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ortlaunch.json_types import Json
-from ortlaunch.process import (
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.process import (
     iterate_process_and_descendant_ids,
     read_process_stat_or_none,
     total_bytes_read_and_written,

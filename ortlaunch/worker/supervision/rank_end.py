@@ -13,17 +13,21 @@ import signal
 import sys
 import time
 
-from ortlaunch import machine
-from ortlaunch.cause import Cause
-from ortlaunch.errors import escape_control_characters
+from ortlaunch.base import machine
+from ortlaunch.base.cause import Cause
+from ortlaunch.base.errors import escape_control_characters
+from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.launch_plan import Plan
-from ortlaunch.process import wait_until_true_or_timeout
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lost import EXIT_STATUS as LOST_STATUS
-from ortlaunch.run_folder.lost import LOST_HOST_TYPE
-from ortlaunch.worker.supervision.child import RankProcess
-from ortlaunch.worker.supervision.failure import ObservedEnd, RankEndRecorder, failure_exit_status
+from ortlaunch.run_folder.lost_host import EXIT_STATUS as LOST_STATUS
+from ortlaunch.run_folder.lost_host import LOST_HOST_TYPE
+from ortlaunch.worker.supervision.end_record import (
+    ObservedEnd,
+    RankEndRecorder,
+    failure_exit_status,
+)
+from ortlaunch.worker.supervision.rank_process import RankProcess
 from ortlaunch.worker.supervision.requests import SIGNAL_REQUESTS
 from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS as STALLED
 from ortlaunch.worker.supervision.watchdog import Watchdog

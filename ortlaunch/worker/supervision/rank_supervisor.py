@@ -19,23 +19,23 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from ortlaunch import machine
-from ortlaunch.die_with_parent import request_signal_at_parent_end_or_exit
+from ortlaunch.base import machine
+from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.error_record import read_error_records
 from ortlaunch.run_folder.folder import RunDir, terminal_columns_of_command
-from ortlaunch.worker.supervision.child import (
+from ortlaunch.worker.supervision.end_record import RankEndRecorder
+from ortlaunch.worker.supervision.lost_host import terminate_then_kill_launcher
+from ortlaunch.worker.supervision.rank_end import record_end_and_return_status
+from ortlaunch.worker.supervision.rank_log import RankLog
+from ortlaunch.worker.supervision.rank_process import (
     NOTICES,
     PASSED_ON,
     RankProcess,
     was_launcher_gone_at_start,
 )
-from ortlaunch.worker.supervision.failure import RankEndRecorder
-from ortlaunch.worker.supervision.lost_host import terminate_then_kill_launcher
-from ortlaunch.worker.supervision.rank_end import record_end_and_return_status
-from ortlaunch.worker.supervision.rank_log import RankLog
 from ortlaunch.worker.supervision.requests import DEAF, LISTENING, RankRequests
 from ortlaunch.worker.supervision.terminal import NewOutput, OutputStream, PrefixedScreen, Screen
 from ortlaunch.worker.supervision.watchdog import Watchdog

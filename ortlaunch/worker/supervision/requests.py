@@ -15,7 +15,7 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-from ortlaunch.process import signals_to_handle
+from ortlaunch.base.process import signals_to_handle
 from ortlaunch.rank import EXIT_SAVED
 
 LISTENING = b"listening\n"

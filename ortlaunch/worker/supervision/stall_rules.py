@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ortlaunch.units import count_with_noun
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.worker.supervision.pulse import AUTO, STAGES
 
 # As timeout(1).

@@ -10,7 +10,7 @@ import re
 import traceback
 from collections.abc import Iterator
 
-from ortlaunch.units import count_with_noun
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.worker.supervision.module_copies import is_user_file
 
 _FRAME = re.compile(r'  File "([^"]+)", line \d+')

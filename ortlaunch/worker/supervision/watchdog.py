@@ -18,19 +18,19 @@ import sys
 import time
 from collections.abc import Iterator
 
-from ortlaunch.cause import Cause
+from ortlaunch.base.cause import Cause
+from ortlaunch.base.process import read_process_stat_or_none, wait_until_true_or_timeout
 from ortlaunch.launch_plan import Plan
-from ortlaunch.process import read_process_stat_or_none, wait_until_true_or_timeout
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.error_record import ErrorRecord
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line
-from ortlaunch.run_folder.lost import LostHost
-from ortlaunch.worker.supervision.child import RankProcess
+from ortlaunch.run_folder.lost_host import LostHost
 from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, seconds_between_heartbeats
 from ortlaunch.worker.supervision.lost_host import LostHostDetector
 from ortlaunch.worker.supervision.pulse import AUTO, NEVER, ProcessActivityMeter, SharedProgress
-from ortlaunch.worker.supervision.slow import SlowRankDetector
+from ortlaunch.worker.supervision.rank_process import RankProcess
+from ortlaunch.worker.supervision.slow_ranks import SlowRankDetector
 from ortlaunch.worker.supervision.stall_rules import (
     EXIT_STATUS,
     Heartbeat,

@@ -1,6 +1,6 @@
 """The tasks of a run's ranks, one module each.
 
-The table in `ortlaunch/tasks.py` names the module of each `plan.task`.
+The table in `ortlaunch/tables/tasks.py` names the module of each `plan.task`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import parse_resolved_recipe
-from ortlaunch.tasks import BatchBytesRequest
+from ortlaunch.tables.tasks import BatchBytesRequest
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
 
 

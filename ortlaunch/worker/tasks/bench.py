@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import torch
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, write_json_atomically
 from ortlaunch.worker.engine.comparison import compare_replaying_random_numbers
 from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
 from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
-from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import dtype_of
+from ortlaunch.worker.model.returned_values import loss_of_engine_output
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.errors import ParityError
+from ortlaunch.base.errors import ParityError
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import ParitySteps, is_plain_pytorch

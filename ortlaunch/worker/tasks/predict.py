@@ -14,7 +14,7 @@ from pathlib import Path
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import parse_resolved_recipe
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tasks import PredictionRequest
+from ortlaunch.tables.tasks import PredictionRequest
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
 from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe
 
@@ -33,7 +33,7 @@ def run(request: PredictionRequest) -> None:
         make_malloc_keep_memory_and_describe(os.environ)
     import torch
 
-    from ortlaunch.errors import InputError, first_message_line
+    from ortlaunch.base.errors import InputError, first_message_line
     from ortlaunch.rank import Rank
     from ortlaunch.worker.engine.prediction import count_measure_and_cache_prediction
     from ortlaunch.worker.process_group.distributed import DistributedContext

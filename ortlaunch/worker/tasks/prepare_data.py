@@ -9,9 +9,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ortlaunch.cache import cache_root_without_creating
+from ortlaunch.base.cache import cache_root_without_creating
 from ortlaunch.recipe import Recipe, parse_resolved_recipe
-from ortlaunch.tasks import TASKS, DataRequest
+from ortlaunch.tables.tasks import TASKS, DataRequest
 
 if TYPE_CHECKING:
     from ortlaunch.worker.data import LoadedData
@@ -38,8 +38,8 @@ def load_and_cache_data_showing_progress(recipe: Recipe) -> tuple[LoadedData, li
     line = _StderrProgress()
     line.show_or_print_at_intervals("loading libraries")
     try:
-        from ortlaunch.cache import take_cache_notes
-        from ortlaunch.file_errors import reraise_own_file_errors_as_file_error
+        from ortlaunch.base.cache import take_cache_notes
+        from ortlaunch.base.file_errors import reraise_own_file_errors_as_file_error
         from ortlaunch.worker.data import LoadedData
 
         with reraise_own_file_errors_as_file_error(cache_root_without_creating()):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ortlaunch.errors import escape_control_characters
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import escape_control_characters
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe, parse_resolved_recipe
 from ortlaunch.recipe.fields.data import is_written_by_chat_template
-from ortlaunch.tasks import ShowDataRequest
+from ortlaunch.tables.tasks import ShowDataRequest
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
 from ortlaunch.worker.data import LoadedData, Samples, batch_function_of_recipe
 from ortlaunch.worker.data.chat_rows import read_chats_and_shares

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ortlaunch.errors import BadStepError, InputError, LastSaveError
+from ortlaunch.base.errors import BadStepError, InputError, LastSaveError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint.tensor_file import require_storable_in_checkpoint
 from ortlaunch.worker.data import Batches
-from ortlaunch.worker.data.own import seed_all_random_generators
+from ortlaunch.worker.data.user_data import seed_all_random_generators
 from ortlaunch.worker.engine.schedule import fraction_of_peak_learning_rate
 from ortlaunch.worker.engine.stepping import StepOutcome
 from ortlaunch.worker.evaluation.evaluation import (
@@ -31,14 +31,14 @@ from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.gpus import create_gpu_forward_timer_or_none
 from ortlaunch.worker.supervision.pulse import STEPPING
 from ortlaunch.worker.supervision.requests import RankRequest
-from ortlaunch.worker.training import best
+from ortlaunch.worker.training import best_evaluation as best
 from ortlaunch.worker.training.bad_steps import BadStepHandler, RollBack
 from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
-from ortlaunch.worker.training.finish import (
+from ortlaunch.worker.training.final_results import (
     write_export_and_print_summary,
     write_export_and_raise_save_error,
 )
-from ortlaunch.worker.training.finite import (
+from ortlaunch.worker.training.finite_checks import (
     build_non_finite_step_error,
     gather_non_finite_losses,
     nan_buffer_names,

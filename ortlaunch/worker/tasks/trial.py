@@ -6,7 +6,7 @@ A rank that runs out of memory ends like any other rank that fails. The control 
 
 from __future__ import annotations
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
 from ortlaunch.worker.session import Session

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
+from ortlaunch.base.errors import BadStepError, CheckpointError, LossSpikeError
 from ortlaunch.recipe.fields.train import Spike
 from ortlaunch.recipe.rules.bad_step_rules import bad_step_actions
 from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.data.left_out import read_bad_step_records
+from ortlaunch.worker.data.skipped_positions import read_bad_step_records
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.training.finite import (
+from ortlaunch.worker.training.finite_checks import (
     build_non_finite_step_error,
     gather_non_finite_losses,
     shortened_sample_indices_text,

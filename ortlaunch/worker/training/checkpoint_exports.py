@@ -20,14 +20,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ortlaunch import tasks
-from ortlaunch.errors import MissingDependency
+from ortlaunch.base.errors import MissingDependency
 from ortlaunch.run_folder.export_records import ExportLine
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
 from ortlaunch.run_folder.records import json_values_of_record
-from ortlaunch.tasks import ExportRequest
-from ortlaunch.worker.checkpoint.saving import automatic_export_folders
+from ortlaunch.tables import tasks
+from ortlaunch.tables.tasks import ExportRequest
+from ortlaunch.worker.checkpoint.saver import automatic_export_folders
 from ortlaunch.worker.session import Session
 
 # Seconds between two checks while the end of a run waits.
@@ -170,7 +170,7 @@ def _start_export_process(request: ExportRequest) -> _RunningExport:
         output = opened.enter_context(tempfile.TemporaryFile("w+"))
         errors = opened.enter_context(tempfile.TemporaryFile("w+"))
         # Its own session, because a signal to the run's processes is not for it. It ends with this
-        # process (worker/alone.py).
+        # process (worker/single_process.py).
         process = subprocess.Popen(
             tasks.task_command(request), text=True, stdin=subprocess.PIPE, stdout=output, stderr=errors,
             start_new_session=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -14,9 +14,9 @@ import os
 import socket
 import traceback
 
-from ortlaunch.errors import HookError, InputError
+from ortlaunch.base.errors import HookError, InputError
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.worker.data.own import seed_and_call_user_function
+from ortlaunch.worker.data.user_data import seed_and_call_user_function
 from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.requests import RankRequest

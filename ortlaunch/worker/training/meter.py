@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.session import Session

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields
 
-from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import clock_duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -21,7 +21,7 @@ from ortlaunch.run_folder.folder import (
 )
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.records import MetricsLine
-from ortlaunch.units import clock_duration
+from ortlaunch.tables.metrics import METRICS
 from ortlaunch.worker.training.trackers import TrackerThread
 
 EVALUATION = "evaluation_"

@@ -10,8 +10,8 @@ import gc
 import time
 from typing import Any
 
-from ortlaunch.errors import EngineError, ParityError
-from ortlaunch.json_types import Json
+from ortlaunch.base.errors import EngineError, ParityError
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.rules.parity import ParityStepCount, parity_step_count_and_reason
 from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ortlaunch.errors import CheckpointError, NotSaved
+from ortlaunch.base.errors import CheckpointError, NotSaved
 from ortlaunch.run_folder.folder import COMPLETE, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import Stopped, json_values_of_record
 from ortlaunch.worker.checkpoint import CheckpointSaver

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
+from ortlaunch.base.units import aligned_table_lines, count_with_noun
 from ortlaunch.run_folder.engine_report import (
     Binding,
     ChunkedLoss,
@@ -13,13 +14,12 @@ from ortlaunch.run_folder.engine_report import (
     OnnxRuntime,
     OptimizerGroup,
 )
-from ortlaunch.units import aligned_table_lines, count_with_noun
 from ortlaunch.worker.data.mixture import streamed_sources_of_samples
 from ortlaunch.worker.data_audit import (
     audit_training_and_evaluation_samples,
     require_no_severe_findings,
 )
-from ortlaunch.worker.length import run_length_line
+from ortlaunch.worker.run_length import run_length_line
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.module_copies import copy_user_modules_into_run_folder
 from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width

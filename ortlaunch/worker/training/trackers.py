@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ortlaunch.json_types import Json
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.text.place import path_and_leaf_value_pairs
+from ortlaunch.recipe.text.source_location import path_and_leaf_value_pairs
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 # Seconds for sending the rest at the end.

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import ortlaunch
-from ortlaunch.errors import RecipeError
+from ortlaunch.base.errors import RecipeError
 from tests.makers import CUSTOM, OWN_MODULE, bert
 
 

@@ -14,7 +14,7 @@ from ortlaunch.api.detached import (
     launch_options_as_command_arguments,
     start_detached_and_await_job_file,
 )
-from ortlaunch.errors import InputError, PlanError, RecipeError, RunError
+from ortlaunch.base.errors import InputError, PlanError, RecipeError, RunError
 from ortlaunch.run_folder.folder import RunDir
 from tests.makers import CUSTOM
 

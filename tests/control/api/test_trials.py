@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import machine
 from ortlaunch.api import trial_starts, trials
 from ortlaunch.api.starts import submit
 from ortlaunch.api.sweeps import Sweep, sweep
-from ortlaunch.errors import InputError, PlanError, RunError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import InputError, PlanError, RunError
 from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, parse_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml

@@ -31,7 +31,7 @@ srun --export=ALL --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-pe
     python start.py ortlaunch.cli train /runs/x/submitted.yaml --run-dir /runs/x || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
-python start.py ortlaunch.other_runs.ended /runs/x 0 "$status" "$began"
+python start.py ortlaunch.started_runs.ended /runs/x 0 "$status" "$began"
 status=$?
 # The command above leaves this file where the run continues in another turn.
 if test -e /runs/x/requests/requeue && test "$(stat -c %Y /runs/x/job.sh)" = "$began"; then

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import tasks
+from ortlaunch.base.errors import InputError, RecipeError
 from ortlaunch.commands import device
-from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.recipe import dump_recipe_yaml, parse_resolved_recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.tasks import DeviceRequest
+from ortlaunch.tables import tasks
+from ortlaunch.tables.tasks import DeviceRequest
 from tests import makers
 from tests.control.typed import Run
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import tasks
+from ortlaunch.base.errors import InputError, PlanError
 from ortlaunch.commands import evaluate as evaluations
 from ortlaunch.commands import evaluate_model
-from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml, parse_resolved_recipe
@@ -19,6 +18,7 @@ from ortlaunch.resolve import resume
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.run_folder.origin import ORIGIN, origin_of_run_to_start
+from ortlaunch.tables import tasks
 from tests import makers
 
 EVALUATION = ("data.evaluation.format=custom", "data.evaluation.factory=mine:data")

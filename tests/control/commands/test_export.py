@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import tasks
+from ortlaunch.base.errors import InputError
 from ortlaunch.commands import export as exports
 from ortlaunch.commands.export import ExportOptions
-from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
+from ortlaunch.tables import tasks
 
 
 @pytest.fixture

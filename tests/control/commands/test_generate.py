@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import tasks
+from ortlaunch.base.errors import InputError
 from ortlaunch.commands import generate as generation
-from ortlaunch.errors import InputError
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
-from ortlaunch.tasks import GenerationRequest
+from ortlaunch.tables import tasks
+from ortlaunch.tables.tasks import GenerationRequest
 from tests import makers
 
 # As small as possible: only the type of the model matters.

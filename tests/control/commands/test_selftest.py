@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ortlaunch.base.errors import InputError
 from ortlaunch.commands import selftest
 from ortlaunch.commands.selftest import SelftestRequest, Training, TrainingResult
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
-from ortlaunch.errors import InputError
 from ortlaunch.planning.world import LaunchOptions
 
 LOSSES = (2.0, 1.0)

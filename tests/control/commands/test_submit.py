@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import yaml
 
+from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.commands.submit import scheduler_request_of_run, write_submission_and_queue_job
-from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.other_runs import ended, listing, queued, registry
-from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
-from ortlaunch.other_runs.logs import iterate_rank_output_text
-from ortlaunch.other_runs.requests import request_stop_and_wait_if_asked
-from ortlaunch.other_runs.runs_table import runs_table_text
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.schedulers import QueueState, slurm
+from ortlaunch.started_runs import ended, listing, queued, registry
+from ortlaunch.started_runs.cancel import cancel_run_and_wait_for_its_end
+from ortlaunch.started_runs.logs import iterate_rank_output_text
+from ortlaunch.started_runs.requests import request_stop_and_wait_if_asked
+from ortlaunch.started_runs.runs_table import runs_table_text
+from ortlaunch.started_runs.status import read_status
 from tests.makers import BERT, CUSTOM, WORDS
 
 pytestmark = pytest.mark.usefixtures("workbench")

@@ -14,20 +14,20 @@ import pytest
 import yaml
 
 from ortlaunch import recipe
+from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.commands.submit import (
     notes_on_ignored_submit_fields,
     scheduler_request_of_run,
     write_submission_and_queue_job,
 )
-from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, LaunchRequest
-from ortlaunch.other_runs.cancel import cancel_run_and_wait_for_its_end
-from ortlaunch.other_runs.logs import iterate_rank_output_text
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import QueueState, azureml, kubernetes
+from ortlaunch.started_runs.cancel import cancel_run_and_wait_for_its_end
+from ortlaunch.started_runs.logs import iterate_rank_output_text
+from ortlaunch.started_runs.status import read_status
 from tests.control.typed import Run
 
 pytestmark = pytest.mark.usefixtures("workbench")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import doctor, machine
-from ortlaunch.doctor import here, probe
+from ortlaunch import doctor
+from ortlaunch.base import machine
+from ortlaunch.base.errors import MissingDependency, PlanError, RunError
+from ortlaunch.doctor import probe, this_host
 from ortlaunch.doctor.fabric import findings_on_matmul_links_and_all_reduce
 from ortlaunch.doctor.finding import FAILED, OK, WARNING
 from ortlaunch.doctor.hosts import HostRequirements
-from ortlaunch.errors import MissingDependency, PlanError, RunError
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
@@ -31,7 +32,7 @@ NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1
 
 def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
     """Return (verdict, finding, remedy) of each check of this machine, by the name of the check."""
-    found = here.check_this_host_and_recipe_packages(
+    found = this_host.check_this_host_and_recipe_packages(
         HostRequirements((), "cpu", None)._replace(**asked)
     )
     return {one.check: (one.verdict, one.what, one.mend) for one in found}
@@ -81,7 +82,7 @@ def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> str:
         raise MissingDependency("mpirun not found: load your module")
 
-    monkeypatch.setattr(here, "require_mpirun_here_or_on_path", absent)
+    monkeypatch.setattr(this_host, "require_mpirun_here_or_on_path", absent)
     assert verdicts()["mpi"] == (WARNING, "mpirun not found", "load your module")
 
 
@@ -105,7 +106,7 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(doctor, "_is_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
     # 1 << 60 bytes (1 EiB) fit on no disk.
-    found = here.check_this_host_and_recipe_packages(
+    found = this_host.check_this_host_and_recipe_packages(
         HostRequirements((), "cpu", tmp_path, disk_bytes_needed=1 << 60), made, world_of(made)
     )
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ortlaunch.base.errors import InputError
 from ortlaunch.doctor import host_probes, probe
 from ortlaunch.doctor.finding import FAILED, WARNING, format_findings
 from ortlaunch.doctor.host_probes import ConnectionResult, ProbeAnswer, ProbeFailure
 from ortlaunch.doctor.hosts import HostRequirements, probe_and_judge_all_hosts
-from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Node
 
 # Host, slots, first rank, devices.

@@ -16,7 +16,7 @@ from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.supervision.surroundings import RunFolderWatcher
+from ortlaunch.worker.supervision.run_folder_watcher import RunFolderWatcher
 from tests.makers import host, plan, recipe
 
 TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.errors import RankError
+from ortlaunch.base.errors import RankError
 from ortlaunch.launch.node import require_node_index_in_environ
 from ortlaunch.rank import Rank
 

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.machine import MemoryLimit, smallest_memory_limit
+from ortlaunch.base.units import human_bytes
 from ortlaunch.launch_plan import ProcessMemory
-from ortlaunch.machine import MemoryLimit, smallest_memory_limit
 from ortlaunch.planning import capacity
 from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
 from ortlaunch.planning.describe import plan_description_text
@@ -16,7 +17,6 @@ from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import solve_batch_and_estimate_memory
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
-from ortlaunch.units import human_bytes
 from tests.makers import bert, host, recipe, world_of
 
 GiB = 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.errors import HostfileError
+from ortlaunch.base.errors import HostfileError
 from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, parse_hostfile
 from tests.makers import host
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import HostfileError
+from ortlaunch.base.errors import HostfileError
 from ortlaunch.planning import hosts
 from ortlaunch.planning.hosts import Host, HostList, parse_hostfile, read_hostfile
 from tests.makers import host

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
+from ortlaunch.base.units import human_bytes
 from ortlaunch.launch_plan import BatchPlan, Node, Plan
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.rules.rules import broken_rule_problems
-from ortlaunch.units import human_bytes
 from tests.makers import bert, host, plan, recipe
 
 # Hosts with different numbers of slots; the second one uses device 3.

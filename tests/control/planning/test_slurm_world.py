@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank

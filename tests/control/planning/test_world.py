@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import HostfileError, PlanError, RankError
+from ortlaunch.base.errors import HostfileError, PlanError, RankError
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.world import LaunchOptions, World, resolve_hosts_launcher_and_device
 from ortlaunch.rank import Rank

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.errors import FileError
-from ortlaunch.file_errors import one_line_file_error_or_none, reraise_own_file_errors_as_file_error
+from ortlaunch.base.errors import FileError
+from ortlaunch.base.file_errors import (
+    one_line_file_error_or_none,
+    reraise_own_file_errors_as_file_error,
+)
 from ortlaunch.run_folder.folder import write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE
 
@@ -191,7 +194,9 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
         "file=sys.stderr)"
     )
     start = f"subprocess.run({[sys.executable, '-c', look]})"
-    code = "import subprocess\nfrom ortlaunch.output import wrap_standard_streams_within_block\n"
+    code = (
+        "import subprocess\nfrom ortlaunch.base.output import wrap_standard_streams_within_block\n"
+    )
     code += f"with wrap_standard_streams_within_block(): {start}"
     typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
     ended = subprocess.run(

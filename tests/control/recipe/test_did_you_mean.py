@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 

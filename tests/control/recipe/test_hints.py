@@ -9,8 +9,8 @@ import pytest
 
 from ortlaunch import cli
 from ortlaunch.cli.summaries import SUMMARIES
-from ortlaunch.other_runs import registry
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.started_runs import registry
 from tests.control.typed import Run
 
 # Verbs that are groups of verbs; they are no members of cli.VERBS.

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.errors import InputError, OrtlaunchError, RecipeError
-from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.other_tools import convert_config_to_recipe
+from ortlaunch.base.errors import InputError, OrtlaunchError, RecipeError
+from ortlaunch.importers import convert_config_to_recipe
 from ortlaunch.planning.hosts import read_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load_recipe
@@ -31,6 +30,7 @@ from ortlaunch.recipe.inputs import (
     repeated_file_and_high_rate_problems,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.user_modules import unloadable_factory_problems
 from tests.control.typed import Run
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe

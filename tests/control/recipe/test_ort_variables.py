@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import (

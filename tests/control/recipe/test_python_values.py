@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ortlaunch
-from ortlaunch.errors import RecipeError
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.recipe.text.python_values import json_value_or_add_problem
 from tests.makers import CUSTOM
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from tests.makers import CUSTOM

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.recipe import dump_recipe_yaml, load_recipe, parse_resolved_recipe
 from ortlaunch.recipe.fields.data import Corpus, TokenizerTraining
 from ortlaunch.recipe.fields.field_lookup import first_model_at_path, keys_accepted_by_section
@@ -16,7 +16,7 @@ from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
 from ortlaunch.recipe.hints.messages import EXAMPLES
 from ortlaunch.recipe.rules.rules import precision_and_engine_device_rules
 from ortlaunch.recipe.text import yaml_text
-from ortlaunch.recipe.text.place import KeyPath, format_key_path
+from ortlaunch.recipe.text.source_location import KeyPath, format_key_path
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 # Line and column of its keys are used in test_a_problem_is_placed_in_the_file_that_wrote_it.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.recipe import dump_recipe_yaml, load_recipe
 from ortlaunch.recipe.text import yaml_text
 

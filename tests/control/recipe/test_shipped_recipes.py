@@ -24,7 +24,7 @@ from ortlaunch.recipe.manual.reference import recipe_manual_page_markdown
 from ortlaunch.recipe.manual.schema import editor_schema_json_text
 from ortlaunch.recipe.rules.resume_rules import RULES
 from ortlaunch.recipe.text import yaml_text
-from ortlaunch.recipe.text.place import format_key_path
+from ortlaunch.recipe.text.source_location import format_key_path
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))

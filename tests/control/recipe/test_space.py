@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ortlaunch import recipe
-from ortlaunch.errors import RecipeError
+from ortlaunch.base.errors import RecipeError
 from ortlaunch.recipe.space import trial_overrides
 from ortlaunch.recipe.text.yaml_text import dump_yaml
 from tests.makers import CUSTOM

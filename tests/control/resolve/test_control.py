@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch import doctor, start
-from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
+from ortlaunch import doctor
+from ortlaunch.base import module_start as start
+from ortlaunch.base.errors import LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import dump_recipe_yaml
@@ -30,7 +31,7 @@ from ortlaunch.resolve.prepare import (
 )
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ChosenCheckpoint, RunBeginning
-from ortlaunch.run import control, inside
+from ortlaunch.run import control, rank_under_launcher
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
     create_run_folder_or_numbered_one,
@@ -484,7 +485,7 @@ def test_what_engine_ort_takes(
 def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits in vain for the prepared folder ends with a likely cause."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    monkeypatch.setattr(inside, "_JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(rank_under_launcher, "_JOIN_SECONDS", 0.1)
     with pytest.raises(LaunchError) as caught:
         control.lock_folder_and_run_training(resolved(environ=environ), Path("mine"))
     assert (
@@ -525,7 +526,7 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
         seen.append((RunDir("mine").ready / "launch").exists())
         return LaunchRequest(("worker",))
 
-    monkeypatch.setattr(inside, "write_run_files_and_print_plan", prepare)
+    monkeypatch.setattr(rank_under_launcher, "write_run_files_and_print_plan", prepare)
     monkeypatch.setattr(os, "execve", lambda *_: None)
     control.lock_folder_and_run_training(made, Path("mine"))
     assert seen == [False]

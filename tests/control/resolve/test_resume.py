@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ortlaunch.api.submission import Submission
-from ortlaunch.errors import DamagedFile, InputError, PlanError
+from ortlaunch.base.errors import DamagedFile, InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.rules import resume_rules
 from ortlaunch.recipe.rules.resume_rules import (

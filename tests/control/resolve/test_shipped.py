@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch import recipe
-from ortlaunch.errors import InputError, RecipeError
+from ortlaunch.base.errors import InputError, RecipeError
 from ortlaunch.resolve import shipped
 
 ROOT = Path(__file__).parents[3] / "recipes"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import machine
+from ortlaunch.base import machine
+from ortlaunch.base.errors import EngineError, PlanError
 from ortlaunch.bench import auto, command, report
 from ortlaunch.bench.command import measure_print_and_write_bench
 from ortlaunch.bench.measure import BenchStopped, MeasurementLength
 from ortlaunch.bench.variants import Variant
-from ortlaunch.errors import EngineError, PlanError
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.recipe import load_recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers

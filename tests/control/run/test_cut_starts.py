@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import cli, recipe, start
+from ortlaunch import cli, recipe
+from ortlaunch.base import module_start
 from tests.launch.tiny import RECIPE, needs_mpi, write_recipe
 from tests.makers import plan
 
@@ -99,7 +100,7 @@ def run(words: tuple[str, ...], folder: Path, output: Path, cut: int = 0) -> int
 
         # Programs of the machine, such as git, run as usual.
         def started(self: Any, argv: Any, *rest: Any, **options: Any) -> None:
-            if start.__file__ in argv or any("die_with_parent" in word for word in argv):
+            if module_start.__file__ in argv or any("die_with_parent" in word for word in argv):
                 os._exit(STARTED)
             popen(self, argv, *rest, **options)
 

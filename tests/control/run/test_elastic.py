@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
+from ortlaunch.base.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.doctor.finding import Finding
 from ortlaunch.doctor.schema import findings_schema_text
-from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
@@ -264,8 +264,8 @@ def test_only_an_elastic_run_takes_hosts_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ortlaunch restart` is refused for a run with a fixed number of hosts, or one that ended."""
-    from ortlaunch.other_runs.requests import request_restart_and_wait
     from ortlaunch.recipe import dump_recipe_yaml
+    from ortlaunch.started_runs.requests import request_restart_and_wait
 
     run = RunDir(tmp_path)
     write_text_atomically(run.plan, plan(recipe()).to_json())

@@ -11,11 +11,11 @@ import pytest
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import load_recipe
-from ortlaunch.run.finished import (
+from ortlaunch.run.preparation import record_success_unless_recorded
+from ortlaunch.run.run_completion import (
     append_command_to_continue_training,
     nothing_to_train_text_if_readable,
 )
-from ortlaunch.run.preparation import record_success_unless_recorded
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from tests.makers import OWN_MODULE, recipe
 

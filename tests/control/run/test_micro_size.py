@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.make_plan import plan_with_batch_of_recipe
 from ortlaunch.recipe import Recipe, dump_recipe_yaml

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from ortlaunch.base.errors import OrtlaunchError, PlanError
 from ortlaunch.bench import auto
 from ortlaunch.cli import app
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.errors import OrtlaunchError, PlanError
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve import resolve as resolving

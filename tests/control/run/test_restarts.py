@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.cause import Cause
+from ortlaunch.base.cause import Cause
 from ortlaunch.launch import restarts
 from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.failure import RunEnd
@@ -19,11 +19,11 @@ from ortlaunch.launch.restart_policy import (
     restarts_without_progress,
 )
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
+from ortlaunch.started_runs.status import read_status
 from tests.makers import host, plan, recipe
 
 # An attempt that failed after step 7, whose newest checkpoint is after step 4.

@@ -15,15 +15,13 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.base.errors import DamagedFile, OrtlaunchError
 from ortlaunch.commands import generate
 from ortlaunch.commands.export import existing_requested_or_newest_step
 from ortlaunch.diagnose.report import diagnose_run
-from ortlaunch.errors import DamagedFile, OrtlaunchError
-from ortlaunch.other_runs import listing, logs, registry, status
-from ortlaunch.other_runs.runs_table import runs_table_text
 from ortlaunch.report import write_report_page
 from ortlaunch.resolve import resume
-from ortlaunch.run.finished import nothing_to_train_text_if_readable
+from ortlaunch.run.run_completion import nothing_to_train_text_if_readable
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -33,7 +31,9 @@ from ortlaunch.run_folder.folder import (
 )
 from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
-from ortlaunch.tasks import GenerationRequest
+from ortlaunch.started_runs import listing, logs, registry, status
+from ortlaunch.started_runs.runs_table import runs_table_text
+from ortlaunch.tables.tasks import GenerationRequest
 from tests.control.test_report import made, steps
 from tests.makers import recipe
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ortlaunch import json_types
-from ortlaunch.errors import DamagedFile, InputError, PlanError
+from ortlaunch.base import json_types
+from ortlaunch.base.errors import DamagedFile, InputError, PlanError
+from ortlaunch.base.units import number_or_none
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
-from ortlaunch.other_runs.status import read_status
 from ortlaunch.report.records import finite_number_or_none as number_of_report
 from ortlaunch.run_folder.error_record import read_error_record
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
@@ -26,7 +26,7 @@ from ortlaunch.run_folder.lines import (
     read_json_lines_with_keys,
 )
 from ortlaunch.run_folder.lock import RunLock, process_that_last_locked_run
-from ortlaunch.units import number_or_none
+from ortlaunch.started_runs.status import read_status
 from tests.makers import host, plan, recipe
 
 DEEP = "[" * 20_000 + "]" * 20_000

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.errors import PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.run_folder import lock as run_lock
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lock import RunLock

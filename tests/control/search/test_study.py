@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.api.sweeps import Sweep
-from ortlaunch.errors import MissingDependency
+from ortlaunch.base.errors import MissingDependency
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import write_text_atomically
 from ortlaunch.search import study as studies

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.native import extensions
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import Reverse, same, training_graph, wrapped

@@ -17,7 +17,7 @@ import deepspeed
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ortlaunch.ortmodule.deepspeed import gradient_norm, sources
+from ortlaunch.ortmodule.deepspeed import gradient_norm, known_sources
 from ortlaunch.ortmodule.deepspeed.gradient_norm import (
     GradientNormProvider,
     fuse_deepspeed_overflow_check_and_norm,
@@ -265,23 +265,25 @@ def test_an_unknown_source_is_left_alone(
 
 def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known functions in an unknown combination are refused."""
-    known = sources.known_function_hashes_by_release()
+    known = known_sources.known_function_hashes_by_release()
     # One function of a later release.
     mixed = {**known["0.18.0"], "step": known["0.19.8"]["step"]}
-    monkeypatch.setattr(sources, "installed_hash_by_function_name", lambda *_: mixed)
-    assert sources.reason_deepspeed_source_is_unknown_or_empty(DeepSpeedZeroOptimizer).startswith(
-        "step differs from all known releases"
+    monkeypatch.setattr(known_sources, "installed_hash_by_function_name", lambda *_: mixed)
+    assert known_sources.reason_deepspeed_source_is_unknown_or_empty(
+        DeepSpeedZeroOptimizer
+    ).startswith("step differs from all known releases")
+    monkeypatch.setattr(
+        known_sources, "installed_hash_by_function_name", lambda *_: known["0.18.0"]
     )
-    monkeypatch.setattr(sources, "installed_hash_by_function_name", lambda *_: known["0.18.0"])
-    assert sources.reason_deepspeed_source_is_unknown_or_empty(DeepSpeedZeroOptimizer) == ""
+    assert known_sources.reason_deepspeed_source_is_unknown_or_empty(DeepSpeedZeroOptimizer) == ""
 
 
 def test_a_function_without_source_is_unknown() -> None:
     """A function without source has no fingerprint, so that its release is unknown."""
     # Compiled, and made at run time.
-    assert sources.function_source_hash_or_empty(len) == ""
+    assert known_sources.function_source_hash_or_empty(len) == ""
     made: Any = types.FunctionType((lambda: 0).__code__.replace(co_filename="<made>"), {})
-    assert sources.function_source_hash_or_empty(made) == ""
+    assert known_sources.function_source_hash_or_empty(made) == ""
 
 
 def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ortlaunch.ortmodule import ORTModule, SettingError, Settings
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
 
 pytestmark = needs_ort

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, wrapped
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.ortmodule.torch_in_graph import attention_operator
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, training_graph, wrapped

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.ortmodule.torch_in_graph import dropout
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 

@@ -15,9 +15,9 @@ from ortlaunch.ortmodule import ORTModule, Settings
 from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.settings import SettingError
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.ortmodule.torch_in_graph import operator_table
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import executed, language_model, same, wrapped
 

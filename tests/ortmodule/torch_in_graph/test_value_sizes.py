@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, wrapped
 

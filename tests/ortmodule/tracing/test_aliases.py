@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Reverse, same, training_graph, wrapped
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlaunch.cache import cache_root_without_creating
-from ortlaunch.ortmodule import repaired
-from ortlaunch.ortmodule.base import patching, registry
-from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.tracing import compat
+from ortlaunch.base.cache import cache_root_without_creating
+from ortlaunch.ortmodule import import_ortmodule
+from ortlaunch.ortmodule.base import patching, repair_registry
+from ortlaunch.ortmodule.native import extensions
+from ortlaunch.ortmodule.tracing import import_repairs
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
@@ -28,7 +28,7 @@ for name in first:
 import torch
 from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from ortlaunch.ortmodule.torch_in_graph import operator_table
 from ortlaunch.ortmodule.tracing import compat
 from ortlaunch.ortmodule import ORTModule, Settings
@@ -358,7 +358,7 @@ def test_each_repair_is_needed_where_it_is_applied(
         pytest.skip(f"not needed on torch {torch.__version__}")
     # Only this repair needs an import of ORT that failed before.
     first = ["onnxruntime.training"] if repair == "restore_checkpoint_functions" else []
-    before_import = repair in {each.name for each in compat._BEFORE_IMPORT}
+    before_import = repair in {each.name for each in import_repairs._BEFORE_IMPORT}
     check, message = WITHOUT[repair]
     run = fresh if before_import else fresh_ort
     done = run(PROLOGUE + CHECKS[check], repair, *first, ORTLAUNCH_CACHE=str(repairs[repair]))
@@ -393,17 +393,19 @@ def test_deepspeed_that_is_imported_later_has_orts_checkpoint(built: None, fresh
 @needs_ort
 def test_every_repair_is_tested(built: None) -> None:
     """Every repair is in the table; test_cuda_libraries.py tests that of the CUDA wheel."""
-    names = {r.name for r in (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT)}
+    names = {r.name for r in (*import_repairs._BEFORE_IMPORT, *import_repairs._AFTER_IMPORT)}
     assert names == WITHOUT.keys() | {"load_cuda_libraries"}
 
 
 @needs_ort
 def test_importing_twice_repairs_once(built: None) -> None:
     """The second call returns the same module and applies no more repairs."""
-    repaired.import_repaired_ortmodule()
-    before = registry.applied_repair_names()
-    assert repaired.import_repaired_ortmodule() is repaired.import_repaired_ortmodule()
-    assert registry.applied_repair_names() == before
+    import_ortmodule.import_repaired_ortmodule()
+    before = repair_registry.applied_repair_names()
+    assert (
+        import_ortmodule.import_repaired_ortmodule() is import_ortmodule.import_repaired_ortmodule()
+    )
+    assert repair_registry.applied_repair_names() == before
     assert len(set(before)) == len(before)
 
 

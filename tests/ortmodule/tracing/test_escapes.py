@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from ortlaunch.ortmodule.tracing.escapes import StaleTensor
+from ortlaunch.ortmodule.tracing.kept_tensors import StaleTensor
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 from tests.ortmodule.programs import compare

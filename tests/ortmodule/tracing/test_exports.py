@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import ORTModule, Settings, repaired
+from ortlaunch.ortmodule import ORTModule, Settings, import_ortmodule
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.tracing import tracing
+from ortlaunch.ortmodule.tracing import export_wrappers
 from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
@@ -114,7 +114,7 @@ FORMS: dict[str, Choose] = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of ortlaunch."""
     # Before the change, because the built extensions are in the real cache.
-    repaired.import_repaired_ortmodule()
+    import_ortmodule.import_repaired_ortmodule()
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     return tmp_path
 
@@ -174,7 +174,7 @@ class Shapes(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 def test_an_export_without_weights_is_the_same(built: None) -> None:
     """Shape inference without large weights gives the same graph, byte by byte."""
-    repaired.import_repaired_ortmodule()
+    import_ortmodule.import_repaired_ortmodule()
     model = Shapes()
     ids = torch.arange(12).reshape(2, 6)
     found = []
@@ -184,7 +184,10 @@ def test_an_export_without_weights_is_the_same(built: None) -> None:
         "opset_version": 17,
         "do_constant_folding": False,
     }
-    for export in (torch.onnx.export, tracing.wrap_export_hiding_large_weights(torch.onnx.export)):
+    for export in (
+        torch.onnx.export,
+        export_wrappers.wrap_export_hiding_large_weights(torch.onnx.export),
+    ):
         file = io.BytesIO()
         export(model, (ids,), file, input_names=["ids"], dynamic_axes={"ids": {0: "n"}}, **settings)
         found.append(file.getvalue())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.native import extensions
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Reverse, same, training_graph, wrapped
 

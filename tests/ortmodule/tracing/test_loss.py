@@ -15,9 +15,9 @@ from torch import nn
 
 from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.ortmodule.torch_in_graph import own_operators, rms_norm_gradient, torch_kernels
 from ortlaunch.ortmodule.tracing import cross_entropy
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Checkpointed, same, wrapped
 

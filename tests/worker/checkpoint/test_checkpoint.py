@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.base.errors import CheckpointError
 from ortlaunch.rank import Rank
-from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import (
+from ortlaunch.run_folder.checkpoint_hold import (
     is_checkpoint_locked_by_reader,
     lock_checkpoint_against_removal,
 )
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import transaction
-from ortlaunch.worker.checkpoint.saving import remove_old_checkpoints_and_exports
+from ortlaunch.worker.checkpoint.saver import remove_old_checkpoints_and_exports
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 GROUP: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))

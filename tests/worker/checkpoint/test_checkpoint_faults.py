@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.base.errors import CheckpointError, InputError
 from ortlaunch.run_folder.folder import (
     RunDir,
     read_own_json,

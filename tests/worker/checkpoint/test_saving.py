@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import CheckpointError, LastSaveError
+from ortlaunch.base.errors import CheckpointError, LastSaveError
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.checkpoint import saving as savings
-from ortlaunch.worker.checkpoint.saves import readable_save_records
+from ortlaunch.worker.checkpoint import saver as savings
+from ortlaunch.worker.checkpoint.save_records import readable_save_records
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 from tests.makers import recipe

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.base.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint import tensor_file
 from ortlaunch.worker.checkpoint.restore import (

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from ortlaunch.errors import DataWorkerError, HookError
+from ortlaunch.base.errors import DataWorkerError, HookError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, UserSamples
-from ortlaunch.worker.data import ahead as ahead_module
-from ortlaunch.worker.data.ahead import ReadAheadSettings
-from ortlaunch.worker.data.own import UserCollate
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data import read_ahead as ahead_module
+from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.read_ahead import ReadAheadSettings
+from ortlaunch.worker.data.user_data import UserCollate
 from tests import labs
 from tests.makers import recipe
 from tests.training import train_here
@@ -178,7 +178,7 @@ LARGE = """
 import torch
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, UserSamples
-from ortlaunch.worker.data.ahead import ReadAheadSettings
+from ortlaunch.worker.data.read_ahead import ReadAheadSettings
 samples = UserSamples([{"x": torch.zeros(1_000_000)}] * 8)
 batches = Batches(samples, BatchPlan(4, 4, 1, 1, None), 0)
 with batches.read_rank_batches_ahead(0, ReadAheadSettings(2)):

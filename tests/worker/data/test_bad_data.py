@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir

@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.chat_rows import read_chats_and_shares
 from ortlaunch.worker.data.chats import ANSWER, ChatSamples, tokenize_chats_marking_answers
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.token_cache import Documents
 

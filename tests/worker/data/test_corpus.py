@@ -20,7 +20,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import corpus as corpus_module
 from ortlaunch.worker.data import token_cache as tokens_module
@@ -30,7 +30,7 @@ from ortlaunch.worker.data.corpus import (
     files_of_corpus_patterns,
     read_corpus_rows,
 )
-from ortlaunch.worker.data.reading import DataError, hash_of_size_and_blocks
+from ortlaunch.worker.data.file_rows import DataError, hash_of_size_and_blocks
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
 
@@ -226,7 +226,7 @@ def test_rows_are_those_of_datasets(
     import datasets
 
     # Small chunks, so that paragraphs span several of them.
-    monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 7)
+    monkeypatch.setattr("ortlaunch.worker.data.file_rows._LETTERS_AT_ONCE", 7)
     texts = [
         "a",
         "",

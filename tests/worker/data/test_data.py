@@ -25,7 +25,7 @@ from ortlaunch.worker.data import (
     collate,
     seed_and_call_user_function,
 )
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from tests.makers import recipe
 
 Corpora = Callable[[str, str], dict[str, Any]]

@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import corpus_fingerprint, corpus_texts
-from ortlaunch.worker.data.reading import DataError, read_file_rows
+from ortlaunch.worker.data.file_rows import DataError, read_file_rows
 
 TEXT = "One. A line\nof it.\n\nTwo, ünd more.\n"
 EXPECTED = {
@@ -39,7 +39,7 @@ def test_a_line_of_blanks_is_an_empty_line(
     blank: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line of blanks ends a paragraph, also at the border of two chunks; line numbers stay."""
-    monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 7)
+    monkeypatch.setattr("ortlaunch.worker.data.file_rows._LETTERS_AT_ONCE", 7)
     text = f"A b.\n{blank}\nC\n d.\n{blank}\n{blank}\n".encode()
     path = tmp_path / name
     if name == "a.zip":
@@ -55,8 +55,8 @@ def test_a_line_of_blanks_is_an_empty_line(
 def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A paragraph that is too long is an error with its first line, and with the remedy."""
     # A file with a document in each line would be one paragraph in memory.
-    monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 8)
-    monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_PARAGRAPH", 32)
+    monkeypatch.setattr("ortlaunch.worker.data.file_rows._LETTERS_AT_ONCE", 8)
+    monkeypatch.setattr("ortlaunch.worker.data.file_rows._LONGEST_PARAGRAPH", 32)
     (tmp_path / "a.txt").write_text("One.\n\n" + "A line.\n" * 9)
     source = Corpus(format="text", path=(str(tmp_path / "a.txt"),))
     with pytest.raises(
@@ -75,7 +75,7 @@ def test_a_text_that_no_tokenizer_takes(
 ) -> None:
     """A row beyond the limit is refused with its location in each format."""
     # Small limits in place of 64 MB and 16 million characters.
-    monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_ROW", 64)
+    monkeypatch.setattr("ortlaunch.worker.data.file_rows._LONGEST_ROW", 64)
     monkeypatch.setattr("ortlaunch.worker.data.corpus.LONGEST_TEXT", 32)
     rows = {"jsonl": '{"text": "a"}\n{"text": "' + "b" * 99 + '"}\n', "text": "b" * 33}
     (tmp_path / "a.file").write_text(rows[form])

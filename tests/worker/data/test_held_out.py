@@ -10,10 +10,10 @@ import pytest
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, HeldOut
 from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, UserSamples
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.labelled import number_labels_and_list_names
+from ortlaunch.worker.data.labelled_samples import number_labels_and_list_names
 from ortlaunch.worker.data.mixture import split_training_and_held_out
-from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import Samples
 from tests.worker.data.test_labelled import words
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Corpus, Data
 from ortlaunch.worker.data.corpus import corpus_fingerprint, read_corpus_rows
 from ortlaunch.worker.data.streams.remote import remote_files_of_url

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import (
     IGNORED,
@@ -21,14 +21,14 @@ from ortlaunch.worker.data import (
     TaggedWords,
     label_rows,
 )
-from ortlaunch.worker.data import labelled as labelled_module
-from ortlaunch.worker.data.labelled import (
+from ortlaunch.worker.data import labelled_samples as labelled_module
+from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.labelled_samples import (
     class_and_rare_class_lines,
     class_names_of_integer_labels,
     number_labels_and_list_names,
     renumber_labels_by_trained_classes,
 )
-from ortlaunch.worker.data.reading import DataError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -26,9 +26,9 @@ from ortlaunch.worker.data import (
     shards,
 )
 from ortlaunch.worker.data import token_cache as tokens
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.labelled import number_labels_and_list_names
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.labelled_samples import number_labels_and_list_names
 
 LENGTH = 12
 # Empty, short and cut texts, letters beyond ASCII, a special token, and an unknown word.

@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 from transformers import WhisperFeatureExtractor
 
-from ortlaunch.cache import take_cache_notes
-from ortlaunch.errors import InputError
+from ortlaunch.base.cache import take_cache_notes
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data_audit import training_rows_by_class_name
 from ortlaunch.worker.model.model import build_transformers_config
 from tests.makers import bert

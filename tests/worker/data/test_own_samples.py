@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
 from ortlaunch.worker.data import Mixture, UserSamples, seed_and_call_user_function
 from ortlaunch.worker.data.identity import data_identity_record

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data import IGNORED, ChatSamples, Mixture, collate
 from ortlaunch.worker.data.chats import ANSWER
 from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.mixture import split_training_and_held_out
-from ortlaunch.worker.data.packs import PackedSamples, first_fit_decreasing, pack_chats_if_requested
+from ortlaunch.worker.data.packed_samples import (
+    PackedSamples,
+    first_fit_decreasing,
+    pack_chats_if_requested,
+)
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.model.model import LossModule
 from tests.ort import needs_ort

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.worker.data.chats import ANSWER, tokenize_chats_marking_answers
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
 from tests.worker.data.test_chats import CHATML, TURNS, cache, corpus, marked, plain, tokenizer_of
 

@@ -20,7 +20,7 @@ from ortlaunch.worker.data import (
     TokenWindows,
     collate,
 )
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.token_cache import Documents
 
 # Ids of the special tokens, and the size of the vocabulary.

@@ -20,7 +20,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, StreamSettings
 from ortlaunch.worker.data import Batches, Mixture, TokenWindows, UserSamples
 from ortlaunch.worker.data.corpus import files_of_corpus_patterns
-from ortlaunch.worker.data.reading import DataError, read_file_rows
+from ortlaunch.worker.data.file_rows import DataError, read_file_rows
 from ortlaunch.worker.data.streams import remote
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import StreamedCorpus

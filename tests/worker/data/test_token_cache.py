@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ortlaunch import cache
-from ortlaunch.cache import take_cache_notes
+from ortlaunch.base import cache
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import is_temporary_file
 from ortlaunch.worker.data import shards

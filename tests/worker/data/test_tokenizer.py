@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.cache import take_cache_notes
-from ortlaunch.errors import InputError
+from ortlaunch.base.cache import take_cache_notes
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer as tokenizer_module
 from ortlaunch.worker.data.tokenizer import download_revision_or_keep_name, load_tokenizer_or_none

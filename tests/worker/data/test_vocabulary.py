@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import DamagedFile, InputError
+from ortlaunch.base.errors import DamagedFile, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.vocabulary import (
     Vocabulary,
     read_run_vocabulary_or_none,

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from ortlaunch.errors import CheckpointError, EngineError, InputError
+from ortlaunch.base.errors import CheckpointError, EngineError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.worker.engine import binding

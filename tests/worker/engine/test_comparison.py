@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError
-from ortlaunch.precisions import PRECISIONS
+from ortlaunch.base.errors import EngineError
+from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.comparison import (
     active_dropout_attributes,
     compare_replaying_random_numbers,

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from ortlaunch.launch_plan import Bytes, Memory
-from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import (
     estimate_rank_memory_or_none,
     model_config_with_defaults_or_none,
 )
 from ortlaunch.planning.model_sizes import build_model_shape
 from ortlaunch.recipe import Recipe, load_recipe
-from ortlaunch.recipe.fields.families import config_with_family_defaults_or_none
 from ortlaunch.recipe.inputs import rounded_vocabulary_size
 from ortlaunch.resolve import shipped
+from ortlaunch.tables.families import config_with_family_defaults_or_none
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 from tests.makers import BERT, WORDS, bert
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

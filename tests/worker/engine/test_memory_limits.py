@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlaunch import machine
-from ortlaunch.errors import PlanError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import PlanError
 from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.optimizer import (
@@ -267,7 +267,7 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
 def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
     """On a GPU, 50 steps of ORT's kernel and of torch's give the same weights."""
     pytest.importorskip("onnxruntime.training")
-    from ortlaunch.ortmodule.repaired import import_repaired_ortmodule
+    from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
 
     import_repaired_ortmodule()
     model, gradients = fifty_steps(torch.float32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from ortlaunch import machine
+from ortlaunch.base import machine
 from ortlaunch.planning.prediction import (
     StepWork,
     cache_measured_step_seconds,

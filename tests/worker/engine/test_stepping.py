@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.worker.engine.averaging import UsedParameterRecorder
+from ortlaunch.worker.engine.gradient_averaging import UsedParameterRecorder
 from ortlaunch.worker.engine.stepping import TorchStepper
 
 PASSES = 3

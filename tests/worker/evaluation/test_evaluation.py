@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.best import KeepBest
 from ortlaunch.run_folder.folder import RunDir, read_own_json
@@ -33,7 +33,7 @@ from ortlaunch.worker.evaluation.word_scores import (
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.progress import Progress
-from ortlaunch.worker.training.best import require_best_metrics_by_test_evaluation
+from ortlaunch.worker.training.best_evaluation import require_best_metrics_by_test_evaluation
 from tests.makers import plan, recipe
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import HookError, InputError
+from ortlaunch.base.errors import HookError, InputError
 from ortlaunch.worker.data import UserSamples, collate
-from ortlaunch.worker.data.own import DataError
-from ortlaunch.worker.evaluation.own_metric import UserMetric
-from ortlaunch.worker.training import best
+from ortlaunch.worker.data.user_data import DataError
+from ortlaunch.worker.evaluation.user_metric import UserMetric
+from ortlaunch.worker.training import best_evaluation
 from tests.training import session_here, train_here
 from tests.worker.evaluation import test_evaluation
 from tests.worker.tasks.test_train import ROWS, Line
@@ -121,7 +121,7 @@ def test_it_chooses_the_best_and_ends_early(tmp_path: Path) -> None:
     keep = {"keep_best": {"metric": "median", "mode": "max"}, "every_minutes": None, "keep": 1}
     found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train, checkpoint=keep)
     medians, lasts = (dict(found.values(f"evaluation_{each}")) for each in ("median", "last"))
-    assert found.state.best[best.KEEP]["step"] == max(medians, key=medians.__getitem__)
+    assert found.state.best[best_evaluation.KEEP]["step"] == max(medians, key=medians.__getitem__)
     assert found.state.step == min(9, max(lasts, key=lasts.__getitem__) + 2)
 
 

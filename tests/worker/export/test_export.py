@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir

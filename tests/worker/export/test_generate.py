@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import InputError
-from ortlaunch.tasks import GenerationRequest
+from ortlaunch.base.errors import InputError
+from ortlaunch.tables.tasks import GenerationRequest
 from ortlaunch.worker.export.generate import prompt_and_generated_text
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.rules.rules import broken_rule_problems, precision_and_engine_device_rules

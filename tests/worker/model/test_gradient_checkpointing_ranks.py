@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.worker.model.model import (
     LossModule,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.base.errors import CheckpointError, InputError
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint

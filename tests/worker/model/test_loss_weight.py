@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, UserSamples, collate
 from ortlaunch.worker.model.loss_weight import LossWeight

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch import machine
-from ortlaunch.errors import EngineError
+from ortlaunch.base import machine
+from ortlaunch.base.errors import EngineError
 from ortlaunch.recipe.rules.rules import broken_rule_problems, precision_and_engine_device_rules
 from ortlaunch.worker.engine.comparison import run_and_compare_passes
 from ortlaunch.worker.model.matmul_precision import (

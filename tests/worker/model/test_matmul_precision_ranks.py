@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import machine, recipe
+from ortlaunch import recipe
+from ortlaunch.base import machine
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from tests.makers import host, plan
 from tests.makers import recipe as made

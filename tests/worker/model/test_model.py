@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import WhisperConfig
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import (
     LossModule,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.recipe.fields.deepspeed_keys import NESTED_KEYS
-from ortlaunch.recipe.fields.families import (
+from ortlaunch.tables.families import (
     BERT_DEFAULTS,
     COMMON_DEFAULTS,
     COMMON_FIELDS,

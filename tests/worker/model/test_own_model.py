@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.engine import build_engine

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import (
+from ortlaunch.worker.model.returned_values import (
     ValueMeans,
     loss_of_engine_output,
     scalars_beside_loss_by_name,

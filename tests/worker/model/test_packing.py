@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import IGNORED, collate
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.data.windows import SeparateDocuments

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.optimizer import Optimizer, ParameterGroup
 from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state

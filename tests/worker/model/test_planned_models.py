@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import (
     estimate_rank_memory_or_none,
     model_config_with_defaults_or_none,
 )
 from ortlaunch.planning.model_sizes import SHAPE_BY_MODEL_TYPE, build_model_shape
 from ortlaunch.recipe import Recipe, load_recipe
-from ortlaunch.recipe.fields.families import (
+from ortlaunch.recipe.fields.model import Lora
+from ortlaunch.resolve import shipped
+from ortlaunch.tables.families import (
     DECODERS,
     FAMILIES,
     config_with_planned_size_names_or_none,
 )
-from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.resolve import shipped
+from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.model.model import _add_lora_adapters
 from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved

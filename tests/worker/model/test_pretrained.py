@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import InputError
+from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import LossModule, build_loss_module
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded

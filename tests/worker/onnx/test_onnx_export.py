@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import EngineError
+from ortlaunch.base.errors import EngineError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate

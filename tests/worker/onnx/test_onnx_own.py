@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError
+from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import build_loss_module

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ortlaunch.errors import LaunchError, MissingDependency
+from ortlaunch.base.errors import LaunchError, MissingDependency
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir

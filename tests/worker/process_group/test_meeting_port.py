@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.worker.process_group.meeting_port import require_free_rendezvous_port_on_rank_0
+from ortlaunch.worker.process_group.rendezvous_port import require_free_rendezvous_port_on_rank_0
 
 FIRST = Rank(0, 4, 0, 2)
 RANKS = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, FIRST)))

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ortlaunch.errors import LaunchError
-from ortlaunch.worker.process_group import peers
+from ortlaunch.base.errors import LaunchError
+from ortlaunch.worker.process_group import peer_users
 from tests import labs
 
 STRANGER = 54321
@@ -61,13 +61,13 @@ def listener() -> Iterator[socket.socket]:
 def accepted(listener: socket.socket) -> Iterator[set[int]]:
     """Accept a connection; the value is the inodes of this process's sockets."""
     with listener.accept()[0]:
-        yield peers.own_socket_inodes()
+        yield peer_users.own_socket_inodes()
 
 
 def refusal(inodes: set[int]) -> str:
     """Return the message of the error for these sockets."""
     with pytest.raises(LaunchError) as caught:
-        peers.require_peers_of_same_user_or_root(inodes)
+        peer_users.require_peers_of_same_user_or_root(inodes)
     return str(caught.value)
 
 
@@ -75,7 +75,7 @@ def test_a_process_of_this_user_may_connect(listener: socket.socket) -> None:
     """A connection of this user is accepted."""
     # Every rank of a run has the same user.
     with connected(listener.getsockname()[1], None), accepted(listener) as inodes:
-        peers.require_peers_of_same_user_or_root(inodes)
+        peer_users.require_peers_of_same_user_or_root(inodes)
 
 
 @pytest.mark.lab
@@ -102,9 +102,9 @@ def test_a_process_that_has_left_is_refused(listener: socket.socket) -> None:
 def test_a_connection_that_nobody_has_accepted_yet(listener: socket.socket) -> None:
     """A rank that this user's listener will accept is no stranger."""
     # The kernel completes a connection before the listener's process accepts it.
-    before = peers.own_socket_inodes()
+    before = peer_users.own_socket_inodes()
     with socket.create_connection(listener.getsockname()):
-        peers.require_peers_of_same_user_or_root(peers.own_socket_inodes() - before)
+        peer_users.require_peers_of_same_user_or_root(peer_users.own_socket_inodes() - before)
 
 
 def test_ipv4_in_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_ipv4_in_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         connected(made.getsockname()[1], None),
         accepted(made) as inodes,
     ):
-        peers.require_peers_of_same_user_or_root(inodes)
+        peer_users.require_peers_of_same_user_or_root(inodes)
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
-        monkeypatch.setattr(peers, "_ROOT", STRANGER)
+        monkeypatch.setattr(peer_users, "_ROOT", STRANGER)
         assert f"a process of another user (uid {os.getuid()})" in refusal(inodes)
 
 
@@ -124,8 +124,8 @@ def test_unknown_users_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the kernel's tables cannot be read, the run continues, and says so."""
-    monkeypatch.setattr(peers, "all_tcp_sockets_of_namespace", list)
-    peers.require_peers_of_same_user_or_root({1})
+    monkeypatch.setattr(peer_users, "all_tcp_sockets_of_namespace", list)
+    peer_users.require_peers_of_same_user_or_root({1})
     assert capsys.readouterr().out == (
         "the users who have connected to this rank are not known: /proc/net/tcp does not list its "
         "connections\n"
@@ -135,8 +135,8 @@ def test_unknown_users_are_reported(
 def test_every_group_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first group, and those of libraries, are checked when they are made, and only inside."""
     seen: list[set[int]] = []
-    monkeypatch.setattr(peers, "require_peers_of_same_user_or_root", seen.append)
-    with peers.refuse_foreign_users_in_new_groups():
+    monkeypatch.setattr(peer_users, "require_peers_of_same_user_or_root", seen.append)
+    with peer_users.refuse_foreign_users_in_new_groups():
         store = dist.FileStore(str(tmp_path / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         c10d.new_group([0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlaunch.errors import LaunchError
+from ortlaunch.base.errors import LaunchError
 from ortlaunch.rank import Rank
 from ortlaunch.worker.supervision import gpus
 from ortlaunch.worker.supervision.progress import Progress

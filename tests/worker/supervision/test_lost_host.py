@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lost import LostHost
+from ortlaunch.run_folder.lost_host import LostHost
 from ortlaunch.worker.supervision import lost_host
 from ortlaunch.worker.supervision.interface import is_interface_running
 from ortlaunch.worker.supervision.lost_host import (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.cause import Cause
+from ortlaunch.base.cause import Cause
 from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
-from ortlaunch.worker.supervision import failure
+from ortlaunch.worker.supervision import end_record
 from tests.makers import host, plan, recipe
 from tests.worker.guarded import guarded, write_plan
 
@@ -187,7 +187,7 @@ def test_a_long_record_fits_the_reserved_space(tmp_path: Path) -> None:
     record = ErrorRecord(
         "ValueError", Cause.RAISED, 1, rank=1, traceback="é" * 50_000 + "the last line", **texts
     )
-    failure._overwrite_reserved_file_with_record(spare, record, 32_000)
+    end_record._overwrite_reserved_file_with_record(spare, record, 32_000)
     assert spare.stat().st_size <= 32_000
     cut_record = read_error_record(spare)
     assert (cut_record.rank, cut_record.message[:8], cut_record.detail[:7]) == (

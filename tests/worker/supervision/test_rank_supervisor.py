@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.process import process_space
+from ortlaunch.base.process import process_space
 from ortlaunch.rank import LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.supervision import rank_supervisor
-from ortlaunch.worker.supervision.child import RankProcess
+from ortlaunch.worker.supervision.rank_process import RankProcess
 from tests.worker.guarded import guarded, write_plan
 
 
@@ -183,7 +183,7 @@ ENDS = {
 CAUSES = {
     "raise ValueError('planted')": ("raised", "ValueError: planted"),
     "raise InputError('wrong')": ("bad-input", "wrong"),
-    "from ortlaunch.errors import FileError; raise FileError('c: Permission denied; X names another', 2)": (
+    "from ortlaunch.base.errors import FileError; raise FileError('c: Permission denied; X names another', 2)": (
         "bad-input", "c: Permission denied; X names another"),
     "raise RuntimeError('CUDA out of memory')": ("out-of-memory", "RuntimeError: CUDA out of memory"),
     "sys.exit(7)": ("left-early", "7"),

@@ -25,7 +25,7 @@ from ortlaunch.worker.supervision.pulse import (
     TRAINING,
     SharedProgress,
 )
-from ortlaunch.worker.supervision.slow import SlowRankDetector
+from ortlaunch.worker.supervision.slow_ranks import SlowRankDetector
 from ortlaunch.worker.supervision.stall_rules import (
     MEETING,
     Heartbeat,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.recipe import dump_recipe_yaml
-from ortlaunch.worker import alone
+from ortlaunch.worker import single_process
 from ortlaunch.worker.data import LoadedData, tokenizer
 from ortlaunch.worker.data import token_cache as tokens
 from ortlaunch.worker.data.identity import data_identity_record
@@ -35,9 +35,9 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("sys.stdin", request)
         monkeypatch.setattr("sys.argv", ["", "prepare data"])
         # It would tie the test process to its parent.
-        monkeypatch.setattr(alone, "request_signal_at_parent_end_or_exit", lambda *_: None)
+        monkeypatch.setattr(single_process, "request_signal_at_parent_end_or_exit", lambda *_: None)
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-        return made, alone.main()
+        return made, single_process.main()
 
     return run
 

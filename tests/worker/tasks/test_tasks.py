@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.tasks import TASKS
+from ortlaunch.tables.tasks import TASKS
 from ortlaunch.worker import tasks
 
 

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ortlaunch.errors import CheckpointError, EngineError, InputError, NonFiniteError
+from ortlaunch.base.errors import CheckpointError, EngineError, InputError, NonFiniteError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.checkpoint import saving as savings
+from ortlaunch.worker.checkpoint import saver as savings
 from ortlaunch.worker.data import Batches, UserSamples, collate
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests

@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import LossSpikeError, NonFiniteError
+from ortlaunch.base.errors import LossSpikeError, NonFiniteError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.train import Spike
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.checkpoint import saving as savings
+from ortlaunch.worker.checkpoint import saver as savings
 from ortlaunch.worker.data import Batches, UserSamples, collate
-from ortlaunch.worker.data.left_out import SkippedPositions
+from ortlaunch.worker.data.skipped_positions import SkippedPositions
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.training.bad_steps import SpikeDetector, read_bad_step_records
-from ortlaunch.worker.training.finite import require_finite_mean_loss
+from ortlaunch.worker.training.finite_checks import require_finite_mean_loss
 from tests.training import SHARDINGS, Trained, records, train_here
 
 ROWS = [

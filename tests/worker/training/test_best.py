@@ -15,8 +15,8 @@ from ortlaunch.run_folder.records import BestEvaluation
 from ortlaunch.worker.checkpoint.restore import load_trainable_weights_and_buffers
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.tasks import train as training
-from ortlaunch.worker.training import best
-from ortlaunch.worker.training.finish import (
+from ortlaunch.worker.training import best_evaluation
+from ortlaunch.worker.training.final_results import (
     _describe_best_and_load_if_exported,
     write_export_and_print_summary,
 )
@@ -32,16 +32,16 @@ def trained(
     folder: Path, losses: Sequence[float], monkeypatch: pytest.MonkeyPatch, **sections: Any
 ) -> Trained:
     """Return a training whose evaluations have these losses, one a step."""
-    take = best.update_best_evaluations
+    take = best_evaluation.update_best_evaluations
 
     def note(made: Any, memory: Any, step: int, evaluated: dict[str, float]) -> None:
         evaluated["loss"] = losses[step - 1]
         take(made, memory, step, evaluated)
 
-    monkeypatch.setattr(best, "update_best_evaluations", note)
+    monkeypatch.setattr(best_evaluation, "update_best_evaluations", note)
     sections = {"train": STEPS, "checkpoint": BEST, **sections}
     found = train_here(folder, Line(), ROWS, evaluation=ROWS[:4], **sections)
-    monkeypatch.setattr(best, "update_best_evaluations", take)
+    monkeypatch.setattr(best_evaluation, "update_best_evaluations", take)
     return found
 
 
@@ -53,7 +53,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The best checkpoint (step 3) and the last one are kept; earlier best ones are removed."""
     found = trained(tmp_path, [5, 4, 1, 2, 3, 4, 5, 1], monkeypatch)
     assert kept(found) == [3, 8]
-    assert found.state.best[best.KEEP] == {
+    assert found.state.best[best_evaluation.KEEP] == {
         "metric": "loss",
         "mode": "min",
         "value": 1,
@@ -72,7 +72,7 @@ def test_training_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (found.state.step, kept(found)) == (6, [6])
     assert (
         "stopped early after step 6 of 8 (train.stop_after): loss was best, 3, after step 4"
-        in str(best.early_stop_reason_or_none(recipe(**early), 6, found.state.best))
+        in str(best_evaluation.early_stop_reason_or_none(recipe(**early), 6, found.state.best))
     )
     again = train_here(tmp_path, Line(), ROWS, evaluation=ROWS[:4], **early)
     assert (again.state.step, kept(again)) == (6, [6])
@@ -141,11 +141,13 @@ def test_a_metric_that_an_evaluation_has_not() -> None:
         checkpoint=recipe(checkpoint={"keep_best": {"metric": "perplexity"}}).checkpoint,
         train=recipe().train,
     )
-    (said,) = best.missing_metric_messages(asked, {"loss": 1.0})
+    (said,) = best_evaluation.missing_metric_messages(asked, {"loss": 1.0})
     assert said == "checkpoint.keep_best.metric: got perplexity; an evaluation of this run has loss"
-    memory: best.BestEvaluations = {}
-    best.update_best_evaluations(asked, memory, 0, {"loss": 1.0})
+    memory: best_evaluation.BestEvaluations = {}
+    best_evaluation.update_best_evaluations(asked, memory, 0, {"loss": 1.0})
     # A value that is not finite is never the best.
     for step, value in enumerate((float("nan"), float("inf"), 7.0, float("nan")), 1):
-        best.update_best_evaluations(asked, memory, step, {"loss": 1.0, "perplexity": value})
-    assert memory[best.KEEP]["step"] == 3
+        best_evaluation.update_best_evaluations(
+            asked, memory, step, {"loss": 1.0, "perplexity": value}
+        )
+    assert memory[best_evaluation.KEEP]["step"] == 3

@@ -13,7 +13,7 @@ from ortlaunch.run_folder.export_records import ExportLine
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
 from ortlaunch.run_folder.records import json_values_of_record
-from ortlaunch.worker.checkpoint.saving import remove_old_checkpoints_and_exports
+from ortlaunch.worker.checkpoint.saver import remove_old_checkpoints_and_exports
 from ortlaunch.worker.supervision.progress import Progress
 from ortlaunch.worker.training.checkpoint_exports import (
     CheckpointExports,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import HookError, InputError
+from ortlaunch.base.errors import HookError, InputError
 from ortlaunch.run_folder.folder import read_own_json
-from ortlaunch.worker.data.own import DataError
+from ortlaunch.worker.data.user_data import DataError
 from tests.training import Trained, train_here
 from tests.worker.tasks.test_train import ROWS, Line
 

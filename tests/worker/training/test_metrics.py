@@ -19,9 +19,9 @@ import torch
 import transformers
 from torch import nn
 
+from ortlaunch.base.units import clock_duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
-from ortlaunch.units import clock_duration
 from ortlaunch.worker.data.batches import TokenCount
 from ortlaunch.worker.engine import flops
 from ortlaunch.worker.engine.flops import (

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import ParityError
+from ortlaunch.base.errors import ParityError
 from ortlaunch.ortmodule.base import custom_functions
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.witness import PassAndGraphCounters
+from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.worker.engine.comparison import (
     active_dropout_attributes,
     compare_replaying_random_numbers,

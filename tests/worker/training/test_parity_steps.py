@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, ParityError
+from ortlaunch.base.errors import EngineError, ParityError
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training.parity_steps import ParitySteps

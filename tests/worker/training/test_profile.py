@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ortlaunch.run_folder.folder import read_own_json
-from ortlaunch.worker.training import best
+from ortlaunch.worker.training import best_evaluation
 from tests.training import Trained, train_here
 
 SAMPLES = [{"x": torch.ones(8), "y": torch.ones(1)} for _ in range(8)]
@@ -196,7 +196,9 @@ def test_a_training_that_stops_early(
     tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile is of the steps before the stop; if there is none, a line reports that."""
-    monkeypatch.setattr(best, "early_stop_reason_or_none", lambda made, step, memory: step == 3)
+    monkeypatch.setattr(
+        best_evaluation, "early_stop_reason_or_none", lambda made, step, memory: step == 3
+    )
     assert read_own_json(profiled(tmp_path / "a", "none", (2, 5), SAMPLES).run.profile)[
         "steps"
     ] == [2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import CheckpointError, NotSaved
+from ortlaunch.base.errors import CheckpointError, NotSaved
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.process_group.distributed import DistributedContext

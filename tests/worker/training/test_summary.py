@@ -22,7 +22,7 @@ from ortlaunch.run_folder.engine_report import (
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.engine.binding import RankCoreBinding
-from ortlaunch.worker.training.finish import _python_code_to_load_export, build_run_summary
+from ortlaunch.worker.training.final_results import _python_code_to_load_export, build_run_summary
 from ortlaunch.worker.training.summary import (
     engine_outcome_lines,
     engine_plan_lines,

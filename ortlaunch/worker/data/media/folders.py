@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from ortlaunch.cache import add_cache_note
-from ortlaunch.worker.data.reading import DataError, MissingData, Row, read_file_rows
+from ortlaunch.base.cache import add_cache_note
+from ortlaunch.worker.data.file_rows import DataError, MissingData, Row, read_file_rows
 
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _FILES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".wav", ".webp")

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ortlaunch.cache import add_cache_note
-from ortlaunch.errors import InputError
+from ortlaunch.base.cache import add_cache_note
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.inputs import refuse_lfs_pointers
 from ortlaunch.worker.data.corpus import read_corpus_rows, require_column_value
+from ortlaunch.worker.data.file_rows import DataError, Row, hash_of_size_and_blocks
 from ortlaunch.worker.data.label_rows import (
     SourceSummary,
     labelled_rows_filling_summary,
     require_class_of_same_type,
     require_row_text,
 )
-from ortlaunch.worker.data.labelled import LabelledTexts
-from ortlaunch.worker.data.reading import DataError, Row, hash_of_size_and_blocks
+from ortlaunch.worker.data.labelled_samples import LabelledTexts
 from ortlaunch.worker.data.samples import IGNORED, Sample
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 from ortlaunch.worker.data.tokenizer import download_revision_or_keep_name

@@ -5,7 +5,7 @@ huggingface_hub, transformers and `datasets` wrap one refusal in errors of their
 
 from __future__ import annotations
 
-from ortlaunch.errors import error_chain, first_message_line
+from ortlaunch.base.errors import error_chain, first_message_line
 
 _ABSENT = {"RepositoryNotFoundError", "DatasetNotFoundError"}
 _UNREACHABLE = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
-from ortlaunch.errors import MissingDependency, first_message_line
-from ortlaunch.units import clock_duration
-from ortlaunch.worker.data.reading import DataError, RemoteFile
+from ortlaunch.base.errors import MissingDependency, first_message_line
+from ortlaunch.base.units import clock_duration
+from ortlaunch.worker.data.file_rows import DataError, RemoteFile
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy, hub_http_status_or_0
 
 _Value = TypeVar("_Value")

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from ortlaunch.worker.data.corpus import column_settings_text, corpus_name_for_errors
-from ortlaunch.worker.data.order import Permutation, epoch_permutation
-from ortlaunch.worker.data.reading import (
+from ortlaunch.worker.data.file_rows import (
     DataError,
     hash_of_size_and_blocks,
     local_or_remote_file_bytes,
 )
+from ortlaunch.worker.data.order import Permutation, epoch_permutation
 from ortlaunch.worker.data.samples import Sample, Samples
 from ortlaunch.worker.data.shards import map_file_as_array
 from ortlaunch.worker.data.streams.writer import (

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ortlaunch.errors import DamagedFile, InputError
+from ortlaunch.base.errors import DamagedFile, InputError
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.file_sums import file_difference_text_or_empty, flush_and_checksum_files
 from ortlaunch.run_folder.folder import (
@@ -29,8 +29,8 @@ from ortlaunch.run_folder.folder import (
     write_text_atomically,
 )
 from ortlaunch.worker.data.corpus import texts_and_shares_of_rows
+from ortlaunch.worker.data.file_rows import DataError, NoRows, Row, read_file_rows
 from ortlaunch.worker.data.order import epoch_permutation
-from ortlaunch.worker.data.reading import DataError, NoRows, Row, read_file_rows
 from ortlaunch.worker.data.token_cache import chunks_of_limited_size, encode_chunks_reading_ahead
 
 TOKENS = ".u32"

@@ -1,0 +1,166 @@
+"""Print and record the verdict of a queued run, for its job script.
+
+    python ortlaunch/base/module_start.py ortlaunch.started_runs.ended RUN RESTARTS STATUS BEGAN
+
+srun's status may be that of a rank that was ended because another failed. This command returns the
+first failing rank's, and writes the verdict into job.json, as `ortlaunch train` does for ranks that
+it starts itself. If the run continues in another start of the job, it writes `requests/requeue`,
+and the script then requeues the job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import replace
+
+from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.launch import JobState
+from ortlaunch.launch.attempts import failed_job_record_unless_no_fault
+from ortlaunch.launch.failure import RunEnd, classify_run_end, first_error_record
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch.restart_policy import reason_restart_is_refused, restarts_without_progress
+from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
+from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_own_text, write_text_atomically
+from ortlaunch.schedulers.slurm import TURN_PREFIX
+from ortlaunch.started_runs.queued import has_rank0_prepared_run_folder
+
+_FIRST_TASK = re.compile(r"task 0: Exited with exit code (\d+)")
+# Slurm's words where it ends a step itself; a rank's end is another matter.
+_ENDED_BY_SLURM = re.compile(r"Task launch for \S+ failed|CANCELLED AT .* DUE TO (?!TIME LIMIT)")
+
+
+def record_end_and_requeue() -> int:
+    """Print and record the verdict, and return the run's exit status."""
+    run = RunDir(sys.argv[1])
+    max_restarts = int(sys.argv[2])
+    exit_status = int(sys.argv[3])
+    # The script touches itself when a turn begins. A node that the controller took for dead may end
+    # its turn after the next one has begun.
+    if run.job_script.exists() and int(run.job_script.stat().st_mtime) > int(sys.argv[4]):
+        print("ortlaunch: a later turn of this job has the run", file=sys.stderr, flush=True)
+        return exit_status
+    run_end = _run_end_by_folder_or_job_output(run, exit_status)
+    record = JobRecord.for_starting_or_queued_command(run, "inside", JobState.RUNNING)
+    if run_end.status == EXIT_SAVED and not run.was_stop_requested_by_user_or_hook():
+        write_text_atomically(run.requeue_request, "")
+    elif max_restarts:
+        record, run_end = _request_requeue_if_restarts_allow(run, record, run_end, max_restarts)
+    if record.state is not JobState.PENDING:
+        record = record.copy_ended_now(
+            JobState.state_of_exit_status(run_end.status),
+            run_end.status,
+            run_end.text,
+            run_end.failure,
+        )
+    record.write(run)
+    print(run_end.text, file=sys.stderr if run_end.status else sys.stdout, flush=True)
+    return run_end.status
+
+
+def _run_end_by_folder_or_job_output(run: RunDir, exit_status: int) -> RunEnd:
+    if has_rank0_prepared_run_folder(run):
+        run_end = classify_run_end(run, exit_status)
+        slurm_messages = [
+            line for line in _output_lines_since_newest_requeue(run) if _ENDED_BY_SLURM.search(line)
+        ]
+        if slurm_messages and first_error_record(run) is None:
+            run_end = RunEnd.end_of_failure_detected_by_command(
+                exit_status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {slurm_messages[0]}")
+            )
+    # An earlier start of the job had completed the run.
+    elif exit_status == 0 and run.request.exists():
+        return RunEnd(0, f"done: {run}")
+    else:
+        output_lines = _output_lines_since_newest_requeue(run)
+        # The first task's status; srun's may be that of a task which was ended after it.
+        first_task_statuses = [
+            status_match[1] for line in output_lines if (status_match := _FIRST_TASK.search(line))
+        ]
+        exit_status = int(first_task_statuses[-1]) if first_task_statuses else exit_status or 1
+        own_lines = [line for line in output_lines if not line.startswith(("srun:", "slurmstepd:"))]
+        message = f"srun ended with status {exit_status} before rank 0 prepared {run}"
+        last_line = (
+            own_lines[-1].removeprefix(COMMAND_PREFIX) if own_lines else "its output says no more"
+        )
+        run_end = RunEnd.end_of_failure_detected_by_command(
+            exit_status, Failure(Cause.UNKNOWN, f"{message}: {last_line}")
+        )
+    if run_end.status == EXIT_SAVED and _reached_time_limit_before_first_step(run):
+        message = (
+            "the time limit was reached before the first step; raise submit.time or lower "
+            "submit.signal_seconds"
+        )
+        return run_end.with_appended_line(f"not requeued: {message}")._replace(status=1)
+    return run_end
+
+
+def _output_lines_since_newest_requeue(run: RunDir) -> list[str]:
+    """Return the lines that this turn of the job has printed so far."""
+    output_path = run.logs / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
+    # Turns append to one file.
+    lines = read_own_text(output_path).splitlines() if output_path.exists() else []
+    turn_starts = [
+        line_index for line_index, line in enumerate(lines) if line.startswith(TURN_PREFIX)
+    ]
+    return [
+        line.strip() for line in lines[turn_starts[-1] + 1 if turn_starts else 0 :] if line.strip()
+    ]
+
+
+def _reached_time_limit_before_first_step(run: RunDir) -> bool:
+    """Whether a requeued start ran into the time limit before its first step."""
+    # The next start would end in the same way.
+    if (
+        os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0")
+        or run.was_stop_requested_by_user_or_hook()
+    ):
+        return False
+    if not has_rank0_prepared_run_folder(run):
+        return True
+    first_record = first_error_record(run)
+    # Slurm sends SIGUSR1 `submit.signal_seconds` before the time limit.
+    if run.stopped.exists() or first_record is None or first_record.signal != signal.SIGUSR1:
+        return False
+    start_time_ns = run.request.stat().st_mtime_ns
+    return all(
+        (path / COMPLETE).stat().st_mtime_ns < start_time_ns
+        for _, path in run.complete_checkpoints()
+    )
+
+
+def _request_requeue_if_restarts_allow(
+    run: RunDir, job_record: JobRecord, run_end: RunEnd, max_restarts: int
+) -> tuple[JobRecord, RunEnd]:
+    """Request a requeue if `launch.max_restarts` allows it.
+
+    Returns:
+        The record with the failed attempt, and the end with a line on the requeue, or on why there
+        is none.
+    """
+    was_prepared = has_rank0_prepared_run_folder(run)
+    start_time = run.job_script.stat().st_mtime
+    failed_attempt = failed_job_record_unless_no_fault(
+        run, run_end, len(job_record.attempts) + 1, time.time() - start_time, was_prepared
+    )
+    if failed_attempt is None:
+        return job_record, run_end
+    attempts = (*job_record.attempts, failed_attempt)
+    job_record = replace(job_record, attempts=attempts)
+    reason = reason_restart_is_refused(attempts, max_restarts)
+    if reason is not None:
+        return job_record, run_end.with_appended_line(reason)
+    write_text_atomically(run.requeue_request, "")
+    count_text = (
+        f"restart {restarts_without_progress(attempts) + 1} of {max_restarts} without progress"
+    )
+    end_line = f"attempt {failed_attempt.number} failed; a requeue is requested ({count_text})"
+    return replace(job_record, state=JobState.PENDING), run_end.with_appended_line(end_line)
+
+
+if __name__ == "__main__":
+    sys.exit(record_end_and_requeue())

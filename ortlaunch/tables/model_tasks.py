@@ -1,0 +1,92 @@
+"""The table of model tasks: the values of the recipe's `model.task`, and their properties.
+
+Standard library only, for every side. Code reads a property of the row, not the task's name;
+`recipe.model.traits` is the row. Metrics of a task are in `ortlaunch/tables/metrics.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelTask:
+    """One row of the table."""
+
+    auto_class: str = ""
+    """The transformers class that builds the model; "": the user's factory builds it."""
+    predicts: str = ""
+    """Tokens that the language model head predicts: `masked` or `next`; "": no such head."""
+    pairs: bool = False
+    """Whether samples are pairs of sentences, which a second head classifies."""
+    label: str = ""
+    """The label of a sample: a `class`, a `number`, or a class for each `word`; "": none."""
+    pipeline: str = ""
+    """The task's name on the Hugging Face hub."""
+    # With this name peft trains the randomly initialized head, too.
+    peft: str | None = None
+    """peft's name of a task with a new head; None: there is no new head."""
+
+    new_head: str = ""
+    """Name of a head for labels, which LoRA trains whole, of tasks that peft does not know."""
+
+    media: str = ""
+    """The files of samples that are no text: `image`, with a class, or `sound`, with its text."""
+
+    wrapper: str = ""
+    """`module:function` of the worker that wraps a LightningModule; "": the model is none."""
+
+    @property
+    def has_new_head(self) -> bool:
+        """Whether the pretrained model's head may be another one than the task's."""
+        return bool(self.label or self.new_head)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model is the user's own, which may return any values beside its loss."""
+        return not self.auto_class
+
+    @property
+    def pools(self) -> bool:
+        """Whether a head reads the pooled representation of a whole sample."""
+        return self.pairs or self.label in ("class", "number")
+
+
+MODEL_TASKS = {
+    # BERT's: masked tokens and next-sentence prediction.
+    "pretraining": ModelTask(
+        "AutoModelForPreTraining", predicts="masked", pairs=True, pipeline="fill-mask"
+    ),
+    "masked-lm": ModelTask("AutoModelForMaskedLM", predicts="masked", pipeline="fill-mask"),
+    "causal-lm": ModelTask("AutoModelForCausalLM", predicts="next", pipeline="text-generation"),
+    "sequence-classification": ModelTask(
+        "AutoModelForSequenceClassification",
+        label="class",
+        pipeline="text-classification",
+        peft="SEQ_CLS",
+    ),
+    "sequence-regression": ModelTask(
+        "AutoModelForSequenceClassification",
+        label="number",
+        pipeline="text-classification",
+        peft="SEQ_CLS",
+    ),
+    "token-classification": ModelTask(
+        "AutoModelForTokenClassification",
+        label="word",
+        pipeline="token-classification",
+        peft="TOKEN_CLS",
+    ),
+    # Custom data for them have `pixel_values` or `input_features`, and `labels`.
+    "image-classification": ModelTask(
+        "AutoModelForImageClassification",
+        pipeline="image-classification",
+        new_head="classifier",
+        media="image",
+    ),
+    "speech-seq2seq": ModelTask(
+        "AutoModelForSpeechSeq2Seq", pipeline="automatic-speech-recognition", media="sound"
+    ),
+    "custom": ModelTask(),
+    "lightning": ModelTask(wrapper="ortlaunch.worker.model.lightning_module:wrap_lightning"),
+}

@@ -1,0 +1,531 @@
+"""Samples of rows with labels: texts with a class or a number each, and words with a tag each.
+
+They are tokenized once into the cache, as texts are. A row is one document there: its tokens, cut
+to the length of a sample, followed by its labels as integers. The last document is the summary of
+all rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ortlaunch.base.cache import add_cache_note
+from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.worker.data.corpus import corpus_fingerprint
+from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.label_rows import (
+    LabelledRow,
+    SourceSummary,
+    labelled_rows_filling_summary,
+    text_and_class_of_row,
+    text_and_number_of_row,
+    words_and_tags_of_row,
+)
+from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
+from ortlaunch.worker.data.token_cache import (
+    Documents,
+    ShowProgress,
+    TokenizeWork,
+    backend_without_truncation_or_padding,
+    ignore_progress,
+    load_or_write_cached_tokens,
+    tokenizer_fingerprint,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Classes named in one line for the user.
+_SHOWN = 6
+# A whole number, as a class name; and the names that transformers gives to classes without names.
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+_DEFAULT_NAME = re.compile(r"LABEL_[0-9]+")
+# Rows that identify a data set; up to twice as many are used.
+_IDENTITY_ROWS = 4096
+_Ints = NDArray[np.uint32]
+
+
+class LabelledTexts:
+    """Samples of texts with a class each, cut or padded to one length."""
+
+    task = "sequence-classification"
+    read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(text_and_class_of_row)
+    behind = 1
+    """Count of integers after the tokens of a row."""
+
+    def __init__(
+        self,
+        source: str | Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        show_progress: ShowProgress = ignore_progress,
+    ) -> None:
+        assert isinstance(source, Corpus)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token is None:
+            raise DataError("data.tokenizer: has neither a padding token nor an end-of-text token")
+        self.source = source
+        self.length = length
+        self._show_progress = show_progress
+        self._pad = tokenizer.pad_token_id
+        self._on_the_left = tokenizer.padding_side == "left"
+        self._with_mask = "attention_mask" in tokenizer.model_input_names
+        # The 3 is the version of this format.
+        self._key = f"{self.task} 3 {corpus_fingerprint(source)} {source.label_column}"
+        key = f"{self._key} {length} {_tokenizer_state_text(tokenizer)}"
+        self._documents = load_or_write_cached_tokens(
+            TokenizeWork(
+                key, self._rows_then_summary_json, self._document_encoder_of_rows(tokenizer)
+            ),
+            show_progress,
+        )
+        summary = json.loads(_json_bytes_of_document(self._documents, len(self)))
+        # Each label once; labels that are names stay so until `number_labels_and_list_names`.
+        self.labels: list[Any] = summary["labels"]
+        # Rows, or words, of each label.
+        self.counts: list[int] = summary["counts"]
+        # The largest integer label, and its location.
+        self.largest: tuple[int, str] = tuple(summary["largest"])
+        # The number of rows without text, and the location of the first.
+        self.empty: tuple[int, str] = tuple(summary["empty"])
+        # Class names of integer labels.
+        self.names = [tuple(names) for names in summary["names"]]
+
+    def __len__(self) -> int:
+        # The last document is the summary.
+        return len(self._documents.ends) - 1
+
+    def _rows_then_summary_json(self) -> Iterator[tuple[LabelledRow | str, float]]:
+        """Yield the rows, and at the end the summary of all rows as JSON."""
+        summary = SourceSummary()
+        for row in labelled_rows_filling_summary(self.source, self.read, summary):
+            yield row, row.share
+        yield json.dumps({**vars(summary), "labels": [*summary.labels]}), 1.0
+
+    def _document_encoder_of_rows(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
+        """Return the function that makes documents of rows."""
+        # A call with truncation changes a fast tokenizer's saved settings, so that a copy is used.
+        own_tokenizer = functools.cache(
+            lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer
+        )
+
+        def encode(items: list[Any]) -> Iterator[Sequence[int]]:
+            rows = [item for item in items if isinstance(item, LabelledRow)]
+            if rows:
+                yield from self._encode_rows(own_tokenizer(), rows)
+            # The summary comes after all rows; one token for each of its bytes.
+            yield from (item.encode() for item in items[len(rows) :])
+
+        return encode
+
+    def _encode_rows(
+        self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
+    ) -> Iterator[Sequence[int]]:
+        token_ids = self._tokenize_rows(tokenizer, rows)["input_ids"]
+        return ([*ids, *row.label_integers] for ids, row in zip(token_ids, rows))
+
+    def _tokenize_rows(
+        self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow], **options: Any
+    ) -> Any:
+        """Return the tokenizer's output for texts, cut but not padded."""
+        # A text is one segment: token types would be zeros, and some models do not accept them.
+        return tokenizer(
+            [row.text for row in rows], truncation=True, max_length=self.length,
+            return_token_type_ids=False,
+            return_attention_mask=False,
+            **options,
+        )  # fmt: skip
+
+    def distinct_labels(self) -> Iterable[Any]:
+        """Return each label that a row has, once."""
+        return self.labels
+
+    def renumber_labels(self, class_numbers: Mapping[Any, int]) -> None:
+        """Replace labels by these class numbers."""
+        self.labels = [class_numbers[label] for label in self.labels]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes, from the largest label."""
+        return int(max(self.labels)) + 1
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        document = _document_tokens(self._documents, index)
+        size = self.size(index)
+        ids = document[:size]
+        stored_labels = document[size:]
+        tensors = {"input_ids": self._pad_on_tokenizer_side(ids, self._pad)}
+        if self._with_mask:
+            tensors["attention_mask"] = self._pad_on_tokenizer_side(np.ones_like(ids), 0)
+        return {**tensors, "labels": self._label_tensor_of_stored(stored_labels)}
+
+    def size(self, index: int) -> int:
+        """Return the number of tokens of a sample before padding."""
+        start, stop = _document_range(self._documents, index)
+        return stop - start - self.behind
+
+    def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
+        """Return the labels as the model expects them, from a row's stored integers."""
+        return torch.tensor(self._label_of_stored_numbers(stored_labels.tolist()))
+
+    def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
+        """Return the label of a row, with names as class numbers."""
+        return self.labels[stored_numbers[0]]
+
+    def _pad_on_tokenizer_side(self, values: _Ints, fill_value: int) -> torch.Tensor:
+        """Return values padded to (length,), on the tokenizer's padding side."""
+        padded: _Ints = np.full(self.length, fill_value, np.int64)
+        count = len(values)
+        padded[slice(self.length - count, None) if self._on_the_left else slice(count)] = values
+        return torch.from_numpy(padded)
+
+    def some(self) -> list[tuple[Any, Any]]:
+        """Return some texts, evenly spread, with their labels.
+
+        The first call reads the rows once more; later calls read the cache.
+        """
+        row_step = max(1, len(self) // _IDENTITY_ROWS)
+
+        def items() -> Iterator[tuple[str, float]]:
+            chosen_rows = itertools.islice(
+                labelled_rows_filling_summary(self.source, self.read, SourceSummary()),
+                0,
+                None,
+                row_step,
+            )
+            return ((json.dumps([row.text, row.label_integers]), row.share) for row in chosen_rows)
+
+        stored_documents = load_or_write_cached_tokens(
+            TokenizeWork(
+                f"some {row_step} {self._key}", items, lambda texts: map(str.encode, texts)
+            ),
+            self._show_progress,
+        )
+        pairs = (
+            json.loads(_json_bytes_of_document(stored_documents, row_index))
+            for row_index in range(len(stored_documents.ends))
+        )
+        return [
+            (text, self._label_of_stored_numbers(stored_numbers)) for text, stored_numbers in pairs
+        ]
+
+
+class ScoredTexts(LabelledTexts):
+    """Samples of texts with a number each, for regression."""
+
+    task = "sequence-regression"
+    read = staticmethod(text_and_number_of_row)
+    behind = 2
+    classes = 0
+
+    def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
+        # Two uint32 are the halves of a float64; see `SourceSummary.number`.
+        return np.array(stored_numbers, np.uint32).view(np.float64).item()
+
+
+class TaggedWords(LabelledTexts):
+    """Samples of word lists with a tag for each word.
+
+    The first token of a word has the word's tag; the other tokens have no label.
+    """
+
+    task = "token-classification"
+    read = staticmethod(words_and_tags_of_row)
+    varies = True
+
+    def __init__(
+        self,
+        source: str | Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        show_progress: ShowProgress = ignore_progress,
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                "data.tokenizer: does not report the word of each token; use a fast tokenizer"
+            )
+        super().__init__(source, tokenizer, length, show_progress)
+
+    def _encode_rows(
+        self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
+    ) -> Iterator[Sequence[int]]:
+        """Yield token ids, followed by an integer for each of them.
+
+        The integer is 1 + the index of the tag for the first token of a word, and 0 for others.
+        """
+        try:
+            encoding = self._tokenize_rows(tokenizer, rows, is_split_into_words=True)
+        # For example byte-level tokenizers without add_prefix_space.
+        except (AssertionError, ValueError) as error:
+            raise DataError(
+                f"data.tokenizer: does not accept lists of words: {' '.join(str(error).split())}"
+            ) from None
+        for row_index, row in enumerate(rows):
+            word_indices = encoding.word_ids(row_index)
+            begins = (
+                word is not None and word != previous_word
+                for previous_word, word in zip([None, *word_indices], word_indices)
+            )
+            tags = (
+                row.label_integers[word] + 1 if is_first else 0
+                for is_first, word in zip(begins, word_indices)
+            )
+            yield [*encoding["input_ids"][row_index], *tags]
+
+    def size(self, index: int) -> int:
+        start, stop = _document_range(self._documents, index)
+        return (stop - start) // 2
+
+    def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
+        tags = [
+            self.labels[label_number - 1] if label_number else IGNORED
+            for label_number in stored_labels.tolist()
+        ]
+        return self._pad_on_tokenizer_side(np.array(tags, np.int64), IGNORED)
+
+    def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
+        return [self.labels[label_number] for label_number in stored_numbers]
+
+
+def _tokenizer_state_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return everything that determines the tokens of a text, except the length it is cut to."""
+    if tokenizer.is_fast:
+        # The tokenizer's own state also has the truncation and padding of its last call.
+        state_text = backend_without_truncation_or_padding(tokenizer).to_str()
+    else:
+        settings_text = json.dumps(
+            tokenizer.init_kwargs, sort_keys=True, default=lambda value: type(value).__name__
+        )
+        state_text = (
+            f"{settings_text} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} "
+            f"{tokenizer_fingerprint(tokenizer)}"
+        )
+    special = getattr(tokenizer, "split_special_tokens", False)
+    return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {state_text}"
+
+
+def _document_range(documents: Documents, index: int) -> tuple[int, int]:
+    """Return the range [first, after) of a document's tokens."""
+    return int(documents.ends[index - 1]) if index else 0, int(documents.ends[index])
+
+
+def _document_tokens(documents: Documents, index: int) -> _Ints:
+    return documents.tokens[slice(*_document_range(documents, index))]
+
+
+def _json_bytes_of_document(documents: Documents, index: int) -> bytes:
+    """Return a document that is JSON, stored as one byte in each token."""
+    return _document_tokens(documents, index).astype(np.uint8).tobytes()
+
+
+SAMPLES_BY_LABEL = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
+
+
+def number_labels_and_list_names(
+    train: Samples,
+    evaluation: Samples | None,
+    model_numbers: Mapping[str, int] = MappingProxyType({}),
+) -> list[str]:
+    """Replace label names by class numbers in all samples.
+
+    Args:
+        train: training samples.
+        evaluation: evaluation samples.
+        model_numbers: class numbers that the model has for label names already. They are used if they
+            include all labels; otherwise labels are numbered by their value if all are whole
+            numbers, else in alphabetical order.
+
+    Returns:
+        The label names by class number; [] if labels are integers.
+
+    Raises:
+        DataError: some sources have names and others integers, there is a single name, or a name of
+            the evaluation samples is in no training row.
+    """
+    parts = _labelled_parts(train)
+    # A part of the training samples is numbered with them.
+    held_out = [part for part in _labelled_parts(evaluation) if part not in parts]
+    are_words = _are_all_labels_names(*parts, *held_out)
+    word_by_label = _name_by_label([*parts, *held_out], [])
+    # Integers that a data set gives names are class numbers.
+    are_names = are_words or not class_names_of_integer_labels(train, evaluation)
+    if word_by_label and are_names and model_numbers.keys() >= {*word_by_label.values()}:
+        for part in (*parts, *held_out):
+            part.renumber_labels(
+                {label: model_numbers[word] for label, word in word_by_label.items()}
+            )
+        return sorted(model_numbers, key=model_numbers.__getitem__)
+    if not are_words:
+        return []
+    label_words = sorted({word for part in parts for word in part.distinct_labels()})
+    if all(map(_WHOLE.fullmatch, label_words)):
+        label_words.sort(key=int)
+    if len(label_words) == 1:
+        raise DataError(
+            f"data.train: every label is {label_words[0]!r}, so there is nothing to distinguish"
+        )
+    unknown = sorted(
+        {word for part in held_out for word in part.distinct_labels()} - set(label_words)
+    )
+    if unknown:
+        raise DataError(
+            f"data.evaluation: label {unknown[0]!r} is in no row of data.train, "
+            f"whose labels are {', '.join(label_words[:_SHOWN])}{_and_more_text_or_empty(len(label_words))}"
+        )
+    number_by_word = {word: class_number for class_number, word in enumerate(label_words)}
+    for part in (*parts, *held_out):
+        part.renumber_labels(number_by_word)
+    return label_words
+
+
+def renumber_labels_by_trained_classes(
+    samples: Samples, trained_numbers: Mapping[str, int], class_count: int
+) -> None:
+    """Replace labels by the class numbers of a trained model; some classes may not appear.
+
+    A label is the name of a class, as a word or as a whole number. Whole numbers none of which is
+    a name are class numbers.
+
+    Args:
+        samples: the samples.
+        trained_numbers: class name to class number; empty if classes have no names.
+        class_count: number of classes; 0: unknown.
+
+    Raises:
+        DataError: the model has no such class.
+    """
+    parts = _labelled_parts(samples)
+    names = class_names_of_integer_labels(samples, None)
+    word_by_label = _name_by_label(parts, names)
+    number_by_label = {
+        label: trained_numbers[word]
+        for label, word in word_by_label.items()
+        if word in trained_numbers
+    }
+    are_named = not all(map(_DEFAULT_NAME.fullmatch, trained_numbers))
+    are_numbers = not (names or any(isinstance(label, str) for label in word_by_label))
+    if not number_by_label and (
+        are_numbers if are_named else all(_WHOLE.fullmatch(str(label)) for label in word_by_label)
+    ):
+        number_by_label = {
+            label: int(label)
+            for label in word_by_label
+            if not class_count or int(label) < class_count
+        }
+        if are_named and number_by_label:
+            add_cache_note(f"data: labels are whole numbers and no class names; they are read as class numbers: "
+                 f"0 is {min(trained_numbers, key=trained_numbers.__getitem__)!r}")  # fmt: skip
+    if unknown := [label for label in word_by_label if label not in number_by_label]:
+        locations = dict(part.largest for part in parts)
+        label = max(unknown, key=lambda candidate: candidate in locations)
+        limit = f" from 0 to {class_count - 1:,}" if class_count else ""
+        shown = ", ".join(trained_numbers) if are_named else f"it has only numbers{limit}"
+        location = locations.get(label, "data")
+        raise DataError(f"{location}: label {label!r} is none of the model's: {shown}")
+    for part in parts:
+        part.renumber_labels(number_by_label)
+
+
+def _name_by_label(parts: Sequence[LabelledTexts], name_by_number: Sequence[str]) -> dict[Any, str]:
+    """Return the word of each label; names: class names of integer labels, or []."""
+    labels = {label: None for part in parts for label in part.distinct_labels()}
+    word_by_number = dict(enumerate(name_by_number))
+    return {label: word_by_number.get(label, str(label)) for label in labels}
+
+
+def _labelled_parts(samples: Samples | None) -> list[LabelledTexts]:
+    """Return the samples with labels: the parts of a mixture, or the samples themselves."""
+    parts = [getattr(part, "whole", part) for part in getattr(samples, "parts", [samples])]
+    return [part for part in parts if isinstance(part, LabelledTexts)]
+
+
+def _are_all_labels_names(*parts: LabelledTexts) -> bool:
+    """Return whether all labels are names; raises DataError where sources differ."""
+    label_types = {type(label) for part in parts for label in part.distinct_labels()}
+    if len(label_types) > 1:
+        raise DataError(
+            "data: labels are names in one source and numbers in another; use only names, or "
+            "only numbers"
+        )
+    return label_types == {str}
+
+
+def class_and_rare_class_lines(
+    train: Samples, names_of_classes: Sequence[str], class_count: int
+) -> Iterator[str]:
+    """Yield lines for the user: the classes, and those with too few training rows to learn.
+
+    Args:
+        train: training samples; without classes nothing is yielded.
+        names_of_classes: class names by number; [] if classes have no names.
+        class_count: number of classes of the model.
+    """
+    parts = [part for part in _labelled_parts(train) if not isinstance(part, ScoredTexts)]
+    if not parts:
+        return
+    counts = Counter[Any]()
+    for part in parts:
+        counts.update(dict(zip(part.labels, part.counts)))
+    unit = "word" if isinstance(parts[0], TaggedWords) else "row"
+    total = max(class_count, len(names_of_classes))
+    yield f"classes: {total:,}" + (
+        f" ({', '.join(names_of_classes[:_SHOWN])}{_and_more_text_or_empty(len(names_of_classes))})"
+        if names_of_classes
+        else ""
+    )
+    absent = (class_number for class_number in range(total) if class_number not in counts)
+    single = [class_number for class_number, count in counts.items() if count == 1]
+    for class_numbers, size, phrase in (
+        (
+            list(itertools.islice(absent, _SHOWN)),
+            total - len(counts),
+            f"no training {unit} has class",
+        ),
+        (sorted(single)[:_SHOWN], len(single), f"a single training {unit} has class"),
+    ):
+        if class_numbers:
+            shown = ", ".join(
+                names_of_classes[class_number] if names_of_classes else str(class_number)
+                for class_number in class_numbers
+            )
+            yield f"classes: {phrase} {shown}{_and_more_text_or_empty(size)}; check data.train's labels"
+
+
+def _and_more_text_or_empty(size: int) -> str:
+    return f" and {size - _SHOWN:,} more" if size > _SHOWN else ""
+
+
+def class_names_of_integer_labels(train: Samples, evaluation: Samples | None) -> list[str]:
+    """Return the class names of integer labels by number; [] if the data set has no names.
+
+    Raises:
+        DataError: two sources have different names for the same numbers.
+    """
+    parts = [
+        part
+        for part in (*_labelled_parts(train), *_labelled_parts(evaluation))
+        if not isinstance(part, ScoredTexts)
+    ]
+    distinct_names = list(dict.fromkeys(names for part in parts for names in part.names))
+    if len(distinct_names) > 1:
+        first_names, second_names = (", ".join(names) for names in distinct_names[:2])
+        raise DataError(
+            f"data: the numbers of labels mean {first_names} in one source and {second_names} in another; use "
+            "names as labels"
+        )
+    return list(distinct_names[0]) if distinct_names else []

@@ -1,0 +1,303 @@
+"""Micro batches that are read ahead while earlier ones train: by a thread, or by worker processes.
+
+The order of samples is known in advance. A request for another micro batch than the next one
+restarts the reading there.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import multiprocessing.queues
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
+from ortlaunch.base.errors import (
+    DataWorkerError,
+    HookError,
+    InputError,
+    OrtlaunchError,
+    first_message_line,
+)
+from ortlaunch.base.process import wait_until_true_or_timeout
+from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
+from ortlaunch.worker.supervision.rank_process import PASSED_ON
+
+Batch = dict[str, torch.Tensor]
+Places = list[tuple[int, int]]  # (sample, epoch)
+Read = Callable[[Places], Batch]
+# Micro batches that the thread reads ahead.
+_THREAD_BATCHES = 2
+# Seconds between looks for an ended worker process while no batch comes; seconds in which its end
+# is seen after an error; bytes of its own error.
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 2.0
+_ERROR_BYTES = 4000
+_MEMORY = "it was most likely out of memory: lower data.workers or batch.micro_size"
+_SHARED = (
+    "batches are handed over in /dev/shm, which is full: make it larger (docker run --shm-size=8g), "
+    "or lower data.workers; data.workers=0 needs none"
+)
+# What the end of a worker or its error contains -> the remedy.
+_REMEDIES = {
+    "SIGKILL": _MEMORY,
+    "MemoryError": _MEMORY,
+    "Cannot allocate memory": _MEMORY,
+    "SIGBUS": _SHARED,
+    "(shm)": _SHARED,
+    "No space left": _SHARED,
+    "AF_UNIX path": "set TMPDIR to a shorter path",
+    "Too many open files": "raise the limit of open files: ulimit -n 65536",
+}
+
+
+class ReadAheadSettings(NamedTuple):
+    """How micro batches are read ahead, and into which memory."""
+
+    workers: int | None
+    """Number of worker processes; 0: one thread, None: nothing is read ahead."""
+    pinned: bool = False
+    """Whether batches are put into pinned memory, from which a GPU copies by itself."""
+
+
+class BatchReadAhead:
+    """The micro batches of one rank, in order, read ahead."""
+
+    def __init__(
+        self,
+        read: Read,
+        places: Callable[[int, int], Places],
+        passes_per_step: int,
+        reader: ReadAheadSettings,
+    ) -> None:
+        """Prepare the reading; it starts at the first `batch`.
+
+        Args:
+            read: makes a batch of samples.
+            places: (step, pass), both from 0 -> the samples of that micro batch.
+            passes_per_step: micro batches of a step.
+            reader: how to read ahead.
+        """
+        self._read = read
+        self._places = places
+        self._passes = passes_per_step
+        self._reader = reader
+        self._source: Iterator[Any] | None = None
+        self._next_key = (-1, -1)
+        self._last_batch = ((-1, -1), Batch())
+
+    def take_batch(self, step_index: int, pass_index: int) -> Batch:
+        """Return micro batch `pass_index` of a step; the last one may be requested again."""
+        if (step_index, pass_index) == self._last_batch[0]:
+            return self._last_batch[1]
+        if self._source is None or (step_index, pass_index) != self._next_key:
+            self.close()
+            self._source = self._start_reading(step_index, pass_index)
+        batch_or_error = next(self._source)
+        # A worker process returns its error in place of the batch; see `_Reads`.
+        if isinstance(batch_or_error, OrtlaunchError):
+            # Else another request for this batch would return the next one.
+            self.close()
+            raise batch_or_error
+        self._next_key = self._next_pass(step_index, pass_index)
+        self._last_batch = (step_index, pass_index), batch_or_error
+        return self._last_batch[1]
+
+    def close(self) -> None:
+        """End the thread or the worker processes."""
+        if self._source is not None:
+            self._source.close()  # type: ignore[attr-defined]
+        self._source = None
+
+    def _start_reading(self, step: int, pass_index: int) -> Iterator[Any]:
+        place_sequence = self._sample_places_from(step, pass_index)
+        if self._reader.workers:
+            return _read_batches_by_worker_processes(self._read, place_sequence, self._reader)
+        return _read_batches_by_thread(self._read, place_sequence, self._reader)
+
+    def _sample_places_from(self, step: int, pass_index: int) -> Iterator[Places]:
+        """Yield the samples of each micro batch from there on."""
+        # Only the rank's main thread advances this iterator, so that it needs no lock.
+        while True:
+            yield self._places(step, pass_index)
+            step, pass_index = self._next_pass(step, pass_index)
+
+    def _next_pass(self, step: int, pass_index: int) -> tuple[int, int]:
+        return (step, pass_index + 1) if pass_index + 1 < self._passes else (step + 1, 0)
+
+
+def _read_batches_by_thread(
+    read: Read, place_sequence: Iterator[Places], reader: ReadAheadSettings
+) -> Iterator[Batch]:
+    def read_batch(places: Places) -> Batch:
+        batch = read(places)
+        return (
+            {name: value.pin_memory() for name, value in batch.items()} if reader.pinned else batch
+        )
+
+    thread = ThreadPoolExecutor(1)
+    try:
+        pending_batches = collections.deque(
+            thread.submit(read_batch, sample_places)
+            for sample_places in itertools.islice(place_sequence, _THREAD_BATCHES)
+        )
+        while True:
+            ready_batch = pending_batches.popleft().result()
+            # The next one is submitted before the yield, so that it is read during the training.
+            pending_batches.append(thread.submit(read_batch, next(place_sequence)))
+            yield ready_batch
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def _read_batches_by_worker_processes(
+    read: Read, place_sequence: Iterator[Places], reader: ReadAheadSettings
+) -> Iterator[Any]:
+    """Yield batches that forked worker processes read."""
+    from torch.utils.data import DataLoader
+    from torch.utils.data._utils import signal_handling
+
+    receiver, sender = os.pipe()
+    os.set_blocking(receiver, False)
+    # Forked processes share the memory of the samples. They end with the rank; stop signals, which
+    # also reach them, are ignored there. The generator of its own keeps DataLoader from drawing
+    # its base seed from the training's random numbers.
+    loader: Any = DataLoader(
+        _BatchDataset(read), batch_size=None, sampler=place_sequence, num_workers=int(reader.workers or 0),
+        prefetch_factor=BATCHES_EACH_WORKER, pin_memory=reader.pinned,
+        worker_init_fn=_function_tying_worker_to_rank(os.getpid(), sender),
+        generator=torch.Generator(), multiprocessing_context="fork",
+    )  # fmt: skip
+    # A stop signal waits until the new process ignores it; else it would end the process.
+    other_processes = multiprocessing.active_children()
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        loader_iterator = iter(loader)
+    except OSError as error:
+        # They ignore the signal that would end them with the rank.
+        for worker in {*multiprocessing.active_children()} - {*other_processes}:
+            worker.kill()
+        raise _worker_error_with_remedy(
+            f"no process could be started: {first_message_line(error)}"
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
+        os.close(sender)
+    workers = loader_iterator._workers
+    # Else torch's handler of SIGCHLD would raise anywhere in the training.
+    signal_handling._remove_worker_pids(id(loader_iterator))
+    loader_iterator._worker_pids_set = False
+    # torch's own are five seconds.
+    loader_iterator._try_get_data = functools.partial(loader_iterator._try_get_data, _LOOK_SECONDS)
+    try:
+        while True:
+            try:
+                batch = next(loader_iterator)
+            # ConnectionError among them, where a worker ended while its batch was taken.
+            except (OSError, EOFError, RuntimeError) as error:
+                raise _worker_error_with_remedy(
+                    _wait_for_worker_failure_or_empty(workers, receiver)
+                    or first_message_line(error)
+                ) from error
+            yield batch
+    finally:
+        os.close(receiver)
+        loader_iterator._shutdown_workers()
+        # A worker that hangs in a sample outlives the shutdown; a closed one raises ValueError.
+        for worker in workers:
+            with contextlib.suppress(ValueError):
+                worker.kill()
+
+
+def _wait_for_worker_failure_or_empty(workers: Sequence[BaseProcess], error_pipe: int) -> str:
+    """Return how a worker process ended, or failed to hand over a batch; "" if none did."""
+    # Its connection may be closed before it has ended.
+    wait_until_true_or_timeout(lambda: any(worker.exitcode for worker in workers), _END_SECONDS)
+    # A worker writes its error before it ends.
+    with contextlib.suppress(BlockingIOError):
+        if text := os.read(error_pipe, _ERROR_BYTES):
+            line = text.decode(errors="replace").splitlines()[0]
+            return f"a worker process could not hand over a batch: {line}"
+    for worker in workers:
+        if status := worker.exitcode:
+            end_text = (
+                f"was killed by {signal.Signals(-status).name}"
+                if status < 0
+                else f"ended with exit status {status}"
+            )
+            return f"a worker process {end_text}"
+    return ""
+
+
+def _worker_error_with_remedy(reason: str) -> DataWorkerError:
+    """Return the error of a failure, with its remedy."""
+    remedy = next(
+        (remedy for part, remedy in _REMEDIES.items() if part in reason), "try data.workers=0"
+    )
+    # Another start on this host would fail again, unless memory was short by chance.
+    return DataWorkerError(f"data.workers: {reason}; {remedy}", 2 if remedy is _SHARED else 1)
+
+
+class _BatchDataset(Dataset[Batch | OrtlaunchError]):
+    """The data set that a worker process of DataLoader reads from."""
+
+    def __init__(self, read: Read) -> None:
+        self.read = read
+
+    def __getitem__(self, places: Places) -> Batch | OrtlaunchError:
+        """Return a batch, or an error in its place."""
+        # A raised error would get DataLoader's own text in front.
+        try:
+            return self.read(places)
+        except InputError as error:
+            return error
+        # The user's own code may raise anything.
+        except Exception as error:
+            samples = ", ".join(str(index) for index, _ in places)
+            stack_text = "".join(
+                traceback.format_exception(type(error), error, error.__traceback__)
+            )
+            error_text = f"{type(error).__name__}: {error}"
+            return HookError(
+                f"data.workers: reading samples {samples} of data.train raised {error_text}\n{stack_text}"
+            )
+
+
+def _function_tying_worker_to_rank(rank_pid: int, error_pipe: int) -> Callable[[int], None]:
+    """Return the start function of a worker process, which ties the process to its rank.
+
+    Args:
+        rank_pid: the rank's process id.
+        error_pipe: the descriptor to which an error is written.
+    """
+
+    def end_worker(error: Exception, item: object) -> None:
+        """End the process with the error of the thread that hands over its batches."""
+        # Otherwise the thread would print the error, and the rank would wait for the batch for ever.
+        traceback.print_exception(error)
+        os.write(
+            error_pipe,
+            f"{type(error).__name__}: {first_message_line(error)}\n".encode()[:_ERROR_BYTES],
+        )
+        os._exit(1)
+
+    def start_worker(worker_id: int) -> None:
+        # The rank alone handles stop signals; the workers end when the rank has ended.
+        for signal_number in PASSED_ON:
+            signal.signal(signal_number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
+        request_signal_at_parent_end_or_exit(signal.SIGKILL, rank_pid)
+
+    return start_worker

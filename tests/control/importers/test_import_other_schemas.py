@@ -1,0 +1,196 @@
+"""Test `ortlaunch import`: torchtune, accelerate, and LLaMA-Factory's second schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.base.errors import InputError
+from ortlaunch.importers import ImportedRecipe, convert_config_to_recipe
+from tests.control.foreign import said
+
+CONFIGS = Path(__file__).parents[2] / "foreign_configs"
+SHIPPED = Path(__file__).parents[3] / "recipes"
+ALPACA = {"format": "hub", "name": "yahma/alpaca-cleaned", "prompt": "alpaca", "train_on": "all"}
+# Keys that make a whole config of torchtune.
+TUNE: dict[str, Any] = {
+    "checkpointer": {"checkpoint_dir": "here"},
+    "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4},
+    "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
+    "batch_size": 2,
+    "epochs": 2,
+}
+
+
+def made(found: ImportedRecipe) -> Any:
+    """Return the values of an imported recipe."""
+    return yaml.safe_load(found.recipe_yaml)
+
+
+def test_torchtune() -> None:
+    """Components become names, weights a folder, and splits of a data set two corpora."""
+    found = convert_config_to_recipe(CONFIGS / "torchtune.yaml", None, None, ())
+    recipe = made(found)
+    assert (found.tool, found.import_report.dropped) == ("torchtune", [])
+    assert recipe["model"]["lora"] == {
+        "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "r": 8,
+        "alpha": 16,
+        "dropout": 0.0,
+        "merge": False,
+    }
+    assert recipe["data"]["train"] == {**ALPACA, "split": "train[:95%]"}
+    assert recipe["data"]["evaluation"] == {**ALPACA, "split": "train[95%:]"}
+    assert recipe["optimizer"] == {
+        "name": "fused_adam",
+        "learning_rate": 3e-4,
+        "weight_decay": 0.01,
+    }
+    assert recipe["schedule"] == {"name": "cosine", "warmup_steps": 100}
+    assert recipe["batch"] == {"micro_size": 2, "accumulation_steps": 8}
+    assert (recipe["precision"], recipe["launch"]) == ("bf16", {"device": "cuda"})
+    assert recipe["model"]["gradient_checkpointing"] is True
+    assert "model's marks of a chat" in said(found, "changed")["dataset"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "key", "text"),
+    [
+        ({"compile": True}, "taken", "compile", "engine.name: inductor"),
+        ({"enable_activation_offloading": True}, "taken", "enable_activation_offloading", "offload"),
+        ({"fsdp_cpu_offload": True}, "taken", "fsdp_cpu_offload", "zero.offload: {optimizer: cpu"),
+        ({"custom_sharded_layers": ["output"]}, "needless", "custom_sharded_layers", "shards all"),
+        ({"max_steps_per_epoch": 5}, "taken", "max_steps_per_epoch", "train.max_steps: 10"),
+        ({"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "a"}}, "dropped",
+         "tensor_parallel_plan", "no tensor parallelism"),
+        ({"tensor_parallel_dim": 1, "tensor_parallel_plan": {"_component_": "a"}}, "needless",
+         "tensor_parallel_plan", "is 1"),
+        ({"fsdp": {"cpu_offload": True}}, "dropped", "fsdp", "zero.offload"),
+        ({"fsdp": {"cpu_offload": False}}, "needless", "fsdp", "by itself"),
+        ({"quantizer": {"_component_": "a"}}, "dropped", "quantizer", "no quantized training"),
+        ({"profiler": {"enabled": True}}, "dropped", "profiler", "log.profile_steps"),
+        ({"optimizer": {"_component_": "torch.optim.Adagrad"}}, "changed",
+         "optimizer._component_", "another optimizer"),
+        ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1}}, "changed",
+         "optimizer._component_", "adamw_8bit; with its state not paged"),
+        ({"lr_scheduler": {"_component_": "a.get_linear"}}, "changed", "lr_scheduler._component_",
+         "another schedule"),
+        ({"tokenizer": {"max_seq_len": 512, "x": 1}}, "dropped", "tokenizer.x", "no counterpart"),
+        ({"dataset": {"_component_": "torchtune.datasets.text_completion_dataset", "source": "a/b",
+                      "packed": True, "data_files": "a.txt", "column": "x"}},
+         "dropped", "dataset.column", "no counterpart"),
+        ({"model": {"_component_": "a.qlora_b", "lora_attn_modules": ["q_proj"]}}, "dropped",
+         "model._component_", "not quantized"),
+        ({"metric_logger": {"_component_": "a.WandBLogger", "project": "p"}}, "taken",
+         "metric_logger.project", "log.project"),
+        ({"checkpointer": {"checkpoint_dir": "here", "keep_last_n_checkpoints": 2}}, "taken",
+         "checkpointer.keep_last_n_checkpoints", "checkpoint.keep"),
+    ],
+)  # fmt: skip
+def test_torchtunes_own_ways(
+    keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path
+) -> None:
+    """Each key of torchtune is reported in the list to which it belongs."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**TUNE, **keys}))
+    lora = ["model.lora.r=8"] if "lora_attn_modules" in keys.get("model", {}) else []
+    found = convert_config_to_recipe(
+        tmp_path / "c.yaml", None, None, ("optimizer.learning_rate=1e-4", *lora)
+    )
+    assert text in said(found, where)[key]
+
+
+def test_accelerate() -> None:
+    """Processes, hosts, ZeRO and precision of accelerate replace those of a base recipe."""
+    overrides = ("batch.global_size=64", "batch.micro_size=1")
+    base = SHIPPED / "llama2-7b/tiny.yaml"
+    found = convert_config_to_recipe(CONFIGS / "accelerate.yaml", None, base, overrides)
+    recipe = made(found)
+    assert (found.tool, found.import_report.dropped) == ("accelerate", [])
+    assert recipe["launch"]["nodes"] == 2
+    assert recipe["launch"]["processes_per_node"] == 4
+    assert (recipe["precision"], recipe["engine"]["name"]) == ("bf16", "eager")
+    assert recipe["zero"]["stage"] == 3
+    assert recipe["zero"]["offload"] == {"parameters": "cpu"}
+
+
+def test_llama_factorys_second_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sections become the first schema's keys, and its file of data sets their sources."""
+    monkeypatch.chdir(CONFIGS)
+    found = convert_config_to_recipe(CONFIGS / "llama_factory_v1.yaml", None, None, ())
+    recipe = made(found)
+    assert found.tool == "llama-factory"
+    assert said(found, "dropped").keys() == {"kernel_config"}
+    assert recipe["model"]["lora"] == {
+        "r": 16,
+        "alpha": 32,
+        "dropout": 0.05,
+        "target_modules": ["all-linear"],
+    }
+    assert (recipe["zero"], recipe["engine"]) == ({"stage": 3}, {"name": "eager"})
+    assert (recipe["precision"], recipe["schedule"]) == ("bf16", {"name": "constant"})
+    first, second = (part["source"] for part in recipe["data"]["train"])
+    assert first == {
+        "format": "jsonl",
+        "path": "data/identity.json",
+        "prompt_column": "instruction",
+        "input_column": "input",
+        "response_column": "output",
+    }
+    assert (second["name"], second["split"], second["most_rows"]) == ("owner/chats", "test", 500)
+    assert (second["messages_column"], second.get("role_key", "role")) == ("messages", "role")
+
+
+def test_muon_of_the_second_schema(tmp_path: Path) -> None:
+    """Muon's usual values need no key, and tensors that it updates whole are not sharded."""
+    muon = {"name": "muon", "wd": 0.1, "momentum": 0.95, "ns_steps": 6, "adamw_betas": [0.9, 0.95]}
+    keys = {"model": "a", "model_class": "llm", "dist_config": {"name": "fsdp2"},
+            "optim_config": muon, "max_steps": 9}  # fmt: skip
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
+    found = convert_config_to_recipe(tmp_path / "c.yaml", None, None, ("data.train=python-chats",))
+    assert made(found)["optimizer"] == {
+        "name": "muon",
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+        "learning_rate": 1e-4,
+    }
+    assert made(found)["zero"] == {"stage": 0}
+    assert said(found, "dropped").keys() == {"optim_config.ns_steps"}
+    assert "optim_config.momentum" in said(found, "needless")
+
+
+def test_images_of_llama_factory(tmp_path: Path) -> None:
+    """Data whose rows have images is refused: without them its answers have no meaning."""
+    (tmp_path / "dataset_info.json").write_text(
+        '{"pictures": {"file_name": "a.json", "columns": {"images": "images"}}}'
+    )
+    keys = {"model_name_or_path": "a", "stage": "sft", "dataset": "pictures", "dataset_dir": "."}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
+    with pytest.raises(InputError, match="dataset: the rows of pictures have images: beside"):
+        convert_config_to_recipe(tmp_path / "c.yaml", None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({**TUNE, "teacher_model": {"a": 1}}, "teacher_model: .*no distillation"),
+        ({**TUNE, "ref_checkpointer": {"a": 1}}, "no preference training"),
+        ({**TUNE, "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "no preference training"),
+        ({**TUNE, "model": {"_component_": "a.llama3_2_vision_11b"}}, "images beside text"),
+        ({**TUNE, "dataset": {"_component_": "a.gsm8k_dataset"}}, "its component is none of alpaca"),
+        ({"checkpointer": {"a": 1}}, "describes no training"),
+        ({"model_name_or_path": "a", "export_dir": "b"}, "export_dir: b: the config describes no"),
+        ({"stage": "sft", "finetuning_type": "lora", "do_predict": True}, "describes no training"),
+        ({"base_model": "a", "processor_type": "AutoProcessor"}, "images and sound beside text"),
+        ({"base_model": "a", "reward_model": True}, "no preference training"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(keys: dict[str, Any], error: str, tmp_path: Path) -> None:
+    """Trainings that ortlaunch does not have, and configs of no training, are refused by name."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
+    with pytest.raises(InputError, match=error):
+        convert_config_to_recipe(tmp_path / "c.yaml", None, None, ())
