@@ -65,6 +65,7 @@ PREPOSITION = re.compile(
     r"(?:with|without|of|by|on|in|for|at|from|as|to|beside|instead|after|before)(?:_|$)"
 )
 PREDICATE = re.compile(r"(?:is|has|can)_")
+ALIAS = re.compile(r"[A-Z][A-Za-z]*[a-z][A-Za-z]*")
 UNTYPED = re.compile(r"\bdict\[str, Any\]|\bJson\b")
 UNTYPED_HOME = "json_types"  # the module that defines the alias
 
@@ -119,6 +120,14 @@ def binding(node: ast.AST) -> str | None:
     return node.arg if isinstance(node, ast.arg) else None
 
 
+def type_name(node: ast.AST) -> str | None:
+    """Return the public name of a class, or of an alias such as `Batch = dict[str, Tensor]`."""
+    name = node.name if isinstance(node, ast.ClassDef) else ""
+    if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp)):
+        name = ast.unparse(node.targets[0])
+    return name if ALIAS.fullmatch(name) else None
+
+
 def function_findings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
     """Yield the rules that the name of a function breaks."""
     name = function.name.strip("_")
@@ -148,8 +157,8 @@ def read_file(path: Path) -> tuple[Counts, list[Finding], dict[str, int]]:
             bindings += 1
             if name in VAGUE:
                 findings.append(Finding("vague binding", name, getattr(node, "lineno", 0)))
-        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            classes[node.name] = node.lineno
+        elif name := type_name(node):
+            classes[name] = getattr(node, "lineno", 0)
         elif is_plain_function(node):
             functions += 1
             findings += function_findings(node)

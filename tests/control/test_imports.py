@@ -388,6 +388,7 @@ FLOORS = {
         "graph_repairs",
     ),
     "worker": (
+        "tensor_batch",
         "supervision",
         "process_group",
         "data",

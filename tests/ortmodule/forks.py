@@ -57,10 +57,10 @@ def with_ort():
     os.close(write_requests)
     os.close(read_answers)
     os.dup2(2, 1)
-    from ortlaunch.ortmodule.base import registry
-    from ortlaunch.ortmodule.tracing import compat
-    registry.apply_fitting_repairs_once(compat._BEFORE_IMPORT)
-    compat._import_ortmodule_and_await_deepspeed()
+    from ortlaunch.ortmodule.base import repair_registry
+    from ortlaunch.ortmodule.tracing import import_repairs
+    repair_registry.apply_fitting_repairs_once(import_repairs._BEFORE_IMPORT)
+    import_repairs._import_ortmodule_and_await_deepspeed()
     import tests.ortmodule.modules
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     run(served(os.fdopen(requests), os.fdopen(answers, "w")))

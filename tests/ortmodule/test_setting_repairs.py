@@ -14,10 +14,10 @@ pytestmark = needs_ort
 # Arguments: the name of the repair to leave out, and a JSON list of settings.
 WITHOUT_REPAIR = """
 import json, sys
-from ortlaunch.ortmodule import repaired
+from ortlaunch.ortmodule import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule import ORTModule, Settings
-repaired.import_repaired_ortmodule()
+import_ortmodule.import_repaired_ortmodule()
 apply_repairs(sys.argv[1])
 import torch
 model = torch.nn.Linear(4, 1)

@@ -26,7 +26,7 @@ Artifacts = Annotated[
         show_default=False,
     ),
 ]
-Checkpoint = Annotated[
+CheckpointFile = Annotated[
     Path | None,
     typer.Option("--checkpoint", help="Initial weights; the artifacts' own checkpoint by default."),
 ]
@@ -44,7 +44,7 @@ To = Annotated[
 def train(
     artifacts: Artifacts,
     overrides: Overrides = None,
-    checkpoint: Checkpoint = None,
+    checkpoint: CheckpointFile = None,
     to: To = None,
     steps: Annotated[
         int | None,
@@ -60,7 +60,7 @@ def train(
 
 @app.command(cls=Verb, short_help="Measure a checkpoint on data.evaluation.")
 def evaluate(
-    artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None
+    artifacts: Artifacts, overrides: Overrides = None, checkpoint: CheckpointFile = None
 ) -> None:
     """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does.
 
@@ -76,7 +76,7 @@ def evaluate(
 def export(
     artifacts: Artifacts,
     to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
-    checkpoint: Checkpoint = None,
+    checkpoint: CheckpointFile = None,
 ) -> None:
     """Write a checkpoint as model.onnx for onnxruntime, compared with the evaluation graph."""
     from ortlaunch.commands import device
@@ -93,7 +93,7 @@ def import_checkpoint(
     artifacts: Artifacts,
     run: RunFolder,
     to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
-    checkpoint: Checkpoint = None,
+    checkpoint: CheckpointFile = None,
     step: Annotated[
         int | None,
         typer.Option("--step", min=1, help="Checkpoint of the run; the newest by default."),

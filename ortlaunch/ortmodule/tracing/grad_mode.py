@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ortlaunch.ortmodule.base import export as ort_export
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.torch_calls import tensor_property_getter
+from ortlaunch.ortmodule.tracing.symbolics import ExportFunction
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
@@ -32,7 +33,6 @@ _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__
 # Types that contain no tensors; `tensors` skips them for speed.
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
-ExportFunction = AnyFunction
 # The grad mode at the start of the current export's forward pass; one entry for each open `set_starting_grad_mode`.
 _starting_modes: list[bool] = []
 # One entry for each time that the model read the grad mode.

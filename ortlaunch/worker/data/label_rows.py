@@ -25,7 +25,7 @@ from ortlaunch.worker.data.file_rows import DataError, Row
 
 # A number in a cell of CSV.
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
-Read = Callable[[Row, Corpus, Any], tuple[Any, list[Any]]]
+ReadLabelledRow = Callable[[Row, Corpus, Any], tuple[Any, list[Any]]]
 """(row, source, first label of the source or None) -> text or words, and a list of labels.
 
 The list has one label, or one for each word.
@@ -98,7 +98,7 @@ def refuse_too_large_class(label: int, row_location: str) -> None:
 
 
 def labelled_rows_filling_summary(
-    source: Corpus, read_row: Read, summary: SourceSummary
+    source: Corpus, read_row: ReadLabelledRow, summary: SourceSummary
 ) -> Iterator[LabelledRow]:
     """Yield rows in a fixed order, and collect their summary.
 

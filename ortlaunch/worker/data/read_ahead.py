@@ -33,10 +33,10 @@ from ortlaunch.base.errors import (
 from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.worker.supervision.rank_process import PASSED_ON
+from ortlaunch.worker.tensor_batch import TensorBatch
 
-Batch = dict[str, torch.Tensor]
 Places = list[tuple[int, int]]  # (sample, epoch)
-Read = Callable[[Places], Batch]
+ReadMicroBatch = Callable[[Places], TensorBatch]
 # Micro batches that the thread reads ahead.
 _THREAD_BATCHES = 2
 # Seconds between looks for an ended worker process while no batch comes; seconds in which its end
@@ -76,7 +76,7 @@ class BatchReadAhead:
 
     def __init__(
         self,
-        read: Read,
+        read: ReadMicroBatch,
         places: Callable[[int, int], Places],
         passes_per_step: int,
         reader: ReadAheadSettings,
@@ -95,9 +95,9 @@ class BatchReadAhead:
         self._reader = reader
         self._source: Iterator[Any] | None = None
         self._next_key = (-1, -1)
-        self._last_batch = ((-1, -1), Batch())
+        self._last_batch = ((-1, -1), TensorBatch())
 
-    def take_batch(self, step_index: int, pass_index: int) -> Batch:
+    def take_batch(self, step_index: int, pass_index: int) -> TensorBatch:
         """Return micro batch `pass_index` of a step; the last one may be requested again."""
         if (step_index, pass_index) == self._last_batch[0]:
             return self._last_batch[1]
@@ -138,9 +138,9 @@ class BatchReadAhead:
 
 
 def _read_batches_by_thread(
-    read: Read, place_sequence: Iterator[Places], reader: ReadAheadSettings
-) -> Iterator[Batch]:
-    def read_batch(places: Places) -> Batch:
+    read: ReadMicroBatch, place_sequence: Iterator[Places], reader: ReadAheadSettings
+) -> Iterator[TensorBatch]:
+    def read_batch(places: Places) -> TensorBatch:
         batch = read(places)
         return (
             {name: value.pin_memory() for name, value in batch.items()} if reader.pinned else batch
@@ -162,7 +162,7 @@ def _read_batches_by_thread(
 
 
 def _read_batches_by_worker_processes(
-    read: Read, place_sequence: Iterator[Places], reader: ReadAheadSettings
+    read: ReadMicroBatch, place_sequence: Iterator[Places], reader: ReadAheadSettings
 ) -> Iterator[Any]:
     """Yield batches that forked worker processes read."""
     from torch.utils.data import DataLoader
@@ -249,13 +249,13 @@ def _worker_error_with_remedy(reason: str) -> DataWorkerError:
     return DataWorkerError(f"data.workers: {reason}; {remedy}", 2 if remedy is _SHARED else 1)
 
 
-class _BatchDataset(Dataset[Batch | OrtlaunchError]):
+class _BatchDataset(Dataset[TensorBatch | OrtlaunchError]):
     """The data set that a worker process of DataLoader reads from."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: ReadMicroBatch) -> None:
         self.read = read
 
-    def __getitem__(self, places: Places) -> Batch | OrtlaunchError:
+    def __getitem__(self, places: Places) -> TensorBatch | OrtlaunchError:
         """Return a batch, or an error in its place."""
         # A raised error would get DataLoader's own text in front.
         try:

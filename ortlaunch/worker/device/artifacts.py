@@ -30,11 +30,12 @@ from ortlaunch.user_modules import key_and_factory_pairs
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.device import Device, import_ort_training_artifacts_module
-from ortlaunch.worker.device.graph import Batch, ForwardGraph
+from ortlaunch.worker.device.graph import ForwardGraph
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.onnx_export import largest_or_nan
 from ortlaunch.worker.supervision.module_copies import imported_user_modules
 from ortlaunch.worker.supervision.module_copies import relative_module_path as beside
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,7 +183,7 @@ def _unsupported_setting_notes(recipe: Recipe, forward: ForwardGraph) -> Iterato
 
 @torch.no_grad()
 def _largest_difference_from_pytorch(
-    device: Device, module: graph.ModelWithLoss, batch: Batch
+    device: Device, module: graph.ModelWithLoss, batch: TensorBatch
 ) -> float:
     """Return the largest difference of loss and logits from PyTorch's, without dropout."""
     expected = module.eval()(*batch.values())

@@ -12,7 +12,8 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.tracing.import_repairs import restore_checkpoint_functions
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.model.packing import split_documents_into_rows
-from ortlaunch.worker.onnx.onnx_model import Batch, graph_input_arrays
+from ortlaunch.worker.onnx.onnx_model import graph_input_arrays
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 NamedArrays = Json
 STEPS = "ortlaunch.steps"
@@ -40,11 +41,11 @@ class Device:
         self.outputs: list[str] = self.module.output_names()
         self.optimizer = Optimizer(device_folder.optimizer, self.module) if is_training else None
 
-    def evaluate_batch(self, batch: Batch) -> NamedArrays:
+    def evaluate_batch(self, batch: TensorBatch) -> NamedArrays:
         """Return loss and logits of a batch, without dropout."""
         return self._run_pass(self.module.eval(), batch)
 
-    def train_on_batch(self, batch: Batch, learning_rate: float) -> float:
+    def train_on_batch(self, batch: TensorBatch, learning_rate: float) -> float:
         """Run one forward and backward pass and an optimizer step; return the loss.
 
         Args:
@@ -59,7 +60,7 @@ class Device:
         self.module.lazy_reset_grad()
         return loss
 
-    def _run_pass(self, module: Any, batch: Batch) -> NamedArrays:
+    def _run_pass(self, module: Any, batch: TensorBatch) -> NamedArrays:
         output_arrays = module(*graph_input_arrays(self.inputs, batch).values())
         return dict(
             zip(

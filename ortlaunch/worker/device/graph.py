@@ -25,18 +25,18 @@ from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.model import LossModule, require_scalar_loss
 from ortlaunch.worker.onnx.onnx_export import three_text_batches_of_own_data
 from ortlaunch.worker.onnx.user_model import ExportedModule
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 # From 17 on, a LayerNorm is one operator, exported without outputs that ONNX Runtime's gradient
 # needs.
 OPSET = 15
-Batch = dict[str, torch.Tensor]
 Axes = dict[str, dict[int, str]]
 
 
 class ModelWithLoss(ExportedModule):
     """A model with its loss: the loss and all named outputs."""
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
+    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same tensors by name."""
         output = self.model(**dict(zip(self.inputs, tensors)))
         pairs = output.items() if isinstance(output, Mapping) else ()
@@ -66,7 +66,7 @@ class ForwardGraph(NamedTuple):
 
 def labelled_batches_in_forward_order(
     recipe: Recipe, loss_module: LossModule, data: LoadedData
-) -> list[Batch]:
+) -> list[TensorBatch]:
     """Return batches of the run's own data, in the order of the parameters of the model's forward.
 
     The first two batches differ in the number of samples and, for texts, in length.
@@ -131,7 +131,7 @@ def _labels_of_smaller_batch(
 
 
 def export_loss_graph_and_sort_weights(
-    loss_module: LossModule, batches: list[Batch], graph_path: Path
+    loss_module: LossModule, batches: list[TensorBatch], graph_path: Path
 ) -> ForwardGraph:
     """Write the graph of a model in float32 on the CPU.
 
@@ -165,7 +165,7 @@ def export_loss_graph_and_sort_weights(
     )
 
 
-def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[Batch]) -> None:
+def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[TensorBatch]) -> None:
     """Write into the graph the shapes of its intermediate values, from two batches."""
     import onnx
 
@@ -190,7 +190,7 @@ def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[Batch]
     onnx.save(model, str(graph_path))
 
 
-def _axis_name_by_size_pair(batches: list[Batch]) -> dict[tuple[int, int], str]:
+def _axis_name_by_size_pair(batches: list[TensorBatch]) -> dict[tuple[int, int], str]:
     """Return the names of variable sizes: (size in batch 0, size in batch 1) -> name."""
     pairs = dict[tuple[int, int], str]()
     axes = _batch_and_length_axes(batches)
@@ -204,7 +204,7 @@ def _axis_name_by_size_pair(batches: list[Batch]) -> dict[tuple[int, int], str]:
     return pairs
 
 
-def _run_graph_for_all_values(model: Any, value_names: list[str], batch: Batch) -> Json:
+def _run_graph_for_all_values(model: Any, value_names: list[str], batch: TensorBatch) -> Json:
     """Return all values that the graph computes for one batch, by name."""
     import onnx
     import onnxruntime
@@ -245,7 +245,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
         )
 
 
-def _batch_and_length_axes(batches: list[Batch]) -> Axes:
+def _batch_and_length_axes(batches: list[TensorBatch]) -> Axes:
     """Return the variable axes: axis 0 is "batch"; others that differ in two batches, "length"."""
     (long, short), axes_by_name = batches[:2], Axes()
     for name, value in long.items():

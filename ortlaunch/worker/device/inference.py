@@ -14,7 +14,8 @@ from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.device.artifacts import DIFFERENCE_LIMIT
 from ortlaunch.worker.device.device import Device
 from ortlaunch.worker.onnx.onnx_export import largest_or_nan
-from ortlaunch.worker.onnx.onnx_model import Batch, graph_input_arrays
+from ortlaunch.worker.onnx.onnx_model import graph_input_arrays
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 # Sizes of the batch for the comparison.
 _SIZES = {"batch": 3, "length": 7}
@@ -71,7 +72,7 @@ def _largest_difference_on_random_batch(
     )
 
 
-def _random_batch_for_evaluation_graph(device: Device, device_folder: DeviceFolder) -> Batch:
+def _random_batch_for_evaluation_graph(device: Device, device_folder: DeviceFolder) -> TensorBatch:
     """Return a random batch for the evaluation graph.
 
     Integers are 0 and 1, which are valid for any vocabulary and any number of classes.

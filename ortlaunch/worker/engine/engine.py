@@ -45,7 +45,7 @@ from ortlaunch.worker.engine.ort_engine import (
     repair_and_export_notes,
     wrap_model_in_ortmodule,
 )
-from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from ortlaunch.worker.model.chunked_head import chunk_head_if_possible
 from ortlaunch.worker.model.loss_weight import LossWeight
@@ -58,6 +58,7 @@ from ortlaunch.worker.model.model import LossModule, require_forward_takes_batch
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
@@ -105,7 +106,7 @@ class TrainingEngine:
     This is so for ORT on CUDA.
     """
 
-    def to_device(self, batch: Batch) -> Batch:
+    def to_device(self, batch: TensorBatch) -> TensorBatch:
         """Move a batch to the device and cast floating-point tensors to the weights' dtype."""
         return _move_and_cast_batch(
             self.loss_weight.batch_without_weight_key_with_label(batch),
@@ -156,7 +157,11 @@ class TrainingEngine:
 
 
 def build_engine(
-    recipe: Recipe, plan: Plan, model: LossModule, group: DistributedContext, sample_batch: Batch
+    recipe: Recipe,
+    plan: Plan,
+    model: LossModule,
+    group: DistributedContext,
+    sample_batch: TensorBatch,
 ) -> TrainingEngine:
     """Put the model on its device and its engine.
 
@@ -311,7 +316,9 @@ def _move_model_or_buffers_under_zero_3(
         buffer.data = buffer.data.to(device)
 
 
-def _move_and_cast_batch(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
+def _move_and_cast_batch(
+    batch: TensorBatch, device: torch.device, dtype: torch.dtype | None
+) -> TensorBatch:
     return {
         name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
         for name, value in batch.items()
@@ -337,7 +344,7 @@ def _create_stepper(
 
 
 def _chunk_head_on_all_ranks_or_none(
-    recipe: Recipe, model: LossModule, sample_batch: Batch, group: DistributedContext
+    recipe: Recipe, model: LossModule, sample_batch: TensorBatch, group: DistributedContext
 ) -> ChunkedLoss:
     """Compute head and loss in chunks on every rank or on none; return the record."""
     # Ranks may decide differently, because their batches differ in size.

@@ -23,12 +23,13 @@ from ortlaunch.worker.data.user_data import import_user_function
 from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.ort_settings import ortmodule_settings
 from ortlaunch.worker.engine.spans import keep_python_stacks_in_exports
-from ortlaunch.worker.engine.stepping import Batch, require_gradient
+from ortlaunch.worker.engine.stepping import require_gradient
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import loss_of_engine_output
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.user_frames import error_type_message_and_location
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
@@ -44,7 +45,7 @@ _LAYER_ADVICE = {
 
 
 def build_and_probe_ort_module(
-    recipe: Recipe, model: LossModule, group: DistributedContext, sample_batch: Batch
+    recipe: Recipe, model: LossModule, group: DistributedContext, sample_batch: TensorBatch
 ) -> tuple[nn.Module, PassAndGraphCounters, str]:
     """Build the model in ORTModule and run it once; all ranks make the same decision.
 
@@ -122,7 +123,7 @@ def _run_probe_pass_and_restore_state(
     module: nn.Module,
     model: LossModule,
     group: DistributedContext,
-    sample_batch: Batch,
+    sample_batch: TensorBatch,
 ) -> None:
     """Run one forward and backward pass without effect on buffers, gradients or random state."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}

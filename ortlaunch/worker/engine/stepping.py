@@ -41,8 +41,7 @@ from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import ValueMeans
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequests
-
-Batch = dict[str, torch.Tensor]
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 
 class StepOutcome(NamedTuple):
@@ -71,7 +70,7 @@ class Stepper(Protocol):
         """Trained parameters that the loss leaves out on some rank, as far as that was checked."""
 
     def run_micro_batch(
-        self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
+        self, batch: TensorBatch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
         """Run forward and backward of one micro batch.
 
@@ -169,7 +168,7 @@ class TorchStepper:
             self.casts.enter_context(torch.autocast(self.group.device.type, enabled=False))
 
     def run_micro_batch(
-        self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
+        self, batch: TensorBatch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
         with self._autocast_and_average_around_pass(is_last_of_step):
             loss = _weighted_loss_or_exit_if_forked(
@@ -292,7 +291,7 @@ class DeepSpeedStepper:
         self.named_state()
 
     def run_micro_batch(
-        self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
+        self, batch: TensorBatch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(is_last_of_step)
         loss = _weighted_loss_or_exit_if_forked(

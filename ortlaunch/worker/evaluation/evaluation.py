@@ -25,8 +25,7 @@ from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.returned_values import ValueMeans, loss_of_engine_output
 from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.session import Session
-
-Batch = dict[str, torch.Tensor]
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 
 def metrics_with_evaluation_prefix(metrics: dict[str, float]) -> dict[str, float]:
@@ -36,7 +35,7 @@ def metrics_with_evaluation_prefix(metrics: dict[str, float]) -> dict[str, float
 
 def rank_batches_and_counted_indices(
     session: Session, samples: Samples
-) -> Iterator[tuple[Batch, range]]:
+) -> Iterator[tuple[TensorBatch, range]]:
     """Yield this rank's micro batches with the indices of the samples that count in each.
 
     Ranks take turns, and all have equally many micro batches. A rank without samples left gets a
@@ -142,7 +141,7 @@ def evaluate_loss_and_metrics(
     return metrics | own_metric.call_on_rank_0_and_share_values(group, metrics)
 
 
-def _run_forward_padding_short_batch(session: Session, device_batch: Batch) -> Any:
+def _run_forward_padding_short_batch(session: Session, device_batch: TensorBatch) -> Any:
     """Return the output of the engine's module for a batch; of a LightningModule in plain PyTorch.
 
     For engine ort a short last batch is filled with copies of its last sample, without labels.
@@ -192,7 +191,9 @@ def _evaluate_then_train_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _yield_function_for_metric_outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
+def _yield_function_for_metric_outputs(
+    session: Session,
+) -> Iterator[Callable[[Any, TensorBatch], Any]]:
     """Yield a function that returns the model's outputs beside the loss, for the metrics.
 
     Its arguments are the output of the engine's module and the batch. The built-in metrics need

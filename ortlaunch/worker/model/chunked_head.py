@@ -23,7 +23,7 @@ from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_cross_entropy
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 
-Batch = Mapping[str, Tensor]
+BatchMapping = Mapping[str, Tensor]
 # Tokens of the test.
 _TOKENS = 16
 # Relative to the loss, or absolute where the loss is below 1.
@@ -41,7 +41,7 @@ class ChunkedHead:
     """Whether the label of each row is the label of the next token."""
 
     def chunked_loss_and_output(
-        self, model: nn.Module, batch: Batch, is_training: bool
+        self, model: nn.Module, batch: BatchMapping, is_training: bool
     ) -> tuple[Tensor, Any]:
         """Return the loss of a batch and the model's output without labels.
 
@@ -93,7 +93,7 @@ def _head_input(output: Any) -> Tensor:
 
 
 def chunk_head_if_possible(
-    recipe: Recipe, loss_module: Any, sample_batch: Batch, device_type: str
+    recipe: Recipe, loss_module: Any, sample_batch: BatchMapping, device_type: str
 ) -> ChunkedLoss:
     """Chunk the loss of a LossModule if the recipe and the model permit it.
 
@@ -124,7 +124,7 @@ def chunk_head_if_possible(
 
 
 def _reason_loss_is_not_chunked_or_none(
-    recipe: Recipe, model: nn.Module, sample_batch: Batch
+    recipe: Recipe, model: nn.Module, sample_batch: BatchMapping
 ) -> str | None:
     """Return why the loss cannot be chunked, as far as that is known without a forward pass."""
     if recipe.engine.chunked_loss == "off":
@@ -158,7 +158,7 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def _reason_chunked_trial_failed_or_none(
-    loss_module: Any, chunked_head: ChunkedHead, sample_batch: Batch
+    loss_module: Any, chunked_head: ChunkedHead, sample_batch: BatchMapping
 ) -> str | None:
     """Return why the chunked loss is not the model's own; None if they agree on a few tokens."""
     try:
@@ -186,7 +186,9 @@ def _reason_chunked_trial_failed_or_none(
     )
 
 
-def _first_tokens_as_labelled_batch(sample_batch: Batch, device: torch.device) -> dict[str, Tensor]:
+def _first_tokens_as_labelled_batch(
+    sample_batch: BatchMapping, device: torch.device
+) -> dict[str, Tensor]:
     """Return the first tokens of a batch, with the same tokens as labels; one label is ignored."""
     shape = sample_batch["input_ids"].shape
     tokens = {

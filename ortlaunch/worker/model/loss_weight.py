@@ -19,8 +19,7 @@ from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.model.chunked_head import predicts_next_token
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
-
-Batch = dict[str, torch.Tensor]
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 _TWO_MEANS = DataError(
     "the loss of task pretraining is a mean over masked words and one over sentence pairs, and "
@@ -51,7 +50,7 @@ class LossWeight:
 
     def weighted_micro_batches(
         self, batches: Batches, step_index: int, group: DistributedContext
-    ) -> Iterator[tuple[Batch, float]]:
+    ) -> Iterator[tuple[TensorBatch, float]]:
         """Yield this rank's micro batches of a step, each with the factor for its loss.
 
         The factor is exactly 1 if all weights are equal. If weights may differ, this call is
@@ -101,7 +100,7 @@ class LossWeight:
             f"step {step_index + 1}: no sample counts: the sum of {self._weight_name} is 0 in samples {samples}"
         )
 
-    def weight_of_micro_batch(self, batch: Batch, sample_indices: Sequence[int]) -> float:
+    def weight_of_micro_batch(self, batch: TensorBatch, sample_indices: Sequence[int]) -> float:
         """Return the weight of a micro batch.
 
         `sample_indices_of_micro_batch` are its indices, for the error message.
@@ -127,7 +126,7 @@ class LossWeight:
             )
         return math.fsum(sample_weights.tolist())
 
-    def batch_without_weight_key_with_label(self, batch: Batch) -> Batch:
+    def batch_without_weight_key_with_label(self, batch: TensorBatch) -> TensorBatch:
         """Return a batch for the model: without our own key, and with at least one label."""
         if self.is_key_removed:
             batch = {name: value for name, value in batch.items() if name != self.key}
@@ -148,7 +147,7 @@ class LossWeight:
         counted = labels[..., 1 if self.shifted and labels.dim() > 1 else 0 :] != IGNORED
         return int(torch.count_nonzero(counted))
 
-    def _require_batch_value(self, batch: Batch, key: str) -> torch.Tensor:
+    def _require_batch_value(self, batch: TensorBatch, key: str) -> torch.Tensor:
         if key not in batch:
             raise DataError(
                 f"train.loss_weight: got {self.by}, and a batch has no {key!r}; "

@@ -34,6 +34,7 @@ from ortlaunch.worker.onnx.user_model import (
     batches_of_three_two_and_one,
     model_with_row_outputs_and_batches,
 )
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
     pass
@@ -45,8 +46,6 @@ DIFFERENCE_LIMIT = 1e-4
 _MOST_IN_ONE_FILE = 2**31 - 2**16
 # Tensors of a batch that are no inputs of the graph: labels, and the additions of packing.
 _LABELS = ("labels", "next_sentence_label", "position_ids", "document_ids")
-
-Batch = dict[str, torch.Tensor]
 
 
 class VariableAxes(NamedTuple):
@@ -61,7 +60,7 @@ class VariableAxes(NamedTuple):
 class LogitsModel(ExportedModule):
     """A model of transformers without its loss: its logits."""
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
+    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same logits by transformers' names."""
         output = self.model(**dict(zip(self.inputs, tensors)), return_dict=True)
         logits_by_name = {name: value for name, value in output.items() if name.endswith("logits")}
@@ -139,7 +138,7 @@ def write_and_check_onnx_folder(
     )
 
 
-def _sample_count_and_length(batch: Batch, sizes: VariableAxes) -> list[int]:
+def _sample_count_and_length(batch: TensorBatch, sizes: VariableAxes) -> list[int]:
     """Return the sizes of the first input's variable axes: samples and, if variable, length."""
     name, value = next(iter(batch.items()))
     return [value.size(axis) for axis in sizes.inputs[name]]
@@ -160,7 +159,7 @@ def _require_onnx_packages() -> None:
 
 
 @torch.no_grad()
-def media_batches_or_none(recipe: Recipe, model: Any, data: LoadedData) -> list[Batch] | None:
+def media_batches_or_none(recipe: Recipe, model: Any, data: LoadedData) -> list[TensorBatch] | None:
     """Return three batches of images or recordings of the run's data; None for texts.
 
     A decoder gets the words before each label, as in training.
@@ -182,7 +181,7 @@ def media_batches_or_none(recipe: Recipe, model: Any, data: LoadedData) -> list[
     return inputs
 
 
-def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[Batch]:
+def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[TensorBatch]:
     """Return three batches of the run's own data: padded, shorter, and with a single sample."""
     samples = data.evaluation or data.train
     indices = indices_of_readable_samples(samples)
@@ -204,7 +203,7 @@ def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[B
     return [padded, shorter, {name: value[:1] for name, value in batch.items()}]
 
 
-def _graph_input_names(model: nn.Module, batch: Batch) -> list[str]:
+def _graph_input_names(model: nn.Module, batch: TensorBatch) -> list[str]:
     """Return the names of the graph's inputs, in the order of the parameters of forward.
 
     They are the batch's tensors without labels, the mask, and token types if the model has several.
@@ -221,14 +220,16 @@ def _graph_input_names(model: nn.Module, batch: Batch) -> list[str]:
 
 
 @torch.no_grad()
-def _named_variable_axes(exported_module: ExportedModule, batches: list[Batch]) -> VariableAxes:
+def _named_variable_axes(
+    exported_module: ExportedModule, batches: list[TensorBatch]
+) -> VariableAxes:
     """Return the variable axes: axis 0, and axes whose size differs between the batches.
 
     Axes with equal sizes in every batch get one name.
     """
     name_by_sizes: dict[tuple[int, ...], str] = {}
 
-    def axes_of_batches(named_tensors: list[Batch]) -> dict[str, dict[int, str]]:
+    def axes_of_batches(named_tensors: list[TensorBatch]) -> dict[str, dict[int, str]]:
         axes_by_name: dict[str, dict[int, str]] = {}
         for name in named_tensors[0]:
             axes_by_name[name] = {0: "batch"}
@@ -248,7 +249,7 @@ def _named_variable_axes(exported_module: ExportedModule, batches: list[Batch]) 
 
 
 def _write_graph_and_list_fixed_values(
-    exported_module: ExportedModule, batch: Batch, sizes: VariableAxes, export_folder: Path
+    exported_module: ExportedModule, batch: TensorBatch, sizes: VariableAxes, export_folder: Path
 ) -> list[str]:
     """Write and check model.onnx, with the weights in a second file if they are too large for one.
 
@@ -349,7 +350,7 @@ def _used_graph_inputs_printing_others(graph_path: Path, input_names: list[str])
 
 @torch.no_grad()
 def run_graph_and_largest_difference(
-    exported_module: ExportedModule, batch: Batch, graph_path: Path
+    exported_module: ExportedModule, batch: TensorBatch, graph_path: Path
 ) -> float:
     """Return the largest difference of any output from PyTorch's, on the CPU.
 

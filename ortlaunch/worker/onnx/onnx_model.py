@@ -15,11 +15,11 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.inputs import refuse_lfs_pointers
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Batch = dict[str, torch.Tensor]
 # The constant values of inputs that the data lack.
 _ABSENT = {"attention_mask": 1, "token_type_ids": 0}
 
@@ -49,7 +49,7 @@ class OnnxModel(nn.Module):
                 f"{path} has outputs {', '.join(self.outputs)}; none of them is called logits"
             )
 
-    def forward(self, **batch: torch.Tensor) -> Batch:
+    def forward(self, **batch: torch.Tensor) -> TensorBatch:
         output_arrays = self.session.run(self.outputs, graph_input_arrays(self.inputs, batch))
         output = {name: torch.from_numpy(value) for name, value in zip(self.outputs, output_arrays)}
         return (
@@ -59,7 +59,7 @@ class OnnxModel(nn.Module):
         )
 
 
-def graph_input_arrays(input_names: Sequence[str], batch: Batch) -> Json:
+def graph_input_arrays(input_names: Sequence[str], batch: TensorBatch) -> Json:
     """Return the inputs of a graph as arrays for onnxruntime, from a batch.
 
     Raises:
@@ -94,7 +94,9 @@ def _load_cpu_session(graph_path: Path) -> Any:
         ) from None
 
 
-def loss_as_transformers_computes(task: str, model_output: Batch, batch: Batch) -> torch.Tensor:
+def loss_as_transformers_computes(
+    task: str, model_output: TensorBatch, batch: TensorBatch
+) -> torch.Tensor:
     """Return the loss as transformers' models compute it.
 
     It is the mean cross entropy; for regression, the mean squared error.

@@ -18,8 +18,8 @@ from ortlaunch.worker.data import LoadedData, batch_function_of_recipe
 from ortlaunch.worker.data.mixture import indices_of_readable_samples
 from ortlaunch.worker.model.model import require_scalar_loss
 from ortlaunch.worker.model.returned_values import LOSS, outputs_by_name_or_index
+from ortlaunch.worker.tensor_batch import TensorBatch
 
-Batch = dict[str, torch.Tensor]
 # The samples of each batch; different batch sizes show which outputs have a row for each sample.
 _SAMPLES = ((0, 1, 2), (3, 4), (5,))
 
@@ -35,7 +35,7 @@ class ExportedModule(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self.outputs_by_name(*tensors).values())
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
+    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same outputs by name."""
         raise NotImplementedError
 
@@ -47,13 +47,13 @@ class OutputsModel(ExportedModule):
         super().__init__(model, inputs)
         self.outputs = outputs
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
+    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same outputs by name."""
         named_outputs = _output_tensors_besides_loss(self.model(**dict(zip(self.inputs, tensors))))
         return {name: named_outputs[name] for name in self.outputs}
 
 
-def batches_of_three_two_and_one(recipe: Recipe, data: LoadedData) -> list[Batch]:
+def batches_of_three_two_and_one(recipe: Recipe, data: LoadedData) -> list[TensorBatch]:
     """Return batches of three samples, two and one of the run's own data."""
     samples = data.evaluation or data.train
     indices_at_hand = indices_of_readable_samples(samples)
@@ -72,7 +72,7 @@ def batches_of_three_two_and_one(recipe: Recipe, data: LoadedData) -> list[Batch
 @torch.no_grad()
 def model_with_row_outputs_and_batches(
     recipe: Recipe, model: nn.Module, data: LoadedData
-) -> tuple[OutputsModel, list[Batch]]:
+) -> tuple[OutputsModel, list[TensorBatch]]:
     """Return the part of a model that the graph will have, and batches of the run's own data.
 
     The batches have three samples, two and one.
@@ -109,7 +109,7 @@ def model_with_row_outputs_and_batches(
     return OutputsModel(model, inputs, outputs).eval(), batches
 
 
-def _inputs_that_outputs_need(model: nn.Module, batch: Batch) -> list[str]:
+def _inputs_that_outputs_need(model: nn.Module, batch: TensorBatch) -> list[str]:
     """Return the names of the tensors that forward needs, in the order of its parameters.
 
     A tensor is left out if forward returns the same outputs and no loss without it.
@@ -153,7 +153,7 @@ def _has_loss(output: Any) -> bool:
     return True
 
 
-def _output_tensors_besides_loss(model_output: Any) -> Batch:
+def _output_tensors_besides_loss(model_output: Any) -> TensorBatch:
     """Return the named output tensors, without the loss and without scalars."""
     pairs = (
         {"output": model_output}

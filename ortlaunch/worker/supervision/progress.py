@@ -25,7 +25,7 @@ from ortlaunch.worker.supervision.pulse import (
 )
 from ortlaunch.worker.supervision.terminal import LIVE
 
-Batch = TypeVar("Batch")
+_Item = TypeVar("_Item")
 _BAR_FORMAT = (
     "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
     "[{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -124,7 +124,7 @@ class Progress:
         module.register_forward_pre_hook(lambda *_: self.shared_progress.begin_stage(FORWARD))
         module.register_forward_hook(lambda *_: self.shared_progress.begin_stage(BACKWARD))
 
-    def iterate_marking_read_time(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def iterate_marking_read_time(self, batches: Iterable[_Item]) -> Iterator[_Item]:
         """Yield the same batches, and mark the time in which each is read."""
         source = iter(batches)
         while True:

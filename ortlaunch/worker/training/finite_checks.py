@@ -18,7 +18,7 @@ from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-NamedTensors = Iterable[tuple[str, "torch.Tensor | None"]]
+NameTensorPairs = Iterable[tuple[str, "torch.Tensor | None"]]
 # Samples and micro batches that a message names at most.
 _MAX_SHOWN = 16
 # Bad steps that a message describes: the first one shows the cause.
@@ -72,7 +72,7 @@ def build_non_finite_step_error(
     batches: Batches,
     step_index: int,
     non_finite_losses: list[NonFiniteLoss],
-    named_gradients: NamedTensors,
+    named_gradients: NameTensorPairs,
     *,
     passes_were_repeated: bool = True,
 ) -> NonFiniteError:
@@ -164,7 +164,7 @@ def require_finite_mean_loss(
     )
 
 
-def require_finite_weights(completed_steps: int, named_weights: NamedTensors) -> None:
+def require_finite_weights(completed_steps: int, named_weights: NameTensorPairs) -> None:
     """Check trained weights after `completed_steps` steps.
 
     Raises:
@@ -210,7 +210,7 @@ _NOT_REPRODUCED = (
 
 
 def _first_non_finite_gradient_name(
-    group: DistributedContext, named_gradients: NamedTensors
+    group: DistributedContext, named_gradients: NameTensorPairs
 ) -> str | None:
     """Return the first bad parameter in the model's order on any rank (collective)."""
     # With sharded gradients, each rank has only a part of them.
@@ -223,7 +223,7 @@ def _first_non_finite_gradient_name(
     return str(min(bad_of_ranks)[1]) if bad_of_ranks else None
 
 
-def _index_and_name_of_non_finite(named_tensors: NamedTensors) -> Iterator[tuple[int, str]]:
+def _index_and_name_of_non_finite(named_tensors: NameTensorPairs) -> Iterator[tuple[int, str]]:
     """Yield (place in the model, name) of each tensor that is not finite."""
     for tensor_index, (name, tensor) in enumerate(named_tensors):
         # The values of a sparse gradient are a tensor of their own.

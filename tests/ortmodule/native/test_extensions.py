@@ -108,13 +108,13 @@ def test_an_extension_that_does_not_load_says_how_to_build_it_again(
     """A library that cannot be loaded is an error with the command to type, not ORT's traceback."""
     # Empty libraries with valid seals: the damage is detected only by the import.
     damage = (
-        "from ortlaunch import cache; from ortlaunch.ortmodule import repaired; "
+        "from ortlaunch.base import cache; from ortlaunch.ortmodule import import_ortmodule; "
         "from ortlaunch.ortmodule.native import extensions as e; "
         "folder = e.extension_cache_folder(); folder.mkdir(parents=True); "
         "[(folder / f'{n}.so').write_text('') for n in e.required_extension_names()]; "
         "[cache.write_checksum_record_and_protect_files(folder / f'{n}.seal', [folder / f'{n}.so']) "
         "for n in e.required_extension_names()]; "
-        "repaired.import_repaired_ortmodule()"
+        "import_ortmodule.import_repaired_ortmodule()"
     )
     done = python(damage, timeout=60, ORTLAUNCH_CACHE=str(tmp_path))
     assert "MissingDependency: the built extension does not load" in done.stderr
@@ -290,7 +290,7 @@ def test_unbuilt_extensions_say_setup(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "from ortlaunch.ortmodule import repaired as r; r.import_repaired_ortmodule()",
+            "from ortlaunch.ortmodule import import_ortmodule as r; r.import_repaired_ortmodule()",
         ],
         check=False,
         env={**os.environ, "ORTLAUNCH_CACHE": str(tmp_path)},

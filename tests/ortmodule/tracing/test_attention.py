@@ -248,17 +248,17 @@ def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
 
 
 UNKNOWN_TORCH = """
-from ortlaunch.ortmodule import repaired
-from ortlaunch.ortmodule.base import registry, source_guard
+from ortlaunch.ortmodule import import_ortmodule
+from ortlaunch.ortmodule.base import source_guard, repair_registry
 source_guard.TORCH_SOURCE_TEXTS["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
-repaired.import_repaired_ortmodule()
+import_ortmodule.import_repaired_ortmodule()
 import torch
 from ortlaunch.ortmodule import ORTModule, Settings
 from tests.ortmodule.tracing.test_attention import Scores
 x = torch.randn(2, 4, 16, 8)
 ORTModule(Scores(0.0), Settings(threads=1))(x).backward()
 assert abs(ORTModule(Scores(0.3), Settings(threads=1)).eval()(x).item() - 1) < 1e-5
-assert "export_sdpa_dropout" in registry.reason_by_unapplied_repair()
+assert "export_sdpa_dropout" in repair_registry.reason_by_unapplied_repair()
 ORTModule(Scores(0.3), Settings(threads=1, torch_operators="off"))(x)
 """
 

@@ -26,11 +26,11 @@ skipped, first = sys.argv[1], sys.argv[2:]
 for name in first:
     __import__(name)
 import torch
-from ortlaunch.ortmodule import repaired
-from ortlaunch.ortmodule.base import registry
+from ortlaunch.ortmodule import import_ortmodule
+from ortlaunch.ortmodule.base import repair_registry
 from ortlaunch.ortmodule.native import extensions
 from ortlaunch.ortmodule.torch_in_graph import operator_table
-from ortlaunch.ortmodule.tracing import compat
+from ortlaunch.ortmodule.tracing import import_repairs
 from ortlaunch.ortmodule import ORTModule, Settings
 
 refusal = extensions.reason_interop_is_unbuildable_or_empty()
@@ -39,9 +39,10 @@ def kept(repairs):
     return tuple(repair for repair in repairs if repair.name != skipped)
 
 export, push = torch.onnx.export, torch.cuda.nvtx.range_push
-compat._BEFORE_IMPORT, compat._AFTER_IMPORT = kept(compat._BEFORE_IMPORT), kept(compat._AFTER_IMPORT)
+import_repairs._BEFORE_IMPORT = kept(import_repairs._BEFORE_IMPORT)
+import_repairs._AFTER_IMPORT = kept(import_repairs._AFTER_IMPORT)
 operator_table.OPERATORS = kept(operator_table.OPERATORS)
-repaired.import_repaired_ortmodule()
+import_ortmodule.import_repaired_ortmodule()
 assert first or "deepspeed" not in sys.modules, "ORT loaded DeepSpeed"
 
 class Reverse(torch.autograd.Function):

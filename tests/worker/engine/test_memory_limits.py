@@ -106,7 +106,7 @@ def test_what_was_taken_counts_after_it_is_gone() -> None:
 
 SEEN = """
 import json, torch
-from ortlaunch import machine
+from ortlaunch.base import machine
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
 options.decide_and_record_deepcopy(torch.nn.Linear(2, 2), Settings())
