@@ -65,7 +65,7 @@ def test_a_thousand_nodes() -> None:
     # Work for each rank of 8,192 would take longer.
     assert time.process_time() - began < 1
     text = request.files[0][1].replace(str(Path.cwd()), "/here")
-    text = re.sub(r"\S+/python \S+/ortlaunch/start\.py", "python start.py", text)
+    text = re.sub(r"\S+/python \S+/ortlaunch/base/module_start\.py", "python start.py", text)
     assert text == GOLDEN.read_text(encoding="utf-8")
     assert request.argv == ("sbatch", "--parsable", f"{WHERE}/job.sh")
     # A Linux process accepts single arguments of up to 128 KiB.
