@@ -112,7 +112,7 @@ def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     )
     turn.time(
         "ours: load",
-        lambda: checkpoint.load_checkpoint_and_return_loop_state(
+        lambda: checkpoint.load_checkpoint_print_notes_and_return_loop_state(
             run.checkpoint_folder(1), stepper.named_state(), turn.group
         ),
     )

@@ -143,9 +143,9 @@ def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
     """Run ORTModule as Microsoft ships it, with only the patches for today's torch (compat.py)."""
-    from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+    from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
-    ortmodule = import_repaired_ortmodule()
+    ortmodule = import_ortmodule_with_repairs_and_export_steps()
     from ortlaunch.worker.model.model import LossModule
 
     bare(ortmodule.ORTModule(LossModule(model(options))), gate, options)
@@ -160,21 +160,21 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     """Run ortlaunch's worker on a prepared run folder, with `work` in place of its task."""
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.rank import Rank
-    from ortlaunch.resolve.prepare import write_run_files_and_print_plan
+    from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import join_ranks_and_run_task
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), "run"))
-    write_run_files_and_print_plan(resolved(options), run)
+    set_aside_write_run_files_and_print_plan(resolved(options), run)
     # The worker's own loop, with a gate before each step.
-    step = loop.train_step
+    step = loop.train_step_and_return_loss_outcome_and_rate
 
     def gated(*arguments: Any) -> Any:
         gate.step()
         return step(*arguments)
 
-    loop.train_step = gated
+    loop.train_step_and_return_loss_outcome_and_rate = gated
     loop.run = work or loop.run
     rank = Rank.from_environ({})
     join_ranks_and_run_task(run, rank, Watchdog(rank, run))
@@ -221,12 +221,12 @@ def resolved(options: dict[str, Any]) -> ResolvedRun:
 
 def auto(gate: Gate, options: dict[str, Any]) -> None:
     """Have `engine: auto` measure; the last line is its choice, and the seconds of it all."""
-    from ortlaunch.bench.auto import measure_engines_and_choose
+    from ortlaunch.bench.auto import measure_engines_and_choose_or_default_if_too_long
     from ortlaunch.run_folder.records import json_values_of_record
 
     run = resolved({**options, "engine": "auto"})
     begun = time.perf_counter()
-    choice = measure_engines_and_choose(run, print)
+    choice = measure_engines_and_choose_or_default_if_too_long(run, print)
     cost = time.perf_counter() - begun
     rows = json.loads(Path(str(choice.bench), "bench.json").read_text())["variants"]
     starts = {
@@ -291,10 +291,10 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    from ortlaunch.worker.engine.stepping import _disable_deepspeed_shm_and_muon
+    from ortlaunch.worker.engine.stepping import _disable_deepspeed_shm_muon_compile_and_warnings
 
     # Without it DeepSpeed compiles operators for half a minute, which is not measured here.
-    _disable_deepspeed_shm_and_muon(deepspeed)
+    _disable_deepspeed_shm_muon_compile_and_warnings(deepspeed)
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",

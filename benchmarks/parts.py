@@ -167,7 +167,7 @@ def training_step(*, agreed: bool) -> Step:
     folder = scratch()
     context = two_ranks()
     from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
-    from ortlaunch.worker.tasks.train import TrainState, train_step
+    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
 
     # Eager, because the agreement does not depend on the engine and ort's start takes longer.
     session = session_of(folder, context, "engine.name=eager")
@@ -176,9 +176,9 @@ def training_step(*, agreed: bool) -> Step:
     edge = manager.__enter__()
 
     def step() -> None:
-        train_step(session, state, edge if agreed else None)
+        train_step_and_return_loss_outcome_and_rate(session, state, edge if agreed else None)
         if agreed:
-            edge.wait_for_agreed_request()
+            edge.handle_signals_and_wait_for_agreed_request()
         # The race has no fixed number of steps, so the steps of the recipe are repeated.
         state.step = (state.step + 1) % session.recipe.train.steps
 
@@ -281,12 +281,12 @@ def supervisors(count: int) -> Step:
 
 def sleeper() -> int:
     """A process that does nothing until this one ends."""
-    from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
+    from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit_if_ended
 
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        request_signal_at_parent_end_or_exit(signal.SIGKILL, parent)
+        request_signal_at_parent_end_or_exit_if_ended(signal.SIGKILL, parent)
         time.sleep(10_000)
         os._exit(0)
     return pid
@@ -294,7 +294,7 @@ def sleeper() -> int:
 
 def beats_of(ranks: int) -> Step:
     """CPU use of rank 0 for heartbeats of simulated ranks, in % of a core; none may be silent."""
-    from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
+    from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit_if_ended
     from ortlaunch.rank import Rank
     from ortlaunch.worker.supervision.heartbeats import (
         HeartbeatExchange,
@@ -328,7 +328,7 @@ def beats_of(ranks: int) -> Step:
     hub.connect_to_rank_0_once(meeting)
     parent = os.getpid()
     if os.fork() == 0:
-        request_signal_at_parent_end_or_exit(
+        request_signal_at_parent_end_or_exit_if_ended(
             signal.SIGKILL, parent
         )  # it has this side's standard output open
         others = HeartbeatExchange(Rank(1, ranks, 1, 8))
@@ -536,7 +536,7 @@ def corpus_in_memory(megabytes: int) -> Step:
     generator = np.random.default_rng(0)
     shards = ShardWriter(path, 0)
     for _ in range(megabytes):
-        shards.append_and_seal_full_shards(
+        shards.append_tokens_and_checksum_full_shards(
             generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32)
         )
     # One micro batch a step on one rank: 32 samples of 512 tokens.
@@ -552,7 +552,7 @@ def corpus_in_memory(megabytes: int) -> Step:
     def step() -> float:
         with batches.read_rank_batches_ahead(0, ReadAheadSettings(0)):
             for number in range(1_000):
-                batches.micro_batch(number, 0, 0)
+                batches.read_micro_batch_and_count_tokens(number, 0, 0)
         return memory("RssAnon") - before
 
     return step
@@ -565,7 +565,7 @@ def fed_step(cached: bool) -> Step:
     from ortlaunch.rank import Rank
     from ortlaunch.worker.data import Batches
     from ortlaunch.worker.process_group.distributed import DistributedContext
-    from ortlaunch.worker.tasks.train import TrainState, train_step
+    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
 
     class Cached(Batches):
         """One batch for every position."""
@@ -573,9 +573,11 @@ def fed_step(cached: bool) -> Step:
         # Takes over the other's fields instead of reading the data again.
         def __init__(self, of: Batches) -> None:
             vars(self).update(vars(of))
-            self.only = of.micro_batch(0, 0, 0)
+            self.only = of.read_micro_batch_and_count_tokens(0, 0, 0)
 
-        def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
+        def read_micro_batch_and_count_tokens(
+            self, step: int, accumulation: int, rank: int
+        ) -> dict[str, torch.Tensor]:
             return self.only
 
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
@@ -585,7 +587,7 @@ def fed_step(cached: bool) -> Step:
         session = dataclasses.replace(session, batches=Cached(session.batches))
 
     def step() -> None:
-        train_step(session, state)
+        train_step_and_return_loss_outcome_and_rate(session, state)
         state.step += 1
 
     return step
@@ -599,7 +601,7 @@ def tokenized_by(way: str) -> Step:
 
     from ortlaunch.recipe.fields.data import Corpus, Data
     from ortlaunch.worker.data.token_cache import load_or_tokenize_documents
-    from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
+    from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
 
     # Text that every Python installation has: manuals and the standard library's sources.
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -616,7 +618,7 @@ def tokenized_by(way: str) -> Step:
         "tokenizer": {"train": "bpe", "vocab_size": 8000},
         "sequence_length": 8,
     }
-    words = load_tokenizer_or_none(Data.model_validate(data))
+    words = load_tokenizer_with_added_tokens_or_none(Data.model_validate(data))
 
     def step() -> None:
         if way == "ortlaunch":
@@ -654,7 +656,9 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     import torch
     import transformers
 
-    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_deepspeed_overflow_check_and_norm
+    from ortlaunch.ortmodule.deepspeed.gradient_norm import (
+        replace_overflow_check_and_norm_if_supported,
+    )
 
     # Otherwise DeepSpeed compiles this operator for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -678,7 +682,7 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     )[0]
     optimizer = engine.optimizer
     if ours:
-        applied = fuse_deepspeed_overflow_check_and_norm(optimizer)
+        applied = replace_overflow_check_and_norm_if_supported(optimizer)
         assert applied.applied, applied.why
     # One backward pass fills the gradients; each act then reads them again.
     engine.backward(engine())
@@ -797,7 +801,7 @@ def attending(name: str, engine: str) -> Step:
         torch.set_float32_matmul_precision("medium")
     kind, length, batch, changes = ATTENTION[name]
     if engine == "ort":
-        options.import_ortmodule_with_settings(Settings())
+        options.import_ortmodule_with_settings_or_refuse(Settings())
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

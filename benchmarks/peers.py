@@ -69,7 +69,7 @@ def rates(words: list[str], vocabulary: int) -> str:
     """Return GFLOP/s of matmuls of MLP and head at each precision, and ineffective precisions."""
     import torch
 
-    from ortlaunch.base.machine import reason_cpu_matmul_precision_gains_nothing
+    from ortlaunch.base.machine import reason_cpu_matmul_precision_gains_nothing_or_none
 
     lines = []
     for columns in (3072, vocabulary):
@@ -87,7 +87,7 @@ def rates(words: list[str], vocabulary: int) -> str:
     missing = [
         f"{word} gains nothing: {why}"
         for word in words
-        if word != "highest" and (why := reason_cpu_matmul_precision_gains_nothing(word))
+        if word != "highest" and (why := reason_cpu_matmul_precision_gains_nothing_or_none(word))
     ]
     return "\n".join(lines + missing)
 

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from ortlaunch.base.errors import DamagedFile, PlanError
-from ortlaunch.base.json_types import parse_json, read_regular, value_fits_annotation
+from ortlaunch.base.json_types import (
+    parse_json_or_raise_decode_error,
+    read_regular_file_bytes_or_refuse,
+    value_fits_annotation_at_any_depth,
+)
 from ortlaunch.rank import Rank
 from ortlaunch.tables.launchers import Launcher, launcher_row
 from ortlaunch.tables.tasks import TASKS, Task
@@ -242,7 +246,7 @@ class Plan:
             DamagedFile: the file is not a plan of this version.
         """
         try:
-            return cls.from_plan_json_text(read_regular(path).decode())
+            return cls.from_plan_json_text(read_regular_file_bytes_or_refuse(path).decode())
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise DamagedFile(
                 f"{path}: is not a plan, is damaged, or is of another version of ortlaunch "
@@ -252,7 +256,7 @@ class Plan:
     @classmethod
     def from_plan_json_text(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote."""
-        value = parse_json(text)
+        value = parse_json_or_raise_decode_error(text)
         # Increased when the meaning of a field changes.
         if value.pop("format") != 1:
             raise PlanError("plan.json was written by another version of ortlaunch")
@@ -277,7 +281,7 @@ class Plan:
         invalid_fields = [
             name
             for name in cls.__dataclass_fields__
-            if not value_fits_annotation(hints[name], getattr(plan, name))
+            if not value_fits_annotation_at_any_depth(hints[name], getattr(plan, name))
         ]
         if invalid_fields or plan.world_size != ranks or plan.task not in TASKS:
             raise ValueError(

@@ -105,13 +105,17 @@ def rank_and_launcher_name_or_none(env: Mapping[str, str]) -> tuple[Rank, str] |
     Raises:
         RankError: the variables in ``env`` are incomplete or contradict each other.
     """
-    chosen_set = _choose_innermost_or_refuse_conflict(_launcher_variable_sets(env), env)
-    return (_rank_from_variables(chosen_set), chosen_set.launcher) if chosen_set else None
+    chosen_set = _choose_innermost_or_refuse_conflict(_present_variables_of_each_launcher(env), env)
+    return (
+        (_rank_from_complete_variables_or_refuse(chosen_set), chosen_set.launcher)
+        if chosen_set
+        else None
+    )
 
 
 def rank_variables_explanation_text(env: Mapping[str, str]) -> str:
     """Return a line for each launcher with its variables, and the launcher used or the error."""
-    sets = _launcher_variable_sets(env)
+    sets = _present_variables_of_each_launcher(env)
     lines = [
         f"{variable_set.launcher}: {_rank_or_problem_text(variable_set)}" for variable_set in sets
     ]
@@ -135,7 +139,7 @@ def _rank_or_problem_text(launcher_variables: _LauncherVariables) -> str:
     if launcher_variables.missing:
         return f"incomplete, {', '.join(launcher_variables.missing)} not set; read {launcher_variables.shown}"
     try:
-        rank = _rank_from_variables(launcher_variables)
+        rank = _rank_from_complete_variables_or_refuse(launcher_variables)
     except RankError as error:
         return f"unusable, {error}; read {launcher_variables.shown}"
     rank_text = (
@@ -145,7 +149,7 @@ def _rank_or_problem_text(launcher_variables: _LauncherVariables) -> str:
     return f"{rank_text}; read {launcher_variables.shown}"
 
 
-def _launcher_variable_sets(env: Mapping[str, str]) -> list[_LauncherVariables]:
+def _present_variables_of_each_launcher(env: Mapping[str, str]) -> list[_LauncherVariables]:
     """Return the variables of each launcher, complete or not."""
     # torchrun's come last, because wrappers copy those of another launcher to its names.
     pals = any(name in env for name in _PALS_LOCAL)
@@ -205,7 +209,7 @@ def _choose_innermost_or_refuse_conflict(
     if partial := [
         variable_set
         for variable_set in level
-        if variable_set.missing and not _repeats_other_complete_set(variable_set, complete)
+        if variable_set.missing and not _is_pmi_set_repeating_a_complete_set(variable_set, complete)
     ]:
         raise RankError(
             "\n".join(
@@ -219,7 +223,7 @@ def _choose_innermost_or_refuse_conflict(
     return rivals[0] if rivals else None
 
 
-def _repeats_other_complete_set(
+def _is_pmi_set_repeating_a_complete_set(
     partial_set: _LauncherVariables, complete_sets: Sequence[_LauncherVariables]
 ) -> bool:
     """Return whether incomplete PMI variables only repeat a complete set of another launcher."""
@@ -232,7 +236,10 @@ def _repeats_other_complete_set(
         if name in partial_set.values
     ]
     return any(
-        all(_rank_from_variables(complete_set)[field] == value for field, value in partial_values)
+        all(
+            _rank_from_complete_variables_or_refuse(complete_set)[field] == value
+            for field, value in partial_values
+        )
         for complete_set in complete_sets
     )
 
@@ -274,8 +281,8 @@ def _refuse_if_ranks_disagree(
     pairs = zip(
         chosen_set.names,
         other_set.names,
-        _rank_from_variables(chosen_set),
-        _rank_from_variables(other_set),
+        _rank_from_complete_variables_or_refuse(chosen_set),
+        _rank_from_complete_variables_or_refuse(other_set),
     )
     differ = [
         f"{a}={chosen_set.values[a]} but {b}={other_set.values[b]}"
@@ -289,7 +296,7 @@ def _refuse_if_ranks_disagree(
         )
 
 
-def _rank_from_variables(launcher_variables: _LauncherVariables) -> Rank:
+def _rank_from_complete_variables_or_refuse(launcher_variables: _LauncherVariables) -> Rank:
     """Return the rank of a complete set.
 
     Raises:
@@ -297,7 +304,7 @@ def _rank_from_variables(launcher_variables: _LauncherVariables) -> Rank:
     """
     texts = [launcher_variables.values[name] for name in launcher_variables.names]
     if launcher_variables.launcher == _SLURM:
-        texts[3] = str(_slurm_tasks_on_this_node(launcher_variables))
+        texts[3] = str(_slurm_task_count_on_this_node_or_refuse(launcher_variables))
     rank = Rank(
         *(
             _parse_whole_number(name, text)
@@ -320,7 +327,7 @@ def _rank_from_variables(launcher_variables: _LauncherVariables) -> Rank:
     return rank
 
 
-def _slurm_tasks_on_this_node(variable_set: _LauncherVariables) -> int:
+def _slurm_task_count_on_this_node_or_refuse(variable_set: _LauncherVariables) -> int:
     """Return the number of tasks on this node, by Slurm's layout of all nodes."""
     # Such as ``2(x3),1``: two tasks on each of three nodes, then one task on one node.
     _, size, _, layout, node, step = variable_set.names

@@ -44,13 +44,15 @@ def append_factory_folders_to_sys_path(recipe: Recipe, recipe_folder: Path) -> N
     Raises:
         InputError: an installed module has the name of a module of the user, and would replace it.
     """
-    for folder in folders_with_factory_modules(recipe, recipe_folder):
+    for folder in uninstalled_factory_module_folders_or_refuse(recipe, recipe_folder):
         # At the end, so that an installed package always comes first.
         if folder not in sys.path:
             sys.path.append(folder)
 
 
-def folders_with_factory_modules(recipe: Recipe, recipe_folder: Path) -> Iterator[str]:
+def uninstalled_factory_module_folders_or_refuse(
+    recipe: Recipe, recipe_folder: Path
+) -> Iterator[str]:
     """Yield the user's folders that have modules of the recipe's factories.
 
     Raises:
@@ -87,10 +89,10 @@ def unloadable_factory_problems(recipe: Recipe, recipe_folder: Path) -> Iterator
     Raises:
         InputError: an installed module has the name of one of the user's.
     """
-    search_folders = list(folders_with_factory_modules(recipe, recipe_folder))
+    search_folders = list(uninstalled_factory_module_folders_or_refuse(recipe, recipe_folder))
     for key, factory in key_and_factory_pairs(recipe):
         module, _, function = factory.partition(":")
-        spec = _find_module_spec(module, search_folders)
+        spec = _find_module_spec_without_importing_or_none(module, search_folders)
         if spec is None:
             yield (
                 (key,),
@@ -126,7 +128,9 @@ def _is_same_file(path: str, other_path: str) -> bool:
     return os.path.realpath(path) == os.path.realpath(other_path)
 
 
-def _find_module_spec(module_name: str, search_folders: Sequence[str]) -> ModuleSpec | None:
+def _find_module_spec_without_importing_or_none(
+    module_name: str, search_folders: Sequence[str]
+) -> ModuleSpec | None:
     """Return the location from which a rank would import a module."""
     # `importlib.util.find_spec` alone would import the parents of a submodule.
     top_name, *submodule_names = module_name.split(".")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.forwarding import forwarded_variable_names
+from ortlaunch.planning.forwarding import forwarded_variable_names_or_refuse_unset
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import solve_batch_and_estimate_memory
@@ -83,7 +83,7 @@ def world_of(
     environ: Mapping[str, str] | None = None,
 ) -> World:
     """Return CPU hosts with two threads for each rank; the environment is empty by default."""
-    forward = forwarded_variable_names(
+    forward = forwarded_variable_names_or_refuse_unset(
         made, environ or {}, may_come_from_secret=launcher == "inside"
     )
     return World(tuple(hosts), launcher, "cpu", None, (), threads=2, forward=forward)

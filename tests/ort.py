@@ -10,7 +10,7 @@ import pytest
 
 from ortlaunch.ortmodule.native import extensions
 
-INSTALLED = bool(extensions.installed_versions(extensions.EXTRA_BY_PACKAGE))
+INSTALLED = bool(extensions.installed_version_by_package_name(extensions.EXTRA_BY_PACKAGE))
 needs_ort = pytest.mark.skipif(
     not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"'
 )
@@ -19,7 +19,7 @@ needs_ort = pytest.mark.skipif(
 def build() -> None:
     """Build the extensions, once for each stack of packages."""
     # The same command as `ortlaunch setup` runs.
-    if extensions.missing_or_damaged_extension_names():
+    if extensions.missing_or_damaged_buildable_extension_names():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
 
 

@@ -18,7 +18,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as worker
-from ortlaunch.worker.checkpoint import choose_start_checkpoint_or_none
+from ortlaunch.worker.checkpoint import set_aside_damaged_and_choose_start_checkpoint
 from ortlaunch.worker.data import Batches, UserSamples
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
@@ -94,7 +94,9 @@ def session_here(
     batches = Batches(UserSamples(samples), planned.batch, made.seed)
     wrapped = LossModule(model.train())
     wrapped.has_numbers = made.model.task == "custom"
-    engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
+    engine = build_engine(
+        made, planned, wrapped, group, batches.read_micro_batch_and_count_tokens(0, 0, 0)
+    )
     held_out = None if evaluation is None else UserSamples(evaluation)
     data: Any = _Data(
         train=batches.samples,
@@ -104,7 +106,7 @@ def session_here(
         class_lines=list,
         recipe=made,
     )
-    found = choose_start_checkpoint_or_none(run, group)
+    found = set_aside_damaged_and_choose_start_checkpoint(run, group)
     known = data_and_frozen_weights_identity(batches.samples, model)
     return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)
 

@@ -33,7 +33,7 @@ from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_ortmodule_with_all_repairs
 from ortlaunch.ortmodule.native import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
-from ortlaunch.worker.engine.engine import cast_parameters_in_place
+from ortlaunch.worker.engine.engine import cast_floating_point_parameters_in_place
 from tests.zoo import families
 
 FAMILIES = """
@@ -79,7 +79,7 @@ def _tried(name: str, precision: str, folder: Path | None) -> str:
     task, _, family = name.partition(":")
     model, batch = families.cases(task)[family]()
     dtype = getattr(torch, precision)
-    cast_parameters_in_place(model, dtype)
+    cast_floating_point_parameters_in_place(model, dtype)
     batch = {
         key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
     }
@@ -87,7 +87,7 @@ def _tried(name: str, precision: str, folder: Path | None) -> str:
     # The difference of the two counts is the work of the repair.
     before = _without_kernel(graph)
     if precision == "bfloat16":
-        bfloat16.give_every_bfloat16_node_a_kernel(graph)
+        bfloat16.replace_bfloat16_nodes_without_kernel_or_refuse(graph)
     after = _without_kernel(graph)
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:
 
 
 def _without_kernel(model: onnx.ModelProto) -> Counter[str]:
-    types = cuda_kernels.inferred_type_by_tensor_name(model.graph)
+    types = cuda_kernels.declared_or_inferred_type_by_tensor_name(model.graph)
     opset = Settings().opset or 17
     return Counter(
         f"{node.op_type}<{types.get(node.input[0], '') if node.input else ''}>"

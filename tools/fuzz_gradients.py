@@ -377,7 +377,7 @@ def _prepare() -> None:
     from ortlaunch.ortmodule import import_ortmodule
 
     # Once for all children, in which an export would import it and collect its garbage: 7 s become 1.
-    import_ortmodule.import_repaired_ortmodule()
+    import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

@@ -147,7 +147,7 @@ def _set_up(environment: Path, row: dict[str, Any]) -> str:
     start = time.monotonic()
     module = "ortlaunch.ortmodule.native.extensions"
     code = (
-        f"import {module} as e; s = e.build_extensions_and_print_errors(); "
+        f"import {module} as e; s = e.build_extensions_print_progress_and_get_status(); "
         "print(e.reason_interop_is_unbuildable_or_empty()[-300:]); raise "
         "SystemExit(s)"
     )

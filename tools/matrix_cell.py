@@ -27,9 +27,9 @@ SIZES = {
 
 def main(check: str) -> int:
     """Print, as JSON, the largest differences of losses and gradients, or ORT's error."""
-    from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+    from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
-    import_repaired_ortmodule()  # before transformers, as the worker does
+    import_ortmodule_with_repairs_and_export_steps()  # before transformers, as the worker does
     model, batch = CHECKS[check]()
     try:
         print(json.dumps(compare(model, batch)))

@@ -29,7 +29,7 @@ _LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, fo
 
 def pytest_configure() -> None:
     """Patch ORTModule before the tests' files import it."""
-    options.import_ortmodule_with_settings(_SETTINGS)
+    options.import_ortmodule_with_settings_or_refuse(_SETTINGS)
     ortmodule: Any = module.import_ortmodule_with_all_repairs()
     ortmodule.ORTModule.__init__ = _as_wrapped(ortmodule.ORTModule.__init__)
     _without_hub()
@@ -41,7 +41,7 @@ def _as_wrapped(init: Any) -> Any:
         if not isinstance(model, torch.nn.Module):  # which ORT refuses
             init(self, model, debug_options)
             return
-        ours = options.write_files_and_get_constructor_variables(
+        ours = options.write_config_file_and_get_constructor_variables(
             _SETTINGS, copies_model_before_export=True
         ).items()
         ours = {name: value for name, value in ours if name not in (*_TESTS_OWN, *os.environ)}

@@ -33,11 +33,11 @@ def launch_options_as_command_arguments(launch_options: LaunchOptions) -> list[s
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def start_detached_and_await_job_file(
+def start_detached_and_await_job_file_or_raise(
     command_arguments: Sequence[str],
     run: RunDir,
     extra_environ: Mapping[str, str],
-    may_measure_first: bool = False,
+    returns_once_run_is_locked: bool = False,
     ends_with_caller: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start an `ortlaunch` command in a session of its own; return once its job.json is written.
@@ -46,7 +46,7 @@ def start_detached_and_await_job_file(
         command_arguments: arguments of the command.
         run: its run folder, whose output.txt gets its output.
         extra_environ: variables beside those of this process.
-        may_measure_first: whether the run folder's lock is enough.
+        returns_once_run_is_locked: whether the run folder's lock is enough.
         ends_with_caller: whether it gets SIGTERM when this process ends, also after kill -9.
 
     Raises:
@@ -69,7 +69,7 @@ def start_detached_and_await_job_file(
     threading.Thread(target=process.wait, daemon=True).start()
     while process.poll() is None and _write_time_ns(run.job) == previous_write_time:
         command = lock.process_that_last_locked_run(run)
-        if may_measure_first and command is not None and command.pid == process.pid:
+        if returns_once_run_is_locked and command is not None and command.pid == process.pid:
             break
         time.sleep(_POLL_SECONDS)
     if process.poll() and _write_time_ns(run.job) == previous_write_time:

@@ -38,7 +38,7 @@ def train_or_print_dry_run(
         launch_options: launcher, hosts and ranks.
         requested_folder: the run folder; None: a new one.
         resume_options: values of --resume and --allow.
-        evaluation_request_text: whether to print the command that would run, and on standard error the lines
+        evaluation_launch_request_text: whether to print the command that would run, and on standard error the lines
             before a start, instead of running it.
     """
     resolved = load_and_resolve_recipe(recipe_path, overrides, launch_options, os.environ)
@@ -77,12 +77,12 @@ def evaluation_command_text(
     """Return the command that would measure a checkpoint."""
     from ortlaunch.commands import evaluate as evaluations
 
-    return evaluations.evaluation_request_text(
+    return evaluations.evaluation_launch_request_text(
         RunDir(run_folder), requested_step, tuple(overrides), launch_options
     )
 
 
-def run_sweep_and_print_result(
+def handle_signals_and_run_and_print_sweep(
     recipe_path: Path, overrides: Sequence[str], launch_options: LaunchOptions, run_dir: Path | None
 ) -> int:
     """Run the trials of a sweep, print a line for each, and return the exit status."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ortlaunch import recipe
 from ortlaunch.base.errors import RecipeError
 from ortlaunch.base.machine import visible_gpu_count
-from ortlaunch.commands.prepare_data import read_data_audit
+from ortlaunch.commands.prepare_data import run_data_audit_task_and_read_samples_json
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.recipe.rules.rules import precision_and_engine_device_rules
 from ortlaunch.recipe.text.python_values import json_value_or_add_problem
@@ -86,7 +86,7 @@ def validate(
     file, folder = loaded.file, loaded.path.parent
     # These need the disk; `load` has checked everything that the text alone shows.
     missing_problems = (
-        *inputs.absent_file_and_folder_problems(file.recipe),
+        *inputs.absent_or_lfs_pointer_input_problems(file.recipe),
         *unloadable_factory_problems(file.recipe, folder),
     )
     content_problems = (
@@ -102,7 +102,10 @@ def validate(
         raise RecipeError([*lines, *([remedy] if missing_problems else [])])
     # Notes only: the recipe may be right.
     lines += [
-        *map(file.located_problem_line, inputs.repeated_file_and_high_rate_problems(file.recipe)),
+        *map(
+            file.located_problem_line,
+            inputs.repeated_file_and_high_learning_rate_problems(file.recipe),
+        ),
         *file.notes,
     ]
     lines += file.recipe.sweep_lines()
@@ -134,7 +137,9 @@ def show_data(
         InputError: the recipe is wrong.
         RunError: the data cannot be read.
     """
-    return read_data_audit(load(source, *assignments, **overrides), samples)
+    return run_data_audit_task_and_read_samples_json(
+        load(source, *assignments, **overrides), samples
+    )
 
 
 def load_recipe_with_path_and_overrides(

@@ -16,11 +16,11 @@ from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_loaded_recipe_file
 from ortlaunch.run.preview import (
-    apply_engine_choice_without_measuring,
+    apply_known_engine_if_auto_without_measuring,
     notes_on_undetermined_micro_size,
 )
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tables.tasks import PredictionRequest, run_task_and_capture_output
+from ortlaunch.tables.tasks import PredictionRequest, run_task_and_return_stdout_or_raise
 
 
 class PlannedRun(NamedTuple):
@@ -44,7 +44,7 @@ class PlannedRun(NamedTuple):
         guess = engine_prediction_table_lines(self.resolved.recipe_file.recipe, self.plan)
         return "\n".join([*self.resolved.notes, shown, *guess, *notes, f"command: {command}"])
 
-    def predict_step_cost_into_cache(self) -> None:
+    def predict_step_cost_of_all_engines_into_cache(self) -> None:
         """Predict seconds and memory of a step on every engine, into the cache.
 
         It measures the rates of this machine, which change when other work runs on it.
@@ -55,18 +55,20 @@ class PlannedRun(NamedTuple):
         request = PredictionRequest(
             dump_recipe_yaml(self.resolved.recipe_file.recipe), self.plan.to_json()
         )
-        run_task_and_capture_output(request, inherited_streams=("stderr",))
+        run_task_and_return_stdout_or_raise(request, inherited_streams=("stderr",))
 
     def differences_from(self, other_path: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""
         from ortlaunch.commands.plan_diff import (
             PlanContext,
             plan_differences,
-            plan_of_run_file_or_recipe,
+            plan_of_run_folder_plan_file_or_recipe,
         )
 
         context = PlanContext(self.resolved.command.options, os.environ, self.resolved.world.device)
-        return plan_differences(plan_of_run_file_or_recipe(other_path, context), self.plan)
+        return plan_differences(
+            plan_of_run_folder_plan_file_or_recipe(other_path, context), self.plan
+        )
 
 
 def plan(
@@ -98,7 +100,7 @@ def resolve_run_for_planning(
     # The hosts of a plan need not exist.
     plan_options = (launch_options or LaunchOptions())._replace(planned_only=True)
     return PlannedRun(
-        apply_engine_choice_without_measuring(
+        apply_known_engine_if_auto_without_measuring(
             resolve_loaded_recipe(
                 load_recipe_with_path_and_overrides(source, assignments, overrides), plan_options
             )

@@ -16,7 +16,7 @@ def wait_for_run_end_or_raise(
     run: RunDir, show_progress: bool, raises_if_failed: bool = True
 ) -> Status:
     """Wait for the end of a run; arguments, result and errors are those of `Run.wait`."""
-    with _progress_bar_update_or_none(show_progress) as show:
+    with _open_progress_bar_and_yield_update_or_none(show_progress) as show:
         last_status = status.poll_status_until_run_end(run, show)
     exit_status = last_status.job.exit_status or 0
     if raises_if_failed and exit_status not in (0, EXIT_SAVED):
@@ -25,7 +25,9 @@ def wait_for_run_end_or_raise(
 
 
 @contextlib.contextmanager
-def _progress_bar_update_or_none(show_progress: bool) -> Iterator[Callable[[Status], None] | None]:
+def _open_progress_bar_and_yield_update_or_none(
+    show_progress: bool,
+) -> Iterator[Callable[[Status], None] | None]:
     """Yield a function that shows a status in a progress bar; None without a bar."""
     if not show_progress:
         yield None

@@ -186,10 +186,10 @@ class Run:
             InputError: the checkpoint or the format does not exist, or the folder exists.
             RunError: the process failed.
         """
-        from ortlaunch.commands.export import ExportOptions, export_and_push_checkpoint
+        from ortlaunch.commands.export import ExportOptions, export_checkpoint_and_push_if_requested
 
         options = ExportOptions(step, None if to is None else Path(to), format, push, lora)
-        return export_and_push_checkpoint(
+        return export_checkpoint_and_push_if_requested(
             self._folder, options, ("stdout", "stderr") if progress else ()
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ortlaunch.api.detached import (
     last_output_lines,
     launch_options_as_command_arguments,
-    start_detached_and_await_job_file,
+    start_detached_and_await_job_file_or_raise,
 )
 from ortlaunch.api.inputs import (
     LoadedRecipe,
@@ -70,7 +70,7 @@ def train(
     resume_options = resume if isinstance(resume, ResumeOptions) else ResumeOptions(str(resume))
     loaded = load_recipe_with_path_and_overrides(source, assignments, overrides)
     requested_folder = None if run_dir is None else Path(run_dir)
-    run, process = preview_and_start_detached_run(
+    run, process = check_and_start_detached_run_in_new_folder(
         loaded, options or LaunchOptions(), requested_folder, resume_options
     )
     if wait:
@@ -81,23 +81,25 @@ def train(
     return run
 
 
-def preview_and_start_detached_run(
+def check_and_start_detached_run_in_new_folder(
     loaded: LoadedRecipe,
     launch_options: LaunchOptions,
     requested_folder: Path | None,
     resume_options: ResumeOptions = AUTOMATIC_RESUME,
-    environ: Mapping[str, str] | None = None,
+    environ_if_ends_with_caller: Mapping[str, str] | None = None,
 ) -> tuple[Run, subprocess.Popen[bytes]]:
     """Start a run; errors are those of `train`.
 
     Args:
-        environ: variables beside those of this process, of a trial of a sweep; such a run also ends
+        environ_if_ends_with_caller: variables beside those of this process, of a trial of a sweep; such a run also ends
             with this process.
 
     Returns:
         The run, and the process of its command.
     """
-    resolved_run = resolve_loaded_recipe(loaded, launch_options, {**os.environ, **(environ or {})})
+    resolved_run = resolve_loaded_recipe(
+        loaded, launch_options, {**os.environ, **(environ_if_ends_with_caller or {})}
+    )
     if resolved_run.world.enclosing_rank is not None:
         raise PlanError(
             "this process is a rank of a launcher, whose ranks train: use `ortlaunch train` there"
@@ -111,7 +113,9 @@ def preview_and_start_detached_run(
             resume_options,
         )
     folder = create_run_folder_or_numbered_one(folder) if requested_folder is None else folder
-    recipe, variables = _recipe_arguments_after_writing_recipe(loaded, resolved_run, folder)
+    recipe, variables = _recipe_arguments_and_environ_writing_if_no_file(
+        loaded, resolved_run, folder
+    )
     arguments = [
         "train",
         *recipe,
@@ -123,17 +127,17 @@ def preview_and_start_detached_run(
         *(f"--allow={name}" for name in resume_options.allow),
     ]
     measures_engine = resolved_run.recipe_file.recipe.engine.name == "auto"
-    process = start_detached_and_await_job_file(
+    process = start_detached_and_await_job_file_or_raise(
         arguments,
         folder,
-        {**variables, **(environ or {})},
+        {**variables, **(environ_if_ends_with_caller or {})},
         measures_engine,
-        ends_with_caller=environ is not None,
+        ends_with_caller=environ_if_ends_with_caller is not None,
     )
     return Run(folder.path), process
 
 
-def _recipe_arguments_after_writing_recipe(
+def _recipe_arguments_and_environ_writing_if_no_file(
     loaded: LoadedRecipe, resolved_run: ResolvedRun, run: RunDir
 ) -> tuple[list[str], dict[str, str]]:
     """Return the recipe's words of the command, and variables of its environment."""

@@ -11,15 +11,15 @@ from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.base.errors import InputError
 from ortlaunch.commands.submit import (
     QueuedJob,
-    notes_on_ignored_submit_fields,
+    check_write_submission_and_queue_and_register_job,
+    notes_on_ignored_submit_and_binding_fields,
     scheduler_request_of_run,
-    write_submission_and_queue_job,
 )
 from ortlaunch.launch import LaunchRequest
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run.preparation import requested_or_proposed_run_folder
-from ortlaunch.run.preview import apply_engine_choice_without_measuring
+from ortlaunch.run.preview import apply_known_engine_if_auto_without_measuring
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS
 
@@ -75,16 +75,16 @@ class Submission(NamedTuple):
     @property
     def notes(self) -> list[str]:
         """Lines for the user."""
-        return [*self.resolved.notes, *notes_on_ignored_submit_fields(self.resolved)]
+        return [*self.resolved.notes, *notes_on_ignored_submit_and_binding_fields(self.resolved)]
 
     def scheduler_request(self) -> LaunchRequest:
         """Return what would be sent to the scheduler."""
         return scheduler_request_of_run(
-            apply_engine_choice_without_measuring(self.resolved), self.run, self.scheduler
+            apply_known_engine_if_auto_without_measuring(self.resolved), self.run, self.scheduler
         )
 
     def queue_job(self) -> QueuedJob:
         """Queue the job."""
-        return write_submission_and_queue_job(
+        return check_write_submission_and_queue_and_register_job(
             self.resolved, self.requested_folder, self.run, self.scheduler
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from ortlaunch.api.inputs import RecipeSource, load_recipe_with_path_and_overrides
 from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.runs import write_report
-from ortlaunch.api.trial_starts import resources_of_parallel_trials
+from ortlaunch.api.trial_starts import divide_hosts_or_gpus_among_parallel_trials
 from ortlaunch.api.trials import Objective, TrialRunner
 from ortlaunch.base.errors import InputError, PlanError, RunError
 from ortlaunch.base.units import aligned_table_lines
@@ -18,7 +18,7 @@ from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
-from ortlaunch.search.parallel import parallel_coordinates_of_trials
+from ortlaunch.search.parallel import parallel_coordinates_picture_of_trials
 from ortlaunch.search.study import Study, Trial, equal_result_sentence_or_empty
 
 # Fields that may change when a sweep is continued.
@@ -81,7 +81,7 @@ class Sweep:
         if not begun_folders:
             raise InputError(f"{self.path}: no trial has begun")
         study = Study(self._folder, self._recipe)
-        picture_of_trials = parallel_coordinates_of_trials(
+        picture_of_trials = parallel_coordinates_picture_of_trials(
             study.sweep,
             study.read_trials(),
             study.best_trials(),
@@ -146,23 +146,23 @@ def sweep(
         raise InputError(
             f"{loaded.given_path}: has no section sweep, which gives fields and values"
         )
-    share_parts = resources_of_parallel_trials(recipe, launch_options)
+    share_parts = divide_hosts_or_gpus_among_parallel_trials(recipe, launch_options)
     resolve_loaded_recipe(loaded, share_parts[0].options, {**os.environ, **share_parts[0].environ})
     folder = SweepDir(Path("sweeps", recipe.name) if run_dir is None else Path(run_dir))
     with RunLock() as lock:
-        lock.acquire_or_refuse(folder.run)
-        _write_sweep_recipe_or_refuse_changes(folder, recipe)
+        lock.lock_and_record_holder_or_refuse(folder.run)
+        _write_sweep_recipe_or_refuse_nonlimit_changes(folder, recipe)
         study = Study(folder, recipe, has_sweep_lock=True)
         TrialRunner(
             loaded, share_parts, folder, study, progress, objective
-        ).run_trials_until_limit_or_stop_them()
+        ).run_trials_until_limit_terminating_them_on_error()
     ended_trials = study.read_trials()
     if ended_trials and all(trial.state == "fail" for trial in ended_trials):
         raise RunError(f"{folder}: all trials failed; {ended_trials[-1].line()}", 1)
     return Sweep(folder.path)
 
 
-def _write_sweep_recipe_or_refuse_changes(sweep_folder: SweepDir, recipe: Recipe) -> None:
+def _write_sweep_recipe_or_refuse_nonlimit_changes(sweep_folder: SweepDir, recipe: Recipe) -> None:
     """Write the sweep's recipe; an earlier one may differ in the limits alone.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.plans import resolve_loaded_recipe
-from ortlaunch.api.starts import preview_and_start_detached_run
+from ortlaunch.api.starts import check_and_start_detached_run_in_new_folder
 from ortlaunch.api.submission import Submission
 from ortlaunch.base import machine
 from ortlaunch.base.errors import PlanError
@@ -63,7 +63,7 @@ class QueuedTrial:
 
 def queued_trial_of(run: RunDir) -> QueuedTrial | None:
     """Return the job of a trial, which may have ended; None if there is none."""
-    record = JobRecord.read_or_none(run)
+    record = JobRecord.read_or_none_refusing_damaged(run)
     return QueuedTrial(run) if record and is_queued(record) else None
 
 
@@ -72,14 +72,17 @@ def start_or_queue_trial(
 ) -> subprocess.Popen[bytes] | QueuedTrial:
     """Start a trial, or queue it; errors are those of `train` and `submit`."""
     if not trial_resources.options.declared:
-        return preview_and_start_detached_run(
-            loaded, trial_resources.options, run.path, environ=trial_resources.environ
+        return check_and_start_detached_run_in_new_folder(
+            loaded,
+            trial_resources.options,
+            run.path,
+            environ_if_ends_with_caller=trial_resources.environ,
         )[1]
     Submission(resolve_loaded_recipe(loaded, trial_resources.options), run, run.path).queue_job()
     return QueuedTrial(run)
 
 
-def resources_of_parallel_trials(
+def divide_hosts_or_gpus_among_parallel_trials(
     recipe: Recipe, launch_options: LaunchOptions, environ: Mapping[str, str] = os.environ
 ) -> list[TrialResources]:
     """Return the share of each trial that runs at the same time.
@@ -112,7 +115,7 @@ def resources_of_parallel_trials(
                 ),
             )
         ]
-        hosts_per_trial = _divide_among_trials_or_refuse(len(hosts), parallel, "host")
+        hosts_per_trial = _count_per_trial_or_refuse_too_few(len(hosts), parallel, "host")
         host_filters = (
             "@".join(hosts[hosts_per_trial * slot : hosts_per_trial * (slot + 1)])
             for slot in range(parallel)
@@ -123,7 +126,7 @@ def resources_of_parallel_trials(
         ]
     return [
         TrialResources(part, launch_options)
-        for part in _gpu_and_thread_variables_of_trials(recipe, parallel, environ)
+        for part in _gpu_and_thread_environ_of_each_trial(recipe, parallel, environ)
     ]
 
 
@@ -133,7 +136,7 @@ def _include_filter(host: Host) -> str:
     return f"{f'[{name}]' if ':' in name else name}:{','.join(map(str, host.devices))}"
 
 
-def _divide_among_trials_or_refuse(
+def _count_per_trial_or_refuse_too_few(
     available_count: int, parallel_trials: int, resource_noun: str
 ) -> int:
     """Return how many of these a trial gets."""
@@ -144,12 +147,12 @@ def _divide_among_trials_or_refuse(
     return available_count // parallel_trials
 
 
-def _gpu_and_thread_variables_of_trials(
+def _gpu_and_thread_environ_of_each_trial(
     recipe: Recipe, parallel_trials: int, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
     """Return the variables of each trial: its GPUs and cores."""
     gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpu_count(environ)
-    gpus_per_trial = _divide_among_trials_or_refuse(gpus, parallel_trials, "GPU") if gpus else 0
+    gpus_per_trial = _count_per_trial_or_refuse_too_few(gpus, parallel_trials, "GPU") if gpus else 0
     names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     ranks = recipe.launch.processes_per_node or gpus_per_trial or 1
     threads = environ.get("OMP_NUM_THREADS") or str(

@@ -29,7 +29,7 @@ from ortlaunch.recipe.space import trial_overrides
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
-from ortlaunch.run_folder.origin import planned_steps
+from ortlaunch.run_folder.origin import planned_or_recorded_step_count_or_none
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study
 from ortlaunch.started_runs import requests
@@ -81,7 +81,7 @@ class TrialRunner:
         self._deadline_seconds = time.monotonic() + 3600 * hours if hours else None
         self._running = list[_RunningTrial]()
 
-    def run_trials_until_limit_or_stop_them(self) -> None:
+    def run_trials_until_limit_terminating_them_on_error(self) -> None:
         """Start trials until a limit, and wait for their ends.
 
         An exception, as of an interrupt, lets them save and end first.
@@ -90,9 +90,9 @@ class TrialRunner:
         try:
             while True:
                 while len(self._running) < self._study.sweep.parallel and (
-                    waiting or self._is_below_all_sweep_limits()
+                    waiting or self._may_draw_trial_by_limits_failures_and_repeats()
                 ):
-                    self._start_continue_or_settle_trial(
+                    self._start_or_continue_trial_or_record_its_end(
                         self._study.draw_trial_values_and_return_number(
                             waiting.pop(0) if waiting else None
                         )
@@ -101,14 +101,14 @@ class TrialRunner:
                     return
                 time.sleep(_POLL_SECONDS)
                 for trial in list(self._running):
-                    self._prune_record_or_restart_trial(trial)
+                    self._request_pruning_or_record_end_or_restart_trial(trial)
         finally:
             for trial in self._running:
                 trial.process.terminate()
             for trial in self._running:
                 trial.process.wait()
 
-    def _is_below_all_sweep_limits(self) -> bool:
+    def _may_draw_trial_by_limits_failures_and_repeats(self) -> bool:
         """Return whether no limit forbids another trial."""
         all_trials = self._study.read_trials()
         steps = self._study.sweep.steps
@@ -132,7 +132,7 @@ class TrialRunner:
             )
         )
 
-    def _start_continue_or_settle_trial(
+    def _start_or_continue_trial_or_record_its_end(
         self, trial_number: int, starts_since_checkpoint: int = 0, saved_step: int = 0
     ) -> None:
         """Start a trial's run, or continue it.
@@ -155,7 +155,7 @@ class TrialRunner:
         twin = (
             None
             if run.path.exists()
-            else self._study.earlier_ended_trial_with_equal_fields(trial_number)
+            else self._study.earlier_complete_or_pruned_trial_with_equal_fields(trial_number)
         )
         if twin is not None:
             values = (*twin.values.values(),) if twin.state == "complete" else None
@@ -185,7 +185,9 @@ class TrialRunner:
             # Killed before its record was written.
             killed = isinstance(error, RunError) and _was_killed(error.exit_status)
             if killed and starts_since_checkpoint < _MOST_STARTS:
-                self._start_continue_or_settle_trial(trial_number, starts_since_checkpoint, newest)
+                self._start_or_continue_trial_or_record_its_end(
+                    trial_number, starts_since_checkpoint, newest
+                )
             else:
                 self._record_and_print_trial_end(trial_number, "fail", reason=str(error))
             return
@@ -193,11 +195,11 @@ class TrialRunner:
             _RunningTrial(trial_number, slot, process, starts_since_checkpoint, newest)
         )
 
-    def _prune_record_or_restart_trial(self, running_trial: _RunningTrial) -> None:
+    def _request_pruning_or_record_end_or_restart_trial(self, running_trial: _RunningTrial) -> None:
         """Prune a trial after a bad evaluation; if it has ended, record that or continue it."""
         exit_status = running_trial.process.poll()
         run = self._folder.trial_run_dir(running_trial.trial_number)
-        evaluations = self._sweep_metrics_by_evaluation_number(run)
+        evaluations = self._sweep_metrics_or_nan_by_evaluation_number(run)
         has_single_metric = len(self._study.sweep.metrics) == 1
         first_metric_values = {
             evaluation_index: values[0] for evaluation_index, values in evaluations.items()
@@ -209,7 +211,7 @@ class TrialRunner:
         if (
             is_bad
             and exit_status is None
-            and _last_recorded_step(run) < (planned_steps(run) or math.inf)
+            and _last_recorded_step(run) < (planned_or_recorded_step_count_or_none(run) or math.inf)
         ):
             # Recorded first: a sweep that is killed now does not continue the trial.
             self._study.set_attributes(running_trial.trial_number, pruned=len(evaluations))
@@ -231,7 +233,7 @@ class TrialRunner:
             running_trial.starts < _MOST_STARTS
             or _newest_checkpoint_step(run) > running_trial.saved_step
         ):
-            self._start_continue_or_settle_trial(
+            self._start_or_continue_trial_or_record_its_end(
                 running_trial.trial_number, running_trial.starts, running_trial.saved_step
             )
         else:
@@ -239,7 +241,7 @@ class TrialRunner:
             self._record_and_print_trial_end(running_trial.trial_number, "fail", reason=verdict)
 
     def _record_result_and_update_best_recipes(self, trial_number: int) -> None:
-        evaluations = self._sweep_metrics_by_evaluation_number(
+        evaluations = self._sweep_metrics_or_nan_by_evaluation_number(
             self._folder.trial_run_dir(trial_number)
         )
         values = evaluations[max(evaluations)] if evaluations else ()
@@ -286,7 +288,9 @@ class TrialRunner:
                 flush=True,
             )
 
-    def _sweep_metrics_by_evaluation_number(self, run: RunDir) -> dict[int, tuple[float, ...]]:
+    def _sweep_metrics_or_nan_by_evaluation_number(
+        self, run: RunDir
+    ) -> dict[int, tuple[float, ...]]:
         """Return the metrics of each evaluation of a run, by its number from 1."""
         names = [f"evaluation_{sweep_metric.metric}" for sweep_metric in self._study.sweep.metrics]
         every = self._loaded.file.recipe.train.evaluate_every_steps

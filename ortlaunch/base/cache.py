@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ortlaunch.base.errors import FileError
 from ortlaunch.base.json_types import Json
-from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
 
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NOTES: list[str] = []
@@ -50,7 +50,7 @@ def cache_root_without_creating() -> Path:
         ) from None
 
 
-def create_private_cache_folder(*sub_folder_names: str) -> Path:
+def create_private_cache_folder_or_refuse(*sub_folder_names: str) -> Path:
     """Return a folder of the cache, and create it if it is absent.
 
     Raises:
@@ -122,7 +122,7 @@ def single_file_checksum_record_path(file: Path) -> Path:
     return file.with_name(f"{file.name}.seal")
 
 
-def write_checksum_record_and_protect_files(
+def merge_into_checksum_record_and_protect_files(
     checksum_record_path: Path, files: Sequence[Path]
 ) -> None:
     """Write a seal of files, and remove the write permission of others.
@@ -138,9 +138,9 @@ def write_checksum_record_and_protect_files(
         if (
             single_seal != checksum_record_path
             and single_seal.exists()
-            and not reason_files_differ_from_checksum_record(single_seal)
+            and not reason_checksums_differ_refreshing_times_if_same(single_seal)
         ):
-            sums_by_name |= read_own_json(single_seal)
+            sums_by_name |= read_json_or_raise_damaged(single_seal)
             continue
         with file.open("rb") as opened:
             # Otherwise a power failure could leave a seal without the contents of its file.
@@ -158,7 +158,7 @@ def write_checksum_record_and_protect_files(
         single_seal.unlink(missing_ok=True)
 
 
-def reason_files_differ_from_checksum_record(checksum_record_path: Path) -> str:
+def reason_checksums_differ_refreshing_times_if_same(checksum_record_path: Path) -> str:
     """Return why a seal or one of its files is invalid; "" if all are as they were sealed."""
     reason = _reason_file_is_unsafe(checksum_record_path)
     if reason:
@@ -166,13 +166,13 @@ def reason_files_differ_from_checksum_record(checksum_record_path: Path) -> str:
     try:
         stamps_by_file = {
             checksum_record_path.parent / name: dict(recorded_stamp)
-            for name, recorded_stamp in read_own_json(checksum_record_path).items()
+            for name, recorded_stamp in read_json_or_raise_damaged(checksum_record_path).items()
         }
         reasons = (
             (
                 file,
                 _reason_file_is_unsafe(file)
-                or _difference_from_checksum_record(file, recorded_stamp),
+                or _size_or_checksum_difference_or_empty(file, recorded_stamp),
             )
             for file, recorded_stamp in stamps_by_file.items()
         )
@@ -187,20 +187,20 @@ def reason_files_differ_from_checksum_record(checksum_record_path: Path) -> str:
     if has_other_dates:
         # The user may have no permission to write to the cache.
         with contextlib.suppress(OSError):
-            write_checksum_record_and_protect_files(checksum_record_path, [*stamps_by_file])
+            merge_into_checksum_record_and_protect_files(checksum_record_path, [*stamps_by_file])
     return reason
 
 
-def rewrite_files_unless_checksums_match(
+def write_files_and_checksums_unless_they_match(
     checksum_record_path: Path, write_files: Callable[[], Sequence[Path]]
 ) -> None:
     """Call `write_files` to write the files of a seal, unless they are valid; note a change of theirs."""
-    if reason := reason_files_differ_from_checksum_record(checksum_record_path):
+    if reason := reason_checksums_differ_refreshing_times_if_same(checksum_record_path):
         if checksum_record_path.exists():
             _NOTES.append(f"{reason}; rebuilt")
         checksum_record_path.unlink(missing_ok=True)
         try:
-            write_checksum_record_and_protect_files(checksum_record_path, write_files())
+            merge_into_checksum_record_and_protect_files(checksum_record_path, write_files())
         except OSError as error:
             # A write to a full disk fails without a file name.
             if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -223,15 +223,17 @@ def _reason_file_is_unsafe(path: Path) -> str:
     return reason_others_can_write_or_empty(path) if path.exists() else "is gone"
 
 
-def _difference_from_checksum_record(file_path: Path, recorded_stamp: dict[str, object]) -> str:
+def _size_or_checksum_difference_or_empty(
+    file_path: Path, recorded_size_times_and_checksum: dict[str, object]
+) -> str:
     """Return how a file differs from its seal; "" if it does not."""
     # Its contents are read only if size, dates or inode differ.
     stamp = _size_times_and_inode(file_path)
-    if stamp["bytes"] != recorded_stamp["bytes"]:
-        return f"has {stamp['bytes']} bytes, and had {recorded_stamp['bytes']}"
+    if stamp["bytes"] != recorded_size_times_and_checksum["bytes"]:
+        return f"has {stamp['bytes']} bytes, and had {recorded_size_times_and_checksum['bytes']}"
     is_same = (
-        all(recorded_stamp[name] == value for name, value in stamp.items())
-        or _sha256_of_file(file_path) == recorded_stamp["sha256"]
+        all(recorded_size_times_and_checksum[name] == value for name, value in stamp.items())
+        or _sha256_of_file(file_path) == recorded_size_times_and_checksum["sha256"]
     )
     return "" if is_same else "differs from the recorded checksum"
 

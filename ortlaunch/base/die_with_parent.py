@@ -14,7 +14,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def request_signal_at_parent_end_or_exit(signal_number: int, parent_pid: int) -> None:
+def request_signal_at_parent_end_or_exit_if_ended(signal_number: int, parent_pid: int) -> None:
     """Have the kernel send a signal to this process when its parent ends.
 
     Args:
@@ -28,26 +28,26 @@ def request_signal_at_parent_end_or_exit(signal_number: int, parent_pid: int) ->
         os._exit(128 + signal_number)
 
 
-def execute_command_that_ends_with_parent(
-    parent_pid: str, variable_name: str, pid_namespace: str, *command: str
+def set_pid_variable_and_execute_ending_with_parent(
+    parent_pid: str, pid_variable_name: str, pid_namespace: str, *command: str
 ) -> None:
     """Execute the command, which gets SIGTERM when the parent ends, and its process id in a
     variable.
 
     Args:
         parent_pid: the process id of the parent.
-        variable_name: the name of the environment variable.
+        pid_variable_name: the name of the environment variable.
         pid_namespace: the namespace of process ids, which precedes the id in the variable.
         command: program and arguments.
     """
-    request_signal_at_parent_end_or_exit(signal.SIGTERM, int(parent_pid))
+    request_signal_at_parent_end_or_exit_if_ended(signal.SIGTERM, int(parent_pid))
     # Schedulers send these signals as a notice, which would end torchrun. An ignored signal stays
     # ignored after exec until the program handles it.
     for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signal_number, signal.SIG_IGN)
-    os.environ[variable_name] = f"{pid_namespace} {os.getpid()}"
+    os.environ[pid_variable_name] = f"{pid_namespace} {os.getpid()}"
     os.execv(command[0], command[1:])
 
 
 if __name__ == "__main__":
-    execute_command_that_ends_with_parent(*sys.argv[1:])
+    set_pid_variable_and_execute_ending_with_parent(*sys.argv[1:])

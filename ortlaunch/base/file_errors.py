@@ -78,7 +78,7 @@ def one_line_file_error_or_none(
 
 
 @contextlib.contextmanager
-def reraise_own_file_errors_as_file_error(run_folder: Path) -> Iterator[None]:
+def explain_errors_on_run_folder_or_cache_files(run_folder: Path) -> Iterator[None]:
     """Explain errors about files of the run folder and of the cache.
 
     All others, such as those of the user's code, keep their traceback.

@@ -42,7 +42,7 @@ def open_regular_file_or_refuse(file_path: Path) -> BinaryIO:
     )
 
 
-def read_regular(file_path: Path) -> bytes:
+def read_regular_file_bytes_or_refuse(file_path: Path) -> bytes:
     """Return the contents of a file.
 
     Raises:
@@ -56,7 +56,7 @@ def read_regular(file_path: Path) -> bytes:
         return file.read()
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json_or_raise_decode_error(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
@@ -96,15 +96,16 @@ def _raise_if_nested_too_deeply(value: object) -> None:
     raise RecursionError
 
 
-def value_fits_annotation(annotation: Any, value: object) -> bool:
+def value_fits_annotation_at_any_depth(annotation: Any, value: object) -> bool:
     """Return whether a value has the type of an annotation, at any depth."""
     inner = get_args(annotation)
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return any(value_fits_annotation(member, value) for member in inner)
+        return any(value_fits_annotation_at_any_depth(member, value) for member in inner)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
-            value_fits_annotation(inner[0], key) and value_fits_annotation(inner[1], item)
+            value_fits_annotation_at_any_depth(inner[0], key)
+            and value_fits_annotation_at_any_depth(inner[1], item)
             for key, item in value.items()
         )
     if isinstance(origin, type) and issubclass(origin, Sequence):
@@ -116,13 +117,15 @@ def value_fits_annotation(annotation: Any, value: object) -> bool:
         return (
             isinstance(value, (list, tuple))
             and len(item_annotations) == len(value)
-            and all(map(value_fits_annotation, item_annotations, value))
+            and all(map(value_fits_annotation_at_any_depth, item_annotations, value))
         )
     if annotation in (Any, object) or not isinstance(annotation, type):
         return True
     if isinstance(value, annotation) and hasattr(annotation, "_fields"):
         hints = get_type_hints(annotation)
-        return all(value_fits_annotation(hints[name], getattr(value, name)) for name in hints)
+        return all(
+            value_fits_annotation_at_any_depth(hints[name], getattr(value, name)) for name in hints
+        )
     # JSON writers may drop the fraction of 1.0; Python's True is an int.
     if isinstance(value, int) and not isinstance(value, bool):
         return annotation in (int, float) and abs(value) < _LEAST_LARGE

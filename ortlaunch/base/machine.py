@@ -36,7 +36,7 @@ def hardware_record() -> Json:
 
 def usable_core_count() -> int:
     """Return the number of cores that this process may use, by its affinity and control groups."""
-    return min([len(os.sched_getaffinity(0)), *_core_limits_of_control_groups()])
+    return min([len(os.sched_getaffinity(0)), *_cpu_core_limit_of_each_control_group()])
 
 
 def threads_per_rank(ranks_on_host: int) -> int:
@@ -44,7 +44,7 @@ def threads_per_rank(ranks_on_host: int) -> int:
     return max(1, usable_core_count() // ranks_on_host)
 
 
-def _core_limits_of_control_groups() -> Iterator[int]:
+def _cpu_core_limit_of_each_control_group() -> Iterator[int]:
     """Yield the CPU limit of each control group in cores, as `docker run --cpus` sets it."""
     for version, folder in _own_and_parent_control_group_folders("cpu"):
         with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def _processor_flags() -> set[str]:
     return set()
 
 
-def reason_cpu_matmul_precision_gains_nothing(matmul_precision: str) -> str | None:
+def reason_cpu_matmul_precision_gains_nothing_or_none(matmul_precision: str) -> str | None:
     """Return why this processor computes float32 matmuls no faster at a lower precision.
 
     None if it has the unit. Measured with torch 2.13: oneDNN uses bfloat16 inside float32 matmuls
@@ -106,7 +106,7 @@ def lower_matmul_precision_effect_text(matmul_precision: str, device: str) -> st
     """Return the effect of `engine.matmul_precision` below highest on this host, as text."""
     if device == "cuda":
         return "float32 matmul runs in TensorFloat32, on GPUs with it (Ampere and newer)"
-    no_effect_reason = reason_cpu_matmul_precision_gains_nothing(matmul_precision)
+    no_effect_reason = reason_cpu_matmul_precision_gains_nothing_or_none(matmul_precision)
     return (
         f"no effect: {no_effect_reason}"
         if no_effect_reason
@@ -274,7 +274,7 @@ def _kernel_log_lines() -> Iterator[str]:
             os.close(log)
 
 
-def watch_and_describe_busy_processes() -> list[str]:
+def watch_and_describe_other_busy_processes() -> list[str]:
     """Return `name (pid): share of a core` of every other busy process, the busiest first."""
     ticks_before = _processor_ticks_by_process()
     start_seconds = time.perf_counter()
@@ -297,7 +297,7 @@ def _processor_ticks_by_process() -> dict[tuple[int, str], int]:
     }
 
 
-def raise_open_file_limit() -> None:
+def raise_open_file_limit_to_hard_limit() -> None:
     """Raise this process's limit of open files to the host's maximum."""
     # Rank 0 has a connection to every rank, and `over_ssh` a pipe to every host; many shells set a
     # limit of 1,024.

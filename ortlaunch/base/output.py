@@ -55,24 +55,24 @@ class _LossTolerantStream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        self._write_unless_output_lost(
+        self._write_or_divert_to_null_and_raise_if_fatal(
             lambda: self.stream.write(text if text == ERASE else escape_control_characters(text))
         )
         return len(text)
 
     def flush(self) -> None:
-        self._write_unless_output_lost(self.stream.flush)
+        self._write_or_divert_to_null_and_raise_if_fatal(self.stream.flush)
 
-    def _write_unless_output_lost(self, write_call: Callable[[], object]) -> None:
+    def _write_or_divert_to_null_and_raise_if_fatal(self, write_call: Callable[[], object]) -> None:
         if self.lost_error is None:
             try:
                 write_call()
             except OSError as error:
-                self._redirect_to_null_and_keep_error(error)
+                self._redirect_to_null_and_keep_and_print_error(error)
         if self.lost_error is not None and not self.continues_when_lost:
             raise self.lost_error
 
-    def _redirect_to_null_and_keep_error(self, error: OSError) -> None:
+    def _redirect_to_null_and_keep_and_print_error(self, error: OSError) -> None:
         """Discard all output from now on, buffered text included, and report the loss once."""
         # The stream's descriptor itself is replaced, so that the buffer's flush at exit succeeds.
         null = os.open(os.devnull, os.O_WRONLY)
@@ -88,7 +88,7 @@ class _LossTolerantStream:
 
 
 @contextlib.contextmanager
-def wrap_standard_streams_within_block() -> Iterator[None]:
+def tolerate_lost_output_streams_within_block() -> Iterator[None]:
     """Guard standard output and standard error during one command; a lost stderr ends nothing."""
     _open_null_for_closed_standard_streams()
     original_streams = sys.stdout, sys.stderr

@@ -80,13 +80,13 @@ def living_descendant_pids(parent_pid: int) -> list[int]:
     return pids[1:]
 
 
-def name_by_stopped_process_id(parent_pid: int) -> dict[int, str]:
+def name_by_stopped_process_id_in_tree(root_pid: int) -> dict[int, str]:
     """Return the names of a process and its descendants that are stopped, by their ids.
 
     SIGSTOP and Ctrl-Z stop a process until SIGCONT.
     """
     stats = (
-        read_process_stat_or_none(pid) for pid in (parent_pid, *living_descendant_pids(parent_pid))
+        read_process_stat_or_none(pid) for pid in (root_pid, *living_descendant_pids(root_pid))
     )
     return {stat.pid: stat.name for stat in stats if stat and stat.state == "T"}
 
@@ -104,7 +104,7 @@ def iterate_process_and_descendant_ids(pid: int) -> Iterator[int]:
             yield from iterate_process_and_descendant_ids(int(child))
 
 
-def total_bytes_read_and_written(pid: int) -> int:
+def bytes_read_and_written_or_raise_if_ended(pid: int) -> int:
     """Return the bytes that a process has read and written, in files and sockets.
 
     Raises:

@@ -19,10 +19,10 @@ from pathlib import Path
 from ortlaunch.base import machine
 from ortlaunch.base.cache import (
     cache_file_path_by_hashed_key,
-    create_private_cache_folder,
-    reason_files_differ_from_checksum_record,
+    create_private_cache_folder_or_refuse,
+    merge_into_checksum_record_and_protect_files,
+    reason_checksums_differ_refreshing_times_if_same,
     require_not_writable_by_others,
-    write_checksum_record_and_protect_files,
 )
 from ortlaunch.base.errors import EngineError, OrtlaunchError, PlanError
 from ortlaunch.base.json_types import Json
@@ -33,7 +33,7 @@ from ortlaunch.bench.measure import (
     PrintLine,
     create_or_reuse_bench_folder,
     measure_variants_and_build_report,
-    resolve_variants_or_refuse_all,
+    resolve_variants_or_refuse_if_none_can_run,
 )
 from ortlaunch.bench.report import (
     MEASURED_STATE,
@@ -57,7 +57,7 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.version import __version__
 
@@ -102,7 +102,7 @@ class MeasurementTooLongError(OrtlaunchError):
     """A measurement would cost more than its share of the run; the text has the figures."""
 
 
-def recorded_choice_and_source_or_none(
+def recorded_or_short_run_choice_and_source_or_none(
     resolved_run: ResolvedRun, run: RunDir
 ) -> tuple[Choice, str] | None:
     """Return (choice, where it is from), from the run folder or the cache. None: measure it.
@@ -114,22 +114,28 @@ def recorded_choice_and_source_or_none(
             jobs.
     """
     present_digest = choice_key_digest(resolved_run)
-    run_choice = Choice.from_choice_json(read_own_json(run.choice)) if run.choice.exists() else None
+    run_choice = (
+        Choice.from_choice_json(read_json_or_raise_damaged(run.choice))
+        if run.choice.exists()
+        else None
+    )
     # A run with a checkpoint keeps its engine, even if the machine or a version has changed.
     if run_choice and (run.complete_checkpoints() or run_choice.key == present_digest):
         return run_choice, "at the start of this run"
-    known_choice = _cached_or_default_choice_and_source(resolved_run)
+    known_choice = _cached_or_short_run_choice_and_source(resolved_run)
     if known_choice is None and resolved_run.world.enclosing_rank is not None:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and "
             "ranks of a launcher cannot start a measurement; run `ortlaunch bench "
             f"{resolved_run.command.recipe_path}` once outside the launcher, with the same number of "
-            f"ranks, or set engine.name{_difference_from_nearest_measurement_text(resolved_run)}"
+            f"ranks, or set engine.name{_nearest_measurement_difference_text_or_empty(resolved_run)}"
         )
     return known_choice
 
 
-def measure_engines_and_choose(resolved_run: ResolvedRun, print_line: PrintLine) -> Choice:
+def measure_engines_and_choose_or_default_if_too_long(
+    resolved_run: ResolvedRun, print_line: PrintLine
+) -> Choice:
     """Measure all engines now, and return the choice.
 
     Eager is the first to start. If the others are not worth their time, it is the last.
@@ -144,7 +150,7 @@ def measure_engines_and_choose(resolved_run: ResolvedRun, print_line: PrintLine)
     print_line(f"engine auto: measuring once, in {bench_folder}")
     try:
         # The steps to profile are the training's.
-        prepared_variants = resolve_variants_or_refuse_all(
+        prepared_variants = resolve_variants_or_refuse_if_none_can_run(
             resolved_run.apply_overrides("log.profile_steps=null"), ENGINES[::-1], ()
         )
         report = measure_variants_and_build_report(
@@ -156,7 +162,7 @@ def measure_engines_and_choose(resolved_run: ResolvedRun, print_line: PrintLine)
             partial(_raise_if_measurement_outweighs_run, resolved_run),
         )
     except MeasurementTooLongError as error:
-        return _unmeasured_default_engine_choice(resolved_run, str(error))
+        return _ort_or_eager_choice_without_measurement(resolved_run, str(error))
     except BenchStopped as stopped:
         if resolved_run.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
             # Training has not begun, so nothing is lost: exit as after a save. Ctrl-C keeps its
@@ -166,12 +172,12 @@ def measure_engines_and_choose(resolved_run: ResolvedRun, print_line: PrintLine)
     # Written before the decision, which may raise.
     write_json_atomically(bench_folder / "bench.json", report)
     print_line(bench_table_and_notes_text(report["variants"]))
-    return choose_fastest_measured_engine(
+    return choose_fastest_engine_of_bench_or_raise(
         report["variants"], bench_folder, resolved_run.recipe_file.recipe.train.max_steps
     )
 
 
-def _cached_or_default_choice_and_source(resolved_run: ResolvedRun) -> tuple[Choice, str] | None:
+def _cached_or_short_run_choice_and_source(resolved_run: ResolvedRun) -> tuple[Choice, str] | None:
     """Return (choice, where it is from) without a measurement: of the cache, or for few steps."""
     cached_choice = read_cached_choice_or_forget_damaged(resolved_run)
     max_steps = resolved_run.recipe_file.recipe.train.max_steps
@@ -186,7 +192,7 @@ def _cached_or_default_choice_and_source(resolved_run: ResolvedRun) -> tuple[Cho
     if max_steps is None or _MAX_SHARE_OF_RUN * max_steps >= _MEASURED_STEPS:
         return None
     reason = f"{_MEASURED_STEPS} steps of a measurement are more than {_MAX_SHARE_OF_RUN:.0%} of {max_steps:,}"
-    return _unmeasured_default_engine_choice(resolved_run, reason), ""
+    return _ort_or_eager_choice_without_measurement(resolved_run, reason), ""
 
 
 def _raise_if_measurement_outweighs_run(resolved_run: ResolvedRun, variant_job: VariantJob) -> None:
@@ -207,7 +213,7 @@ def _raise_if_measurement_outweighs_run(resolved_run: ResolvedRun, variant_job: 
         )
 
 
-def _unmeasured_default_engine_choice(resolved_run: ResolvedRun, reason: str) -> Choice:
+def _ort_or_eager_choice_without_measurement(resolved_run: ResolvedRun, reason: str) -> Choice:
     """Return the recipe's default engine, or eager where it cannot run, for this reason."""
     can_run_ort = (
         resolve_variant_or_record_refusal(Variant(ENGINES[0], ()), resolved_run).resolved_run
@@ -219,9 +225,9 @@ def _unmeasured_default_engine_choice(resolved_run: ResolvedRun, reason: str) ->
     )
 
 
-def apply_known_engine_or_add_note(resolved_run: ResolvedRun) -> ResolvedRun:
+def apply_cached_engine_or_note_later_measurement(resolved_run: ResolvedRun) -> ResolvedRun:
     """Return the run with the engine that is known now, or with a note. Measures nothing."""
-    known_choice = _cached_or_default_choice_and_source(resolved_run)
+    known_choice = _cached_or_short_run_choice_and_source(resolved_run)
     if known_choice:
         return apply_engine_choice_with_note(resolved_run, *known_choice)
     note = "engine auto: measured when training starts, then cached; this plan assumes ort"
@@ -252,20 +258,22 @@ def read_cached_choice_or_forget_damaged(resolved_run: ResolvedRun) -> Choice | 
         return None
     # The folder must be this user's. Otherwise another user could choose the engine.
     require_not_writable_by_others(cache_path.parent)
-    invalid_reason = reason_files_differ_from_checksum_record(cache_path.with_suffix(".seal"))
+    invalid_reason = reason_checksums_differ_refreshing_times_if_same(
+        cache_path.with_suffix(".seal")
+    )
     if invalid_reason:
         print(f"{invalid_reason}; forgotten", flush=True)
         # A record that does not match its seal is not trusted.
         cache_path.unlink()
         return None
-    return Choice.from_choice_json(read_own_json(cache_path)["choice"])
+    return Choice.from_choice_json(read_json_or_raise_damaged(cache_path)["choice"])
 
 
-def _difference_from_nearest_measurement_text(resolved_run: ResolvedRun) -> str:
+def _nearest_measurement_difference_text_or_empty(resolved_run: ResolvedRun) -> str:
     """Return how the most similar remembered measurement differs from this run."""
     present_key = values_that_decide_fastest_engine(resolved_run)
     cached_keys = [
-        read_own_json(path)["key"]
+        read_json_or_raise_damaged(path)["key"]
         for path in _choice_cache_path(resolved_run).parent.glob("*.json")
     ]
     fewest_differences = min(
@@ -280,7 +288,9 @@ def _difference_from_nearest_measurement_text(resolved_run: ResolvedRun) -> str:
     )
 
 
-def cache_engine_choice_if_measured(resolved_run: ResolvedRun, engine_choice: Choice) -> Choice:
+def cache_measured_engine_choice_and_add_its_key(
+    resolved_run: ResolvedRun, engine_choice: Choice
+) -> Choice:
     """Store the choice in the user's cache, for later runs with the same key.
 
     Returns:
@@ -293,10 +303,10 @@ def cache_engine_choice_if_measured(resolved_run: ResolvedRun, engine_choice: Ch
         "key": values_that_decide_fastest_engine(resolved_run),
         "choice": json_values_of_record(stored_choice),
     }
-    create_private_cache_folder("engines")
+    create_private_cache_folder_or_refuse("engines")
     cache_path = _choice_cache_path(resolved_run)
     write_json_atomically(cache_path, record)
-    write_checksum_record_and_protect_files(cache_path.with_suffix(".seal"), [cache_path])
+    merge_into_checksum_record_and_protect_files(cache_path.with_suffix(".seal"), [cache_path])
     return stored_choice
 
 
@@ -326,13 +336,13 @@ def engine_with_shortest_run_or_none(
     if not passing_engines:
         return None
     least_seconds = min(
-        engine_figures.run_seconds(step_count, "quartile_3")
+        engine_figures.run_or_single_step_seconds(step_count, "quartile_3")
         for engine_figures in passing_engines.values()
     )
     indistinguishable_engines = {
         n: engine_figures
         for n, engine_figures in passing_engines.items()
-        if engine_figures.run_seconds(step_count, "quartile_1") <= least_seconds
+        if engine_figures.run_or_single_step_seconds(step_count, "quartile_1") <= least_seconds
     }
     return min(
         indistinguishable_engines,
@@ -340,7 +350,7 @@ def engine_with_shortest_run_or_none(
     )
 
 
-def choose_fastest_measured_engine(
+def choose_fastest_engine_of_bench_or_raise(
     variant_rows: Sequence[Json], bench_folder: Path, step_count: int | None = None
 ) -> Choice:
     """Return the choice and its reason, from the variants of a bench in `bench_folder`.
@@ -455,7 +465,7 @@ def values_that_decide_fastest_engine(resolved_run: ResolvedRun) -> Json:
         "versions": {
             "ortlaunch": __version__,
             "python": platform.python_version(),
-            **extensions.installed_versions(_VERSIONED_PACKAGES),
+            **extensions.installed_version_by_package_name(_VERSIONED_PACKAGES),
         },
     }
 

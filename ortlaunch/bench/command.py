@@ -11,7 +11,7 @@ from ortlaunch.bench.measure import (
     MeasurementLength,
     create_or_reuse_bench_folder,
     measure_variants_and_build_report,
-    resolve_variants_or_refuse_all,
+    resolve_variants_or_refuse_if_none_can_run,
 )
 from ortlaunch.bench.picture import draw_and_write_bench_picture, require_matplotlib
 from ortlaunch.bench.report import (
@@ -23,11 +23,11 @@ from ortlaunch.bench.report import (
 )
 from ortlaunch.bench.variants import ENGINES
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.profile_record import profile_text_lines
 
 
-def measure_print_and_write_bench(
+def measure_print_and_write_bench_and_cache_engine(
     resolved_run: ResolvedRun,
     engine_names: Sequence[str],
     vary_options: Sequence[str],
@@ -46,7 +46,7 @@ def measure_print_and_write_bench(
     # Before the measurement, which takes long.
     if draws_picture:
         require_matplotlib()
-    prepared_variants = resolve_variants_or_refuse_all(
+    prepared_variants = resolve_variants_or_refuse_if_none_can_run(
         resolved_run, engine_names or ENGINES, vary_options
     )
     bench_folder = create_or_reuse_bench_folder(output_folder, resolved_run.recipe_file.recipe.name)
@@ -85,7 +85,7 @@ def measure_print_and_write_bench(
     ):
         print(
             "",
-            *profile_text_lines(read_own_json(profile_path)),
+            *profile_text_lines(read_json_or_raise_damaged(profile_path)),
             f"written: {profile_path}",
             sep="\n",
             flush=True,
@@ -96,9 +96,9 @@ def measure_print_and_write_bench(
         and not vary_options
         and auto.is_bench_enough_to_choose_engine(bench_report)
     ):
-        choice = auto.cache_engine_choice_if_measured(
+        choice = auto.cache_measured_engine_choice_and_add_its_key(
             resolved_run,
-            auto.choose_fastest_measured_engine(
+            auto.choose_fastest_engine_of_bench_or_raise(
                 variant_rows, bench_folder, resolved_run.recipe_file.recipe.train.max_steps
             ),
         )

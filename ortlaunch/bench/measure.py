@@ -22,7 +22,7 @@ from ortlaunch.base.errors import InputError, LaunchError, OrtlaunchError, PlanE
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.process import signals_to_handle
 from ortlaunch.base.units import human_bytes
-from ortlaunch.bench.report import shorten_reason, variant_result_rows_with_ratios
+from ortlaunch.bench.report import shorten_reason, variant_result_rows_with_ratio_and_mfu
 from ortlaunch.bench.variant_job import OnReady, VariantFailedError, VariantJob
 from ortlaunch.bench.variants import (
     Variant,
@@ -56,7 +56,7 @@ class BenchStopped(OrtlaunchError):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}", 128 + signal_number)
 
 
-def resolve_variants_or_refuse_all(
+def resolve_variants_or_refuse_if_none_can_run(
     resolved_run: ResolvedRun, engine_names: Sequence[str], vary_options: Sequence[str]
 ) -> list[Variant]:
     """Return every variant, resolved or refused.
@@ -137,7 +137,7 @@ def measure_variants_and_build_report(
         for bench_variant in prepared_variants
         if bench_variant.resolved_run is not None
     ]
-    measurement_length = _measurement_length_that_fits_memory(
+    measurement_length = _measurement_length_one_at_a_time_if_memory_lacks(
         measurement_length, variant_jobs, print_line
     )
     for variant in prepared_variants:
@@ -145,7 +145,9 @@ def measure_variants_and_build_report(
             print_line(f"{variant.name}: refused: {shorten_reason(variant.refusal)}")
     with _raise_bench_stopped_on_signal():
         try:
-            run_interleaved_measurement_rounds(variant_jobs, measurement_length, print_line)
+            run_interleaved_rounds_then_compare_and_end(
+                variant_jobs, measurement_length, print_line
+            )
         finally:
             for variant_job in variant_jobs:
                 variant_job.cancel_job()
@@ -165,11 +167,11 @@ def measure_variants_and_build_report(
         "hardware": machine.hardware_record(),
         "load": {"before": load_before, "after": os.getloadavg()},
         "environment": provenance.package_and_machine_versions_record(),
-        "variants": variant_result_rows_with_ratios(prepared_variants, variant_jobs),
+        "variants": variant_result_rows_with_ratio_and_mfu(prepared_variants, variant_jobs),
     }
 
 
-def run_interleaved_measurement_rounds(
+def run_interleaved_rounds_then_compare_and_end(
     variant_jobs: Sequence[VariantJob], measurement_length: MeasurementLength, print_line: PrintLine
 ) -> None:
     """Warm all variants up, give each a turn `rounds` times, then compare; a failed one stays out."""
@@ -183,7 +185,7 @@ def run_interleaved_measurement_rounds(
                 variant_job,
                 print_line,
                 partial(
-                    _train_measured_steps_of_one_round,
+                    _start_if_needed_and_train_one_measured_round,
                     variant_job,
                     measurement_length,
                     round_number == measurement_length.rounds,
@@ -204,14 +206,14 @@ def run_interleaved_measurement_rounds(
 
 
 def _start_variant(variant_job: VariantJob, print_line: PrintLine) -> None:
-    variant_job.start_job_and_wait_for_warm_up()
+    variant_job.start_job_await_warm_up_and_keep_first_answer()
     print_line(
         f"{variant_job.variant.name}: first step {variant_job.ready_answer['first_step']['since_launch']:.1f} s "
         "after its launch"
     )
 
 
-def _train_measured_steps_of_one_round(
+def _start_if_needed_and_train_one_measured_round(
     variant_job: VariantJob,
     measurement_length: MeasurementLength,
     is_last_round: bool,
@@ -272,7 +274,7 @@ def _raise_bench_stopped_on_signal() -> Iterator[None]:
             signal.signal(signal_number, handler)
 
 
-def _measurement_length_that_fits_memory(
+def _measurement_length_one_at_a_time_if_memory_lacks(
     measurement_length: MeasurementLength, variant_jobs: Sequence[VariantJob], print_line: PrintLine
 ) -> MeasurementLength:
     """Return the length, with one variant at a time if this host cannot hold all of them.
@@ -309,7 +311,7 @@ def _measurement_length_that_fits_memory(
 
 def _watch_and_warn_of_busy_machine(print_line: PrintLine, load_averages: Sequence[float]) -> None:
     """Warn if other processes make the figures noisy."""
-    busy_processes = machine.watch_and_describe_busy_processes()
+    busy_processes = machine.watch_and_describe_other_busy_processes()
     core_count = machine.hardware_record()["cores"] or 1
     if busy_processes or load_averages[0] > _BUSY_LOAD_PER_CORE * core_count:
         print_line(

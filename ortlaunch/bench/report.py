@@ -30,23 +30,28 @@ FAILED_STATE = "failed"
 PASSING_VERDICTS = ("passes", "reference")
 
 
-def variant_result_rows_with_ratios(
+def variant_result_rows_with_ratio_and_mfu(
     variants: Sequence[Variant], variant_jobs: Sequence[VariantJob]
 ) -> list[Json]:
     """Return every variant in its order: with figures, or refused or failed with the reason."""
     job_by_name = {variant_job.variant.name: variant_job for variant_job in variant_jobs}
-    rows = [_variant_result_row(variant, job_by_name.get(variant.name)) for variant in variants]
+    rows = [
+        _measured_refused_or_failed_variant_row(variant, job_by_name.get(variant.name))
+        for variant in variants
+    ]
     measured_rows = [row for row in rows if row["state"] == MEASURED_STATE]
     for row in measured_rows:
         # Ratios need all rows, so they are added afterwards.
-        reference_row = _row_that_ratio_refers_to(row, measured_rows)
+        reference_row = _eager_or_first_row_that_ratio_refers_to(row, measured_rows)
         row["ratio"] = row["samples_per_second"] / reference_row["samples_per_second"]
         row["ratio_to"] = reference_row["name"]
         row["mfu"] = _model_flops_utilization_or_none(row, measured_rows)
     return rows
 
 
-def _variant_result_row(variant: Variant, variant_job: VariantJob | None) -> Json:
+def _measured_refused_or_failed_variant_row(
+    variant: Variant, variant_job: VariantJob | None
+) -> Json:
     row: Json = {
         "name": variant.name,
         "engine": variant.engine,
@@ -116,7 +121,7 @@ def median_quartiles_and_extremes(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _row_that_ratio_refers_to(row: Json, measured_rows: Sequence[Json]) -> Json:
+def _eager_or_first_row_that_ratio_refers_to(row: Json, measured_rows: Sequence[Json]) -> Json:
     """Return the variant that a row is compared with.
 
     It is eager with the same varied keys, else the first eager, else the first.
@@ -212,7 +217,9 @@ def bench_table_and_notes_text(all_rows: Sequence[Json]) -> str:
     """Return the figures of measured variants, and a line with the reason for each other one."""
     measured_rows = [row for row in all_rows if row["state"] == MEASURED_STATE]
     cells = (
-        [_TABLE_HEAD, *(_table_cells_of_row(row) for row in measured_rows)] if measured_rows else []
+        [_TABLE_HEAD, *(_table_cells_of_measured_row(row) for row in measured_rows)]
+        if measured_rows
+        else []
     )
     columns = [
         # Without columns that no variant fills, such as tokens/s or MFU.
@@ -228,7 +235,7 @@ def bench_table_and_notes_text(all_rows: Sequence[Json]) -> str:
     )
 
 
-def _table_cells_of_row(row: Json) -> tuple[str, ...]:
+def _table_cells_of_measured_row(row: Json) -> tuple[str, ...]:
     seconds = row["seconds"]
     tokens = row["tokens_per_second"]
     mfu = row["mfu"]

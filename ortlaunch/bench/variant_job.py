@@ -16,7 +16,7 @@ from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.bench.variants import Variant
 from ortlaunch.launch import JobState, load_backend
 from ortlaunch.launch.failure import classify_run_end
-from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
+from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
 # Steps before the measured ones, in which engines compile and caches fill.
@@ -58,11 +58,11 @@ class VariantJob:
         """Whether it can be compared: it reached the end."""
         return bool(self.turns) and not self.failure_text
 
-    def start_job_and_wait_for_warm_up(self) -> None:
+    def start_job_await_warm_up_and_keep_first_answer(self) -> None:
         """Start the job, and wait until it has warmed up; the first start's times are kept."""
         assert self.variant.resolved_run is not None
         plan = self.variant.resolved_run.plan
-        request = write_run_files_and_remove_leftovers(
+        request = write_run_files_and_clear_earlier_start(
             self.run, self.variant.resolved_run.recipe_file.recipe, plan
         )
         # Files of an earlier start would be read as orders and answers of this one.
@@ -108,10 +108,10 @@ class VariantJob:
                 self._read_line_count += 1
                 answer: Json = json.loads(lines[self._read_line_count - 1])
                 return answer
-            self._raise_if_job_has_ended()
+            self._forget_job_and_raise_if_it_has_ended()
             time.sleep(_POLL_SECONDS)
 
-    def _raise_if_job_has_ended(self) -> None:
+    def _forget_job_and_raise_if_it_has_ended(self) -> None:
         """Raise Failed if the job has ended."""
         assert self.variant.resolved_run is not None
         launcher = load_backend(self.variant.resolved_run.plan.launcher)

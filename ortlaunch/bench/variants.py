@@ -54,7 +54,9 @@ class Variant(NamedTuple):
         """The name in a form for folders."""
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name).strip("-")
 
-    def overrides_that_make_variant(self, engine_section: Engine) -> tuple[str, ...]:
+    def overrides_that_make_variant_without_fallback(
+        self, engine_section: Engine
+    ) -> tuple[str, ...]:
         """Return the overrides that make this variant of a recipe; `engine_section`: its section `engine`."""
         # No fallback: plain PyTorch must not be measured under ort's name.
         fallback_override = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
@@ -160,7 +162,9 @@ def split_at_commas_outside_brackets(text: str) -> Iterator[str]:
 def resolve_variant_or_record_refusal(variant: Variant, base_run: ResolvedRun) -> Variant:
     """Return the variant with its plan, or with the reason why it cannot run here."""
     try:
-        overrides = variant.overrides_that_make_variant(base_run.recipe_file.recipe.engine)
+        overrides = variant.overrides_that_make_variant_without_fallback(
+            base_run.recipe_file.recipe.engine
+        )
         resolved_run = base_run.apply_overrides(*overrides).replace_task("bench")
         doctor.require_packages_and_extensions_installed(
             resolved_run.recipe_file.recipe, resolved_run.world

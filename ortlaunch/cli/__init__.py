@@ -16,7 +16,7 @@ import typer
 
 from ortlaunch.base.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.base.file_errors import one_line_file_error_or_none
-from ortlaunch.base.output import output_columns, wrap_standard_streams_within_block
+from ortlaunch.base.output import output_columns, tolerate_lost_output_streams_within_block
 from ortlaunch.base.units import wrap_long_lines_except_commands
 from ortlaunch.cli.cluster import doctor, ranks, selftest, submit
 from ortlaunch.cli.hints import Verb, Verbs
@@ -117,16 +117,16 @@ def main() -> None:
     """Run the command line; errors for the user are printed without a traceback."""
     # With the freeze below, it saves a tenth of the time of a short command.
     gc.disable()
-    with wrap_standard_streams_within_block():
+    with tolerate_lost_output_streams_within_block():
         try:
             _refuse_undecodable_arguments(sys.argv[1:])
             sys.argv[1:] = filterfalse(_is_local_rank_argument, sys.argv[1:])
             app(prog_name="ortlaunch")
         # Printed without a prefix: their lines begin with file:line:column, for editors.
         except (RecipeError, HostfileError) as error:
-            sys.exit(_print_error(str(error), error))
+            sys.exit(_print_error_and_return_exit_status(str(error), error))
         except OrtlaunchError as error:
-            sys.exit(_print_error(f"ortlaunch: {error}", error))
+            sys.exit(_print_error_and_return_exit_status(f"ortlaunch: {error}", error))
         except OSError as error:
             input_error = one_line_file_error_or_none(
                 error, _FOLDER_OPTIONS.get("".join(sys.argv[1:2]), "--run-dir")
@@ -134,13 +134,13 @@ def main() -> None:
             # An unknown error is a bug, so its traceback is needed.
             if input_error is None:
                 raise
-            sys.exit(_print_error(f"ortlaunch: {input_error}", input_error))
+            sys.exit(_print_error_and_return_exit_status(f"ortlaunch: {input_error}", input_error))
         finally:
             # Then the interpreter's last collections have no objects to visit.
             gc.freeze()
 
 
-def _print_error(message: str, error: OrtlaunchError) -> int:
+def _print_error_and_return_exit_status(message: str, error: OrtlaunchError) -> int:
     # A process of this command may have printed the message itself; the error's own is then empty.
     if str(error):
         # In a pipe or a file an error is one line, for editors and scripts.

@@ -91,8 +91,8 @@ class Verb(TyperCommand):
             for option in self.get_params(ctx)
             for name in (*option.opts, *option.secondary_opts)
         }
-        for argument_index, argument in _unknown_options(args, own_options):
-            if hint := _option_suggestion(
+        for argument_index, argument in _index_and_text_of_unknown_options(args, own_options):
+            if hint := _suggestion_for_unknown_option_or_none(
                 argument, args[argument_index + 1 : argument_index + 2], own_options
             ):
                 raise InputError(f"no such option: {argument.partition('=')[0]}; {hint}")
@@ -175,7 +175,9 @@ def _unknown_verb_message(
     return f"no such command: {verb_name}{command_text}; {suggestion}"
 
 
-def _unknown_options(arguments: Sequence[str], own_options: set[str]) -> Iterator[tuple[int, str]]:
+def _index_and_text_of_unknown_options(
+    arguments: Sequence[str], own_options: set[str]
+) -> Iterator[tuple[int, str]]:
     """Yield index and text of every unknown long option before `--`."""
     for argument_index, argument in enumerate(arguments):
         # All arguments after it are positional.
@@ -185,7 +187,7 @@ def _unknown_options(arguments: Sequence[str], own_options: set[str]) -> Iterato
             yield argument_index, argument
 
 
-def _option_suggestion(
+def _suggestion_for_unknown_option_or_none(
     unknown_option: str, next_arguments: Sequence[str], own_options: set[str]
 ) -> str | None:
     """Return a suggestion for an unknown option; None if Typer itself suggests a similar one.

@@ -150,7 +150,7 @@ def parse_port_range(range_text: str | None) -> tuple[int, int] | None:
     return int(first_port), int(last_port)
 
 
-def _launch_options(
+def _launch_options_from_typed_values(
     launcher: Annotated[
         str | None,
         typer.Option(
@@ -193,13 +193,15 @@ def _launch_options(
 
 def add_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
     """Replace a verb's parameter `options` by the options for launcher, hosts and ranks."""
-    shared_parameters = inspect.signature(_launch_options).parameters
+    shared_parameters = inspect.signature(_launch_options_from_typed_values).parameters
     verb_parameters = inspect.signature(verb).parameters
 
     # `wraps` keeps name and docstring, which Typer shows as verb and help.
     @functools.wraps(verb)
     def call_with_options(**arguments: Any) -> None:
-        options = _launch_options(**{name: arguments.pop(name) for name in shared_parameters})
+        options = _launch_options_from_typed_values(
+            **{name: arguments.pop(name) for name in shared_parameters}
+        )
         verb(**arguments, options=options)
 
     # The shared options replace `options` at its position, which is their position in --help.

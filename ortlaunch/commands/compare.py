@@ -24,7 +24,8 @@ def compare_runs(first_run: RunDir, second_run: RunDir) -> list[str]:
     """
     results = _state_step_and_newest_metrics(first_run), _state_step_and_newest_metrics(second_run)
     origin_changes = origin.changes_between_origins(
-        _origin_at_newest_checkpoint(first_run), _origin_at_newest_checkpoint(second_run)
+        _origin_at_newest_checkpoint_or_start(first_run),
+        _origin_at_newest_checkpoint_or_start(second_run),
     )
     return [
         *(change.change_text for change in origin_changes),
@@ -47,7 +48,7 @@ def _old_and_new_value_text(old_value: object, new_value: object) -> str:
     )
 
 
-def _origin_at_newest_checkpoint(run: RunDir) -> Json:
+def _origin_at_newest_checkpoint_or_start(run: RunDir) -> Json:
     if not run.plan.exists() or not run.recipe.exists():
         raise InputError(f"{run}: has not begun, so it has no record to compare")
     complete_checkpoints = run.complete_checkpoints()

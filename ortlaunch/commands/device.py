@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.commands.export import existing_requested_or_newest_step
+from ortlaunch.commands.export import existing_requested_or_newest_step_or_refuse
 from ortlaunch.recipe import dump_recipe_yaml, load_recipe
-from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
+from ortlaunch.run_folder.checkpoint_hold import lock_chosen_checkpoint_and_yield_step
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tables import tasks
@@ -66,8 +66,8 @@ def import_device_checkpoint_into_run(
     _refuse_missing_checkpoints([str(checkpoint_path)])
     run = RunDir(run_folder)
     # A training may still run: the checkpoint must not be deleted meanwhile.
-    with lock_checkpoint_against_removal(
-        run, lambda: existing_requested_or_newest_step(run, requested_step)
+    with lock_chosen_checkpoint_and_yield_step(
+        run, lambda: existing_requested_or_newest_step_or_refuse(run, requested_step)
     ) as run_step:
         return tasks.run_task_alone(
             ImportRequest(
@@ -99,12 +99,12 @@ def average_client_checkpoints(device_request: DeviceRequest) -> int:
 
 
 def run_device_verb_in_process(
-    device_request: DeviceRequest, overrides: tuple[str, ...] | None
+    device_request: DeviceRequest, recipe_overrides_or_none: tuple[str, ...] | None
 ) -> int:
     """Start the requested verb, and return the exit status of its process.
 
     Args:
-        overrides: changes of the artifacts' recipe, to train or evaluate; None: the verb has none.
+        recipe_overrides_or_none: changes of the artifacts' recipe, to train or evaluate; None: the verb has none.
 
     Raises:
         InputError: there are no artifacts, no checkpoint or no folder for the result, or an
@@ -119,10 +119,12 @@ def run_device_verb_in_process(
     )
     _refuse_missing_checkpoints(device_request.checkpoints or (start_checkpoint,))
     if device_request.verb in ("train", "average"):
-        _create_result_folder_or_refuse(Path(device_request.to or ""), own_checkpoint)
-    if overrides is not None:
+        _create_parent_of_result_file_or_refuse(Path(device_request.to or ""), own_checkpoint)
+    if recipe_overrides_or_none is not None:
         device_request = device_request._replace(
-            recipe=_recipe_text_with_allowed_overrides(device_folder, overrides)
+            recipe=_recipe_text_with_tokenizer_and_allowed_overrides(
+                device_folder, recipe_overrides_or_none
+            )
         )
     return tasks.run_task_alone(device_request)
 
@@ -143,7 +145,7 @@ def _refuse_missing_checkpoints(checkpoint_paths: Iterable[str]) -> None:
             raise InputError(f"no such checkpoint: {path}")
 
 
-def _create_result_folder_or_refuse(result_path: Path, own_checkpoint: str) -> None:
+def _create_parent_of_result_file_or_refuse(result_path: Path, artifacts_checkpoint: str) -> None:
     """Create the folder of the result before any work: without one, the result would be lost.
 
     Raises:
@@ -155,7 +157,7 @@ def _create_result_folder_or_refuse(result_path: Path, own_checkpoint: str) -> N
         )
     # Replacing a checkpoint is normal, replacing any other file would be a mistake.
     if (
-        str(result_path) != own_checkpoint
+        str(result_path) != artifacts_checkpoint
         and result_path.exists()
         and not _is_checkpoint(result_path)
     ):
@@ -177,7 +179,7 @@ def _is_checkpoint(file_path: Path) -> bool:
         return file.read(8)[4:] == _CHECKPOINT_MARK
 
 
-def _recipe_text_with_allowed_overrides(
+def _recipe_text_with_tokenizer_and_allowed_overrides(
     device_folder: DeviceFolder, overrides: tuple[str, ...]
 ) -> str:
     """Return the artifacts' recipe with their tokenizer and the typed overrides."""

@@ -7,17 +7,17 @@ import sys
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.commands.export import (
-    existing_requested_or_newest_step,
+    existing_requested_or_newest_step_or_refuse,
     print_hint_if_best_is_not_newest,
 )
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe.fields.held_out import missing_evaluation_message
+from ortlaunch.recipe.fields.held_out import missing_evaluation_message_with_example
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import control
-from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
+from ortlaunch.run_folder.checkpoint_hold import lock_chosen_checkpoint_and_yield_step
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tables.tasks import CheckpointStep
 
@@ -34,19 +34,19 @@ def evaluate_checkpoint_in_own_run(
         InputError: the run or checkpoint does not exist, or the recipe has no evaluation data.
     """
     # Training may still run, so hold the checkpoint: it must not be deleted during the evaluation.
-    with lock_checkpoint_against_removal(
-        run, lambda: existing_requested_or_newest_step(run, requested_step)
+    with lock_chosen_checkpoint_and_yield_step(
+        run, lambda: existing_requested_or_newest_step_or_refuse(run, requested_step)
     ) as checkpoint_step:
         print_hint_if_best_is_not_newest(run, requested_step, checkpoint_step, sys.stdout)
         resume = ResumeOptions(str(run.checkpoint_folder(checkpoint_step)))
         return control.lock_folder_and_run_training(
-            _resolve_evaluation_run_or_refuse(run, overrides, launch_options),
+            _resolve_evaluation_with_training_batch_or_refuse(run, overrides, launch_options),
             run.evaluation_folder(checkpoint_step).path,
             resume,
         )
 
 
-def evaluation_request_text(
+def evaluation_launch_request_text(
     run: RunDir,
     requested_step: CheckpointStep,
     overrides: tuple[str, ...],
@@ -54,17 +54,17 @@ def evaluation_request_text(
 ) -> str:
     """Return the request that would be sent to the launcher."""
     evaluation_folder = run.evaluation_folder(
-        existing_requested_or_newest_step(run, requested_step)
+        existing_requested_or_newest_step_or_refuse(run, requested_step)
     )
     return str(
         launch_request(
-            _resolve_evaluation_run_or_refuse(run, overrides, launch_options).plan,
+            _resolve_evaluation_with_training_batch_or_refuse(run, overrides, launch_options).plan,
             evaluation_folder,
         )
     )
 
 
-def _resolve_evaluation_run_or_refuse(
+def _resolve_evaluation_with_training_batch_or_refuse(
     run: RunDir, overrides: tuple[str, ...], launch_options: LaunchOptions
 ) -> ResolvedRun:
     """Return the run's recipe with batch and `overrides` applied, for the ranks available now."""
@@ -84,5 +84,5 @@ def _resolve_evaluation_run_or_refuse(
     )
     data_section = resolved_run.recipe_file.recipe.data
     if data_section.evaluation is None:
-        raise InputError(missing_evaluation_message(run.recipe, data_section))
+        raise InputError(missing_evaluation_message_with_example(run.recipe, data_section))
     return resolved_run

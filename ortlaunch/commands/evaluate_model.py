@@ -8,7 +8,7 @@ from pathlib import Path
 from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe, dump_recipe_yaml, load_recipe
-from ortlaunch.recipe.fields.held_out import missing_evaluation_message
+from ortlaunch.recipe.fields.held_out import missing_evaluation_message_with_example
 from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tables import tasks
@@ -38,7 +38,7 @@ def is_model_path(given_path: Path) -> bool:
 
 
 def evaluate_exported_model_in_process(
-    given_model: Path, recipe_path: Path | None, overrides: tuple[str, ...], as_json: bool
+    given_model: Path, recipe_path: Path | None, overrides: tuple[str, ...], prints_json: bool
 ) -> int:
     """Measure a model, and return the exit status of the process that does it.
 
@@ -49,19 +49,19 @@ def evaluate_exported_model_in_process(
     Raises:
         InputError: the model does not exist, or has no recipe or no evaluation data.
     """
-    given_model = _onnx_file_or_model_folder(given_model)
+    given_model = _onnx_file_or_model_folder_or_refuse(given_model)
     run = None if recipe_path else _run_containing_model_or_refuse(given_model)
     recipe_source = run.recipe if run else recipe_path_or_shipped_recipe(recipe_path or Path())
     modules_folder = Plan.read(run.plan).modules if run else str(recipe_source.parent.absolute())
     recipe_text = dump_recipe_yaml(
-        _evaluation_recipe_for_model(recipe_source, given_model, overrides)
+        _single_process_evaluation_recipe_or_refuse(recipe_source, given_model, overrides)
     )
     return tasks.run_task_alone(
-        tasks.ModelEvaluationRequest(str(given_model), recipe_text, modules_folder, as_json)
+        tasks.ModelEvaluationRequest(str(given_model), recipe_text, modules_folder, prints_json)
     )
 
 
-def _onnx_file_or_model_folder(given_model: Path) -> Path:
+def _onnx_file_or_model_folder_or_refuse(given_model: Path) -> Path:
     """Return the model.onnx, or the folder in transformers' format."""
     if not given_model.exists():
         raise InputError(f"no such file or folder: {given_model}")
@@ -86,7 +86,7 @@ def _run_containing_model_or_refuse(model_path: Path) -> RunDir:
     )
 
 
-def _evaluation_recipe_for_model(
+def _single_process_evaluation_recipe_or_refuse(
     recipe_source: Path, model_path: Path, overrides: tuple[str, ...]
 ) -> Recipe:
     model_folder = model_path if model_path.is_dir() else model_path.parent
@@ -101,7 +101,7 @@ def _evaluation_recipe_for_model(
         ]
     recipe = load_recipe(recipe_source, (*evaluation_overrides, *overrides)).recipe
     if recipe.data.evaluation is None:
-        raise InputError(missing_evaluation_message(recipe_source, recipe.data))
+        raise InputError(missing_evaluation_message_with_example(recipe_source, recipe.data))
     if recipe.model.traits.is_own:
         raise InputError(
             f"{recipe_source}: the model is built by model.factory; use evaluate RUN for its checkpoints"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.checkpoint_hold import lock_chosen_checkpoint_and_yield_step
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.tables import tasks
 from ortlaunch.tables.tasks import CheckpointStep, ExportRequest, PushRequest
@@ -29,7 +29,7 @@ class ExportOptions(NamedTuple):
     lora_form: str | None = None
 
 
-def export_and_push_checkpoint(
+def export_checkpoint_and_push_if_requested(
     run: RunDir, export_options: ExportOptions, inherited_streams: Collection[str] = ()
 ) -> Path:
     """Write a checkpoint as a model, upload it if requested, and return its folder.
@@ -51,17 +51,17 @@ def export_and_push_checkpoint(
             "--push uploads a model in --format huggingface or onnx; got --format ondevice"
         )
     # If the training still runs, it must not delete the checkpoint during the export.
-    with lock_checkpoint_against_removal(
-        run, lambda: existing_requested_or_newest_step(run, requested_step)
+    with lock_chosen_checkpoint_and_yield_step(
+        run, lambda: existing_requested_or_newest_step_or_refuse(run, requested_step)
     ) as checkpoint_step:
         if inherited_streams:
             print_hint_if_best_is_not_newest(run, requested_step, checkpoint_step, sys.stdout)
-        return _write_export_unless_present_and_push(
+        return _write_export_or_reuse_recorded_if_pushing(
             run, export_options, checkpoint_step, inherited_streams
         )
 
 
-def _write_export_unless_present_and_push(
+def _write_export_or_reuse_recorded_if_pushing(
     run: RunDir,
     export_options: ExportOptions,
     checkpoint_step: int,
@@ -71,7 +71,7 @@ def _write_export_unless_present_and_push(
     export_folder = target_folder or run.export_folder(checkpoint_step, export_format)
     # An export takes long, so the access to the hub is checked first.
     if push_target:
-        tasks.run_task_and_capture_output(PushRequest(push_target), inherited_streams)
+        tasks.run_task_and_return_stdout_or_raise(PushRequest(push_target), inherited_streams)
     # For an upload the export of an earlier command is good enough.
     if not (
         push_target
@@ -82,14 +82,14 @@ def _write_export_unless_present_and_push(
             raise InputError(
                 f"{export_folder} exists already; remove it, or give another folder with --to"
             )
-        tasks.run_task_and_capture_output(
+        tasks.run_task_and_return_stdout_or_raise(
             ExportRequest(
                 str(run), checkpoint_step, str(export_folder), export_format, lora_form or ""
             ),
             inherited_streams,
         )
     if push_target:
-        tasks.run_task_and_capture_output(
+        tasks.run_task_and_return_stdout_or_raise(
             PushRequest(push_target, str(run), checkpoint_step, str(export_folder)),
             inherited_streams,
         )
@@ -112,7 +112,9 @@ def _has_recorded_same_export(
 
 def kept_best_step_or_none(run: RunDir) -> int | None:
     """Return the step of the best checkpoint that is kept; None before the end of a training."""
-    best_record = read_own_json(run.summary).get("best") if run.summary.exists() else None
+    best_record = (
+        read_json_or_raise_damaged(run.summary).get("best") if run.summary.exists() else None
+    )
     return (
         best_record["step"]
         if best_record and best_record["step"] in dict(run.complete_checkpoints())
@@ -130,7 +132,7 @@ def print_hint_if_best_is_not_newest(
         print(note, file=output_file, flush=True)
 
 
-def existing_requested_or_newest_step(run: RunDir, requested_step: CheckpointStep) -> int:
+def existing_requested_or_newest_step_or_refuse(run: RunDir, requested_step: CheckpointStep) -> int:
     """Return the step of the requested checkpoint, or of the newest.
 
     Raises:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.commands.export import (
-    existing_requested_or_newest_step,
+    existing_requested_or_newest_step_or_refuse,
     print_hint_if_best_is_not_newest,
 )
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.fields.data import is_written_by_chat_template
-from ortlaunch.run_folder.checkpoint_hold import lock_checkpoint_against_removal
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.checkpoint_hold import lock_chosen_checkpoint_and_yield_step
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.tables import tasks
 from ortlaunch.tables.tasks import GenerationRequest
 
@@ -43,15 +43,18 @@ def generate_text_in_process(
         )
         raise InputError(f"{values_text}; tokens must be >= 1, and temperature >= 0")
     model_folder, checkpoint_step, is_trained_on_chats_or_none = (
-        _model_folder_step_and_chat_training(generation_request)
+        _model_or_run_folder_step_and_is_trained_on_chats(generation_request)
     )
     with contextlib.ExitStack() as stack:
         # A training may still run: the checkpoint must not be deleted meanwhile.
         if checkpoint_step is not None:
             run = RunDir(model_folder)
             checkpoint_step = stack.enter_context(
-                lock_checkpoint_against_removal(
-                    run, lambda: existing_requested_or_newest_step(run, generation_request.step)
+                lock_chosen_checkpoint_and_yield_step(
+                    run,
+                    lambda: existing_requested_or_newest_step_or_refuse(
+                        run, generation_request.step
+                    ),
                 )
             )
         # On stderr, so that stdout has the text alone.
@@ -72,14 +75,14 @@ def generate_text_in_process(
         resolved_request = generation_request._replace(
             model=str(model_folder), step=checkpoint_step, chats=is_trained_on_chats_or_none
         )
-        text = tasks.run_task_and_capture_output(
+        text = tasks.run_task_and_return_stdout_or_raise(
             resolved_request, ("stderr",) if shows_progress else ()
         )
         # Without the newline that the process prints last.
         return text.removesuffix("\n")
 
 
-def _model_folder_step_and_chat_training(
+def _model_or_run_folder_step_and_is_trained_on_chats(
     generation_request: GenerationRequest,
 ) -> tuple[Path, int | None, bool | None]:
     """Return the source of the model, and whether it was trained on chats.
@@ -101,7 +104,7 @@ def _model_folder_step_and_chat_training(
     recipe = read_resolved_recipe_of_run(run.recipe)
     if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
-    checkpoint_step = existing_requested_or_newest_step(run, generation_request.step)
+    checkpoint_step = existing_requested_or_newest_step_or_refuse(run, generation_request.step)
     # The run's own export is that of one step; others have checkpoints only.
     is_exported = _exported_step(run) == checkpoint_step and generation_request.step in (
         None,
@@ -115,7 +118,7 @@ def _model_folder_step_and_chat_training(
 
 def _exported_step(run: RunDir) -> int | None:
     """Return the step of export/; None before the end of a training."""
-    summary = read_own_json(run.summary) if run.summary.exists() else {}
+    summary = read_json_or_raise_damaged(run.summary) if run.summary.exists() else {}
     best = summary.get("best") or {}
     return best["step"] if best.get("exported") else summary.get("steps")
 
@@ -141,7 +144,7 @@ def _require_causal_model_folder(model_folder: Path) -> Path:
             f"{model_folder} is neither a run folder (plan.json) nor a folder of a transformers model "
             "(config.json)"
         )
-    class_names = read_own_json(config_path).get("architectures") or []
+    class_names = read_json_or_raise_damaged(config_path).get("architectures") or []
     if not any(name.endswith(_CAUSAL_CLASS_ENDINGS) for name in class_names):
         raise InputError(
             f"{model_folder} contains a {', '.join(class_names) or 'model without a class'}; only causal "

@@ -13,7 +13,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve import shipped
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
-from ortlaunch.run.preview import apply_engine_choice_without_measuring
+from ortlaunch.run.preview import apply_known_engine_if_auto_without_measuring
 from ortlaunch.run_folder.folder import RunDir
 
 
@@ -26,7 +26,7 @@ class PlanContext(NamedTuple):
     """Device of the new plan, and of the other recipe's plan if that recipe has `auto`."""
 
 
-def plan_of_run_file_or_recipe(compared_path: Path, plan_context: PlanContext) -> Plan:
+def plan_of_run_folder_plan_file_or_recipe(compared_path: Path, plan_context: PlanContext) -> Plan:
     """Return the plan to compare with: of a run folder, a plan.json, or a recipe.
 
     Raises:
@@ -62,7 +62,7 @@ def _plan_of_recipe_on_device(recipe_path: Path, plan_context: PlanContext) -> P
     ).recipe.launch.device
     # Else a different `auto` could appear as a difference of the recipes.
     device_override = (f"launch.device={plan_context.device}",) if recipe_device == "auto" else ()
-    return apply_engine_choice_without_measuring(
+    return apply_known_engine_if_auto_without_measuring(
         load_and_resolve_recipe(
             recipe_path, device_override, plan_context.options, plan_context.environ
         )

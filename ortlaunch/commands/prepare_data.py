@@ -30,14 +30,16 @@ def show_samples(recipe: Recipe, sample_count: int, as_json: bool) -> int:
     return tasks.run_task_alone(_show_data_request(recipe, sample_count, as_json))
 
 
-def read_data_audit(recipe: Recipe, sample_count: int) -> Json:
+def run_data_audit_task_and_read_samples_json(recipe: Recipe, sample_count: int) -> Json:
     """Return the JSON of `show`.
 
     Raises:
         RunError: the data cannot be read.
     """
     audit: Json = json.loads(
-        tasks.run_task_and_capture_output(_show_data_request(recipe, sample_count, as_json=True))
+        tasks.run_task_and_return_stdout_or_raise(
+            _show_data_request(recipe, sample_count, as_json=True)
+        )
     )
     return audit
 

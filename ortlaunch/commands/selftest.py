@@ -27,14 +27,14 @@ from ortlaunch.launch.mpi import require_mpirun_here_or_on_path
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, read_hostfile
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
+from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from ortlaunch.run.checkup import (
     CheckupOptions,
     check_hosts_or_this_machine,
     options_with_slurm_hosts_unless_given,
 )
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 
 # Largest difference of losses: ranks add the same samples in another order.
@@ -136,7 +136,7 @@ class TrainingResult(NamedTuple):
         return "" if largest_distance <= _TOLERANCE else f"LOSSES DIFFER by {largest_distance:.2g}"
 
 
-def train_with_each_launcher_and_compare(
+def check_hosts_and_train_with_each_launcher(
     selftest_request: SelftestRequest, may_queue: Callable[[str], bool], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield every finding as soon as it is known; start no rank if a check of the hosts failed.
@@ -154,7 +154,7 @@ def train_with_each_launcher_and_compare(
     options = selftest_request.launch_options
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: is not empty; give a new folder with --dir")
-    hosts = _included_hosts(options)
+    hosts = _included_hostfile_hosts_or_empty(options)
     # Two nodes are enough to test a job across hosts.
     node_count = min(_slurm_node_count_or_zero(), 2)
     queues_job = node_count > 0 and may_queue(f"Also queue a job of {node_count} nodes in Slurm?")
@@ -176,7 +176,9 @@ def train_with_each_launcher_and_compare(
             "all", "ranks", WARNING, "not started, because a check failed", "mend that first"
         )
         return
-    yield from _measure_fabric_and_judge(folder, measured_overrides, options, environ)
+    yield from _measure_fabric_by_ranks_and_return_findings(
+        folder, measured_overrides, options, environ
+    )
     expected_losses: tuple[float, ...] | None = None
     for training in _trainings_possible_on_hosts(options, hosts, node_count):
         if training.verb == "submit" and not queues_job:
@@ -184,13 +186,15 @@ def train_with_each_launcher_and_compare(
             remedy = "answer yes, or give --yes"
             yield Finding("all", f"train {training.name}", WARNING, observation, remedy)
             continue
-        training_result = _train_and_summarize_result(folder, training, selftest_request.overrides)
+        training_result = _train_or_submit_and_summarize_result(
+            folder, training, selftest_request.overrides
+        )
         # The first training has one rank, so that its losses are those without any launcher.
         expected_losses = training_result.losses if expected_losses is None else expected_losses
         yield training_result.finding_compared_with_first_losses(expected_losses)
 
 
-def _measure_fabric_and_judge(
+def _measure_fabric_by_ranks_and_return_findings(
     selftest_folder: Path,
     overrides: Sequence[str],
     launch_options: LaunchOptions,
@@ -209,7 +213,7 @@ def _measure_fabric_and_judge(
         )
     run = RunDir(selftest_folder / "fabric")
     plan = resolved.plan
-    request = write_run_files_and_remove_leftovers(run, resolved.recipe_file.recipe, plan)
+    request = write_run_files_and_clear_earlier_start(run, resolved.recipe_file.recipe, plan)
     launcher = load_backend(plan.launcher)
     output_path = run.path / "output.txt"
     # The ranks are a part of this command: SIGUSR1, too, has to end them.
@@ -233,10 +237,12 @@ def _measure_fabric_and_judge(
                 f"see {output_path}",
             )
         ]
-    return fabric.findings_on_matmul_links_and_all_reduce(read_own_json(run.fabric), plan.nodes)
+    return fabric.findings_on_matmul_links_and_all_reduce(
+        read_json_or_raise_damaged(run.fabric), plan.nodes
+    )
 
 
-def _included_hosts(options: LaunchOptions) -> Sequence[Host]:
+def _included_hostfile_hosts_or_empty(options: LaunchOptions) -> Sequence[Host]:
     """Return the hosts of the host file that the options include."""
     if options.hostfile is None:
         return ()
@@ -252,7 +258,7 @@ def _global_batch_size(hosts: Sequence[Host], options: LaunchOptions) -> int:
 
 
 def _trainings_possible_on_hosts(
-    launch_options: LaunchOptions, hosts: Sequence[Host], node_count: int
+    launch_options: LaunchOptions, hosts: Sequence[Host], slurm_node_count_or_zero: int
 ) -> Iterator[Training]:
     """Yield the trainings that are possible here; all losses are compared with the first one's."""
     launchers = (
@@ -276,10 +282,13 @@ def _trainings_possible_on_hosts(
         # torchrun needs the same number of ranks on each host.
         if launcher == "mpi" or len({host.slots for host in hosts}) == 1:
             yield Training(f"{launcher}, hosts", ("--launcher", launcher, *host_arguments))
-    if node_count:
+    if slurm_node_count_or_zero:
         yield Training(
             "slurm",
-            (f"launch.nodes={node_count}", f"launch.processes_per_node={2 // node_count}"),
+            (
+                f"launch.nodes={slurm_node_count_or_zero}",
+                f"launch.processes_per_node={2 // slurm_node_count_or_zero}",
+            ),
             "submit",
         )
 
@@ -302,7 +311,7 @@ def _slurm_node_count_or_zero() -> int:
     return len(set(completed.stdout.split()))
 
 
-def _train_and_summarize_result(
+def _train_or_submit_and_summarize_result(
     selftest_folder: Path, training: Training, overrides: Sequence[str]
 ) -> TrainingResult:
     """Train with one launcher or scheduler until the end."""

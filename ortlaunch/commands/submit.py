@@ -14,8 +14,8 @@ from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.recipe import inputs
 from ortlaunch.resolve.prepare import (
-    read_earlier_recipe_or_none,
-    refuse_foreign_run_folder_contents,
+    read_earlier_or_else_given_recipe_or_none,
+    refuse_foreign_folder_or_return_continuing_lines,
 )
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
@@ -93,7 +93,7 @@ def _refuse_unsupported_restarts(job_recipe: recipe.Recipe) -> None:
         )
 
 
-def notes_on_ignored_submit_fields(resolved_run: ResolvedRun) -> list[str]:
+def notes_on_ignored_submit_and_binding_fields(resolved_run: ResolvedRun) -> list[str]:
     """Return a note on fields of `submit` for Slurm that have no effect on another scheduler."""
     submit_section = resolved_run.recipe_file.recipe.submit
     # Fields of Slurm alone: neither common ones nor the sections of the other schedulers.
@@ -123,7 +123,7 @@ class QueuedJob(NamedTuple):
     """Lines for the user."""
 
 
-def write_submission_and_queue_job(
+def check_write_submission_and_queue_and_register_job(
     resolved_run: ResolvedRun, requested_folder: Path | None, run: RunDir, scheduler_name: str
 ) -> QueuedJob:
     """Write the files from which the job begins, and queue the job.
@@ -134,7 +134,7 @@ def write_submission_and_queue_job(
     """
     job_recipe = resolved_run.recipe_file.recipe
     input_problems = [
-        *inputs.absent_file_and_folder_problems(job_recipe),
+        *inputs.absent_or_lfs_pointer_input_problems(job_recipe),
         *inputs.column_and_vocabulary_problems(job_recipe),
         *unloadable_factory_problems(job_recipe, resolved_run.command.modules_folder),
     ]
@@ -153,8 +153,10 @@ def write_submission_and_queue_job(
             "ends it"
         )
     checked_run = requested_or_absent_folder_for_checks(run, requested_folder)
-    notes = refuse_foreign_run_folder_contents(
-        checked_run, read_earlier_recipe_or_none(checked_run, resolved_run), resolved_run
+    notes = refuse_foreign_folder_or_return_continuing_lines(
+        checked_run,
+        read_earlier_or_else_given_recipe_or_none(checked_run, resolved_run),
+        resolved_run,
     )
     run = create_run_folder_or_numbered_one(run) if requested_folder is None else run
     run.logs.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.recipe import read_resolved_recipe_of_run
-from ortlaunch.recipe.inputs import LEARNING_RATE_KEY, repeated_file_and_high_rate_problems
+from ortlaunch.recipe.inputs import LEARNING_RATE_KEY, repeated_file_and_high_learning_rate_problems
 from ortlaunch.run_folder.cause_text import advice_for_failure
 
 
@@ -19,9 +19,9 @@ def failure_of_run_evidence(evidence: Evidence) -> Failure:
     if evidence.exit_status == 0:
         return Failure(Cause.ENDED_WELL)
     # A rank's own record names the exception; the command only sees exit statuses and signals.
-    if evidence.causing_error_record_or_empty is not None:
-        return _failure_with_non_finite_gradient_source(
-            evidence.causing_error_record_or_empty.to_failure(), evidence
+    if evidence.causing_error_record_or_none is not None:
+        return _failure_with_gradient_cause_by_precision(
+            evidence.causing_error_record_or_none.to_failure(), evidence
         )
     if evidence.failure is None or (
         evidence.failure.cause is Cause.UNKNOWN and not evidence.failure.detail
@@ -33,7 +33,7 @@ def failure_of_run_evidence(evidence: Evidence) -> Failure:
     return evidence.failure
 
 
-def _failure_with_non_finite_gradient_source(failure: Failure, evidence: Evidence) -> Failure:
+def _failure_with_gradient_cause_by_precision(failure: Failure, evidence: Evidence) -> Failure:
     """Return the failure, with a non-finite gradient attributed to its source.
 
     The loss scale in fp16, the values themselves in other precisions.
@@ -52,7 +52,7 @@ def _advice_if_learning_rate_is_doubtful(evidence: Evidence) -> Iterator[str]:
     """Yield advice on a learning rate that is most likely a mistake."""
     # A start that failed early may have left no recipe.
     if evidence.run.recipe.exists():
-        for key_paths, text in repeated_file_and_high_rate_problems(
+        for key_paths, text in repeated_file_and_high_learning_rate_problems(
             read_resolved_recipe_of_run(evidence.run.recipe)
         ):
             if LEARNING_RATE_KEY in key_paths:

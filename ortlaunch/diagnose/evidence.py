@@ -36,7 +36,7 @@ class Evidence:
     they were written."""
 
     @property
-    def causing_error_record_or_empty(self) -> ErrorRecord | None:
+    def causing_error_record_or_none(self) -> ErrorRecord | None:
         """The error record of the cause; None if no rank wrote one of its own."""
         # A secondary record is an error that another rank's failure caused.
         own_record = next((record for record in self.records[:1] if not record.secondary), None)
@@ -66,7 +66,7 @@ def read_run_evidence(
         exit_status,
         last_output,
         failure,
-        sorted(read_error_records(run), key=lambda record: record.sort_key),
+        sorted(read_error_records(run), key=lambda record: record.likeliest_cause_first_sort_key),
     )
 
 
@@ -75,7 +75,7 @@ def last_error_lines(run: RunDir, rank: int) -> list[str]:
     return _tail_lines(run.rank_log_path(rank, "err"))[-_LAST_LINES:]
 
 
-def json_lines_in_file_tail(file_path: Path, *required_keys: str) -> list[Json]:
+def json_lines_with_keys_in_file_tail(file_path: Path, *required_keys: str) -> list[Json]:
     """Return the last complete JSON lines of a file that contain all of these keys."""
     parsed_lines = JsonLines([], [])
     # The first line may be cut by the tail and the last half written;

@@ -30,7 +30,9 @@ def memory_table_and_smaller_setting_lines(evidence: Evidence) -> list[str]:
     limit_bytes = _memory_limit_bytes_per_rank_or_none(evidence, plan)
     # The run itself may have measured its process.
     process_bytes = cached_or_usual_process_memory(recipe)
-    settings_with_bytes = [*_setting_and_rank_bytes_pairs(recipe, plan, process_bytes)]
+    settings_with_bytes = [
+        *_present_and_smaller_setting_rank_bytes_pairs(recipe, plan, process_bytes)
+    ]
     # The run reached the limit, so the plan's estimate was too low by at least this factor.
     estimate_factor = max(1.0, limit_bytes / settings_with_bytes[0][1]) if limit_bytes else 1.0
     head_text = "what would fit" + (
@@ -63,13 +65,13 @@ def memory_table_and_smaller_setting_lines(evidence: Evidence) -> list[str]:
 
 def _memory_limit_bytes_per_rank_or_none(evidence: Evidence, plan: Plan) -> int | None:
     """Return the memory limit of each rank on the failed rank's host, in bytes; None if unknown."""
-    record = evidence.causing_error_record_or_empty
+    record = evidence.causing_error_record_or_none
     if record is None or record.memory_limit is None or plan.device != "cpu":
         return None
     return int(record.memory_limit["bytes"]) // plan.node_of(record.rank).slots
 
 
-def _setting_and_rank_bytes_pairs(
+def _present_and_smaller_setting_rank_bytes_pairs(
     recipe: Recipe, plan: Plan, process_bytes: ProcessMemory
 ) -> Iterator[tuple[str, int]]:
     """Yield (setting, bytes of a rank with it); the current recipe comes first."""
@@ -93,11 +95,15 @@ def _setting_and_rank_bytes_pairs(
         yield f"batch.micro_size: {rank_bytes}", total_bytes(recipe, rank_bytes)
     changed_recipe = recipe
     # Each setting is estimated alone; those that help are then combined.
-    for setting_text, field_values in _memory_saving_settings(recipe, plan.world_size):
-        rank_bytes = total_bytes(_recipe_with_fields(recipe, field_values), present_micro_samples)
+    for setting_text, field_values in _memory_saving_setting_texts_and_fields(
+        recipe, plan.world_size
+    ):
+        rank_bytes = total_bytes(
+            _recipe_with_replaced_section_fields(recipe, field_values), present_micro_samples
+        )
         if rank_bytes < present_bytes:
             yield setting_text, rank_bytes
-            changed_recipe = _recipe_with_fields(changed_recipe, field_values)
+            changed_recipe = _recipe_with_replaced_section_fields(changed_recipe, field_values)
     if changed_recipe is not recipe and smaller_sizes:
         yield (
             f"all of these, batch.micro_size: {smaller_sizes[-1]}",
@@ -105,7 +111,7 @@ def _setting_and_rank_bytes_pairs(
         )
 
 
-def _memory_saving_settings(
+def _memory_saving_setting_texts_and_fields(
     recipe: Recipe, rank_count: int
 ) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
     # A recipe with engine ort and ZeRO 3 is rejected (recipe/rules/engine_rules.py).
@@ -119,7 +125,9 @@ def _memory_saving_settings(
         yield "engine.chunked_loss: auto", {"engine": {"chunked_loss": "auto"}}
 
 
-def _recipe_with_fields(recipe: Recipe, fields_by_section: dict[str, Json]) -> Recipe:
+def _recipe_with_replaced_section_fields(
+    recipe: Recipe, fields_by_section: dict[str, Json]
+) -> Recipe:
     """Return the recipe with these fields of its sections replaced."""
     recipe_values = recipe.model_dump(exclude_unset=True)
     return Recipe.model_validate(

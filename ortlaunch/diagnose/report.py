@@ -22,7 +22,7 @@ from ortlaunch.run_folder.cause_text import (
     COMMAND_PREFIX,
     CONTINUE_PREFIX,
     VERDICT_PREFIX,
-    diagnosis_verdict,
+    diagnosis_verdict_line,
 )
 from ortlaunch.run_folder.folder import RunDir, json_text
 from ortlaunch.started_runs import status
@@ -87,12 +87,12 @@ def diagnose_run(run: RunDir) -> Diagnosis:
         state=run_status.state_name,
         exit_status=exit_status,
         kind=failure.cause_or_out_of_memory_if_killed.value,
-        verdict=diagnosis_verdict(failure),
+        verdict=diagnosis_verdict_line(failure),
         advice=()
         if run_status.state_name == "pruned"
         else advice_by_run_evidence(failure, run_evidence),
         evidence=(
-            *_evidence_lines(run_evidence, failure),
+            *_state_error_progress_and_memory_lines(run_evidence, failure),
             *filter(
                 None,
                 (
@@ -104,7 +104,7 @@ def diagnose_run(run: RunDir) -> Diagnosis:
     )
 
 
-def end_text_with_verdict_and_advice(run: RunDir, run_end: RunEnd) -> str:
+def failed_run_text_with_verdict_memory_and_advice(run: RunDir, run_end: RunEnd) -> str:
     """Return the final output of a command whose run failed.
 
     Verdict and advice stand before its last line. If nothing went wrong, the text is unchanged.
@@ -115,7 +115,7 @@ def end_text_with_verdict_and_advice(run: RunDir, run_end: RunEnd) -> str:
     failure = failure_of_run_evidence(run_evidence)
     if failure.cause_or_out_of_memory_if_killed in _CAUSES_WITHOUT_VERDICT:
         return run_end.text
-    verdict_text = diagnosis_verdict(failure)
+    verdict_text = diagnosis_verdict_line(failure)
     text_before = run_end.text_before.rstrip("\n")
     memory_lines = (
         memory_table_and_smaller_setting_lines(run_evidence)
@@ -147,7 +147,9 @@ def end_text_with_verdict_and_advice(run: RunDir, run_end: RunEnd) -> str:
     )
 
 
-def _evidence_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
+def _state_error_progress_and_memory_lines(
+    run_evidence: Evidence, failure: Failure
+) -> Iterator[str]:
     exit_status = run_evidence.exit_status
     yield f"  {run_evidence.state}" + (
         f", exit status {exit_status}{_exit_status_meaning_or_empty(exit_status)}"
@@ -173,7 +175,7 @@ def _evidence_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
             if not line.startswith(CONTINUE_PREFIX)
         ]
         yield f"  last message of the command: {output_lines[-1] if exit_status else output_lines[0]}"
-    yield from _last_step_and_checkpoint_lines(run_evidence)
+    yield from _step_bad_step_and_checkpoint_lines(run_evidence)
     yield from _failed_save_and_free_space_lines(run_evidence, failure)
     yield from (
         f"  {line}"
@@ -207,9 +209,11 @@ def _exit_status_meaning_or_empty(exit_status: int) -> str:
         return ""
 
 
-def _last_step_and_checkpoint_lines(run_evidence: Evidence) -> Iterator[str]:
+def _step_bad_step_and_checkpoint_lines(run_evidence: Evidence) -> Iterator[str]:
     """Yield the last logged step, skipped and bad steps, and the newest complete checkpoint."""
-    if steps := evidence.json_lines_in_file_tail(run_evidence.run.metrics, "step", "loss"):
+    if steps := evidence.json_lines_with_keys_in_file_tail(
+        run_evidence.run.metrics, "step", "loss"
+    ):
         loss = number_or_none(steps[-1]["loss"])
         first_line = steps[0]
         last_line = steps[-1]
@@ -224,7 +228,7 @@ def _last_step_and_checkpoint_lines(run_evidence: Evidence) -> Iterator[str]:
             yield (
                 f"  fp16 skipped {skipped_steps:.0f} of the last {step_count} steps: no loss scale works"
             )
-    for line in evidence.json_lines_in_file_tail(
+    for line in evidence.json_lines_with_keys_in_file_tail(
         run_evidence.run.bad_steps, "step", "action", "message"
     )[-3:]:
         message = str(line["message"]).partition("\n")[0]
@@ -240,7 +244,7 @@ def _last_step_and_checkpoint_lines(run_evidence: Evidence) -> Iterator[str]:
 def _failed_save_and_free_space_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
     for line in [
         line
-        for line in evidence.json_lines_in_file_tail(run_evidence.run.saves, "step")
+        for line in evidence.json_lines_with_keys_in_file_tail(run_evidence.run.saves, "step")
         if line.get("error")
     ][-1:]:
         yield f"  the save after step {line['step']} failed: {line['error']}"

@@ -64,7 +64,7 @@ def missing_ort_item_and_remedy_pairs(is_on_gpu: bool) -> Iterator[tuple[str, st
 
     try:
         extensions.installed_ort_package_name_or_refuse()
-        missing_extensions = extensions.missing_or_damaged_extension_names()
+        missing_extensions = extensions.missing_or_damaged_buildable_extension_names()
     except MissingDependency as error:
         missing_item, _, remedy = str(error).partition(" Type: ")
         yield missing_item.rstrip("."), remedy or "engines eager and inductor do not need it"

@@ -125,7 +125,7 @@ class ConnectionResult(NamedTuple):
     mtu_bytes: int
 
 
-def probe_hosts_and_their_connections(
+def probe_hosts_and_return_answers_and_meeting_host(
     probe_request: ProbeRequest,
 ) -> tuple[list[ProbeAnswer | ProbeFailure], str | None]:
     """Query all hosts.
@@ -183,14 +183,14 @@ def probe_hosts_and_their_connections(
                 meeting_call = meeting_call or next(
                     (call for call in members if call.has_address_and_open_ports), None
                 )
-                _let_hosts_connect_then_end_probes(members, meeting_call, group_pool)
+                _let_hosts_connect_and_end_all_probes_but_meeting(members, meeting_call, group_pool)
                 group_indices = []
     return [
         call_by_index[host_index].answer for host_index in range(len(host_names))
     ], meeting_call.host_name if meeting_call else None
 
 
-def _let_hosts_connect_then_end_probes(
+def _let_hosts_connect_and_end_all_probes_but_meeting(
     member_calls: list[_ProbeCall], meeting_call: _ProbeCall | None, pool: ThreadPoolExecutor
 ) -> None:
     """Let the hosts that listen try each other and the meeting host, then end their probes."""
@@ -203,7 +203,9 @@ def _let_hosts_connect_then_end_probes(
     other_calls = [call for call in member_calls if call not in listening_calls]
     list(
         pool.map(
-            functools.partial(_ProbeCall.measure_clock_and_connect_to_group, group=listening_calls),
+            functools.partial(
+                _ProbeCall.add_clock_and_connections_to_answer, group=listening_calls
+            ),
             [*listening_calls, *other_calls],
         )
     )
@@ -217,7 +219,7 @@ def _let_hosts_connect_then_end_probes(
     )
 
 
-def _calls_of_hosts_to_connect_to(
+def _calls_of_some_or_all_group_hosts_to_connect_to(
     call: _ProbeCall, group_calls: list[_ProbeCall]
 ) -> list[_ProbeCall]:
     """Return the hosts that a host tries: in a small group all others.
@@ -284,7 +286,7 @@ class _ProbeCall:
                 f"install {argv[0]}",
             )
         self._send_to_probe_if_it_reads(program)
-        answer_line = self._read_answer_line_or_all_output()
+        answer_line = self._read_answer_line_or_all_output_before_deadline()
         answer_seconds = time.monotonic() - self._start_time
         if answer_line is None:
             return ProbeFailure(
@@ -296,13 +298,13 @@ class _ProbeCall:
             return ProbeAnswer(ast.literal_eval(answer_line.decode()), answer_seconds)
         return self._wait_and_explain_probe_failure(answer_line)
 
-    def measure_clock_and_connect_to_group(self, group: list[_ProbeCall]) -> None:
+    def add_clock_and_connections_to_answer(self, group: list[_ProbeCall]) -> None:
         """Measure the host's clock, and let it try the ports of the others in the group."""
         if isinstance(self.answer, ProbeFailure):
             return
         ports_to_try = [
             (other_call, tcp_port, udp_port)
-            for other_call in _calls_of_hosts_to_connect_to(self, group)
+            for other_call in _calls_of_some_or_all_group_hosts_to_connect_to(self, group)
             for tcp_port, udp_port in other_call.properties["doors"]
         ]
         ports_text = " ".join(
@@ -313,7 +315,7 @@ class _ProbeCall:
         request_time = time.time()
         self._deadline = time.monotonic() + _SECOND_ANSWER_SECONDS
         self._send_to_probe_if_it_reads(f"{ports_text}\n".encode())
-        answer_line = self._read_answer_line_or_all_output()
+        answer_line = self._read_answer_line_or_all_output_before_deadline()
         try:
             answer = ast.literal_eval((answer_line or b"").decode())
             skew_error_seconds = max(0.0, time.time() - request_time - answer["took"]) / 2
@@ -371,7 +373,7 @@ class _ProbeCall:
             self._process.stdin.write(input_bytes)
             self._process.stdin.flush()
 
-    def _read_answer_line_or_all_output(self) -> bytes | None:
+    def _read_answer_line_or_all_output_before_deadline(self) -> bytes | None:
         """Return the probe's next line, without output of a login shell before it.
 
         All output if the probe ended instead; None after the deadline.

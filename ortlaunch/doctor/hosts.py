@@ -59,14 +59,14 @@ class HostRequirements(NamedTuple):
 def probe_and_judge_all_hosts(requirements: HostRequirements) -> list[Finding]:
     """Run every check on every host; return the findings in the order of the hosts."""
     with _write_token_file_within_block(requirements.run_folder) as token:
-        answers, meeting_host = host_probes.probe_hosts_and_their_connections(
+        answers, meeting_host = host_probes.probe_hosts_and_return_answers_and_meeting_host(
             requirements.probe_request
         )
     local_versions = probe.installed_versions()
-    local_sources_sum = probe.sources_checksum()
+    local_sources_sum = probe.checksum_of_ortlaunch_sources_or_zero()
     findings: list[Finding] = []
     usual_cpu_count = _most_common_cpu_count(answers)
-    error_by_closed_port = _error_by_port_unreachable_for_all(answers)
+    error_by_closed_port = _first_error_by_host_and_unreachable_port(answers)
     host_by_machine = dict[str, str]()
     # With an absent host, routes are not judged: others may lack a route only to that one.
     judges_routes = len(requirements.nodes) > 1 and not any(
@@ -117,7 +117,7 @@ def probe_and_judge_all_hosts(requirements: HostRequirements) -> list[Finding]:
         )
         findings += _gpu_run_folder_and_disk_findings(node, properties, requirements, token)
         if not requirements.checks_failures_only:
-            findings += _warnings_on_conditions_that_slow_runs(
+            findings += _ok_or_warning_findings_on_slow_conditions(
                 node.host, answer, requirements, usual_cpu_count
             )
     return findings
@@ -152,7 +152,7 @@ def judge_this_host_without_peers(host_node: Node, requirements: HostRequirement
         finding
         for finding in (
             *findings,
-            *_warnings_on_conditions_that_slow_runs(
+            *_ok_or_warning_findings_on_slow_conditions(
                 host_node.host, answer, requirements, host_properties["cpus"]
             ),
         )
@@ -251,7 +251,7 @@ def _interface_address_and_port_findings(
         )
 
 
-def _error_by_port_unreachable_for_all(
+def _first_error_by_host_and_unreachable_port(
     answers: Sequence[ProbeAnswer | ProbeFailure],
 ) -> dict[tuple[str, int], str]:
     """Return the ports that no host could reach, with the reason.
@@ -407,7 +407,7 @@ def _gpu_run_folder_and_disk_findings(
     )
 
 
-def _warnings_on_conditions_that_slow_runs(
+def _ok_or_warning_findings_on_slow_conditions(
     host_name: str, answer: ProbeAnswer, requirements: HostRequirements, usual_cpu_count: int
 ) -> Iterator[Finding]:
     """Yield findings on conditions that may slow a run, or end it late."""
@@ -465,14 +465,16 @@ def _warnings_on_conditions_that_slow_runs(
             )
         )
     if requirements.device == "cuda" and properties["gpus"]:
-        checks.append(_idle_gpu_check_with_remedy(properties["busy_gpus"]))
+        checks.append(_idle_gpu_check_name_verdict_text_and_remedy(properties["busy_gpus"]))
     for check_name, is_good, observation, remedy in checks:
         yield finding_ok_or_with_remedy(
             host_name, check_name, is_good, observation, remedy, verdict_if_not_good=WARNING
         )
 
 
-def _idle_gpu_check_with_remedy(busy_processes: list[str] | None) -> tuple[str, bool, str, str]:
+def _idle_gpu_check_name_verdict_text_and_remedy(
+    busy_processes: list[str] | None,
+) -> tuple[str, bool, str, str]:
     if busy_processes is None:
         return (
             "gpus idle",

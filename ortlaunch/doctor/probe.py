@@ -199,21 +199,25 @@ class OpenPorts:
                 *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
                 yield from (line.decode() for line in complete_lines)
 
-    def try_tcp_and_udp_of_peers(
-        self, peers: Sequence[tuple[str, int, int, int]]
+    def try_peers_and_list_tcp_error_udp_and_mtu_success(
+        self, address_tcp_udp_mtu_of_peers: Sequence[tuple[str, int, int, int]]
     ) -> list[tuple[str, bool, bool]]:
         """Try to reach ports of other hosts, all at the same time.
 
         Args:
-            peers: address, TCP port, UDP port and MTU in bytes of each.
+            address_tcp_udp_mtu_of_peers: address, TCP port, UDP port and MTU in bytes of each.
 
         Returns:
             For each peer: the error of the TCP connection ("" if it succeeded), whether a short
             datagram was answered, and whether one of the smaller MTU was, unfragmented.
         """
         start_time = time.monotonic()
-        connecting_sockets = [_begin_connection(address, port) for address, port, _, _ in peers]
-        error_by_peer = {peer_index: "timed out" for peer_index, _ in enumerate(peers)}
+        connecting_sockets = [
+            _begin_connection(address, port) for address, port, _, _ in address_tcp_udp_mtu_of_peers
+        ]
+        error_by_peer = {
+            peer_index: "timed out" for peer_index, _ in enumerate(address_tcp_udp_mtu_of_peers)
+        }
         own_mtu = interface_mtu_bytes_or_zero(self.bind_address)
         answered_tags = set[bytes]()
         next_send_seconds = 0.0
@@ -229,11 +233,12 @@ class OpenPorts:
             while (passed_seconds := time.monotonic() - start_time) < _REACH_SECONDS:
                 if passed_seconds >= next_send_seconds:
                     next_send_seconds = passed_seconds + _AGAIN_SECONDS
-                    answered_tags |= _send_unanswered_datagrams_again(
-                        udp, peers, own_mtu, answered_tags
+                    answered_tags |= _resend_datagrams_and_return_too_long_tags(
+                        udp, address_tcp_udp_mtu_of_peers, own_mtu, answered_tags
                     )
                 if not waiting_sockets and (
-                    len(answered_tags) == 2 * len(peers) or passed_seconds > _UDP_SECONDS
+                    len(answered_tags) == 2 * len(address_tcp_udp_mtu_of_peers)
+                    or passed_seconds > _UDP_SECONDS
                 ):
                     break
                 reading, writing, _ = select.select(
@@ -275,9 +280,9 @@ def _datagram_tag(peer_index: int, is_long: bool) -> bytes:
     return f"{peer_index}{'L' if is_long else 'S'}".encode().ljust(_TAG_BYTES)
 
 
-def _send_unanswered_datagrams_again(
+def _resend_datagrams_and_return_too_long_tags(
     udp_socket: socket.socket,
-    peers: Sequence[tuple[str, int, int, int]],
+    address_tcp_udp_mtu_of_peers: Sequence[tuple[str, int, int, int]],
     own_mtu: int,
     answered_tags: set[bytes],
 ) -> set[bytes]:
@@ -288,7 +293,7 @@ def _send_unanswered_datagrams_again(
         answered, because TCP adapts to a known path MTU by itself.
     """
     undeliverable_tags = set()
-    for peer_index, (address, _, port, peer_mtu) in enumerate(peers):
+    for peer_index, (address, _, port, peer_mtu) in enumerate(address_tcp_udp_mtu_of_peers):
         longest_payload = min(own_mtu, peer_mtu) - _HEADER_BYTES
         for tag, datagram_bytes in (
             (_datagram_tag(peer_index, False), 0),
@@ -310,7 +315,7 @@ def free_disk_bytes(disk_path: str) -> int:
     return disk_statistics.f_bavail * disk_statistics.f_frsize
 
 
-def sources_checksum() -> int:
+def checksum_of_ortlaunch_sources_or_zero() -> int:
     """Return a checksum over this host's Python files of ortlaunch; 0 if it has none."""
     checksum = 0
     package_folder = next((path for path in (os.path.join(import_folder, "ortlaunch") for import_folder in sys.path)
@@ -323,7 +328,7 @@ def sources_checksum() -> int:
     return checksum
 
 
-def boot_and_network_namespace_id() -> str:
+def boot_and_network_namespace_id_or_empty() -> str:
     """Return the boot id and network namespace: equal for two names of one host, else different."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -341,7 +346,7 @@ def read_run_folder_token_or_none(run_folder: str) -> str | None:
         return None
 
 
-def living_rank_texts_of_runs() -> list[str]:
+def run_folder_and_living_rank_pids_texts() -> list[str]:
     """Return this user's living ranks here, by run: `run folder (process id, ...)`."""
     ranks_by_folder: dict[str, list[str]] = {}
     for process_id in sorted(filter(str.isdecimal, os.listdir("/proc")), key=int):
@@ -399,8 +404,8 @@ def properties_of_this_host(probe_request: Json) -> Json:
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
         "packages": installed_versions(),
-        "sources": sources_checksum(),
-        "machine": boot_and_network_namespace_id(),
+        "sources": checksum_of_ortlaunch_sources_or_zero(),
+        "machine": boot_and_network_namespace_id_or_empty(),
         "cpus": len(os.sched_getaffinity(0)),
         "address": local_ipv4_address_or_none(probe_request["peers"], probe_request["interface"]),
         "interfaces": interface_names(),
@@ -415,7 +420,7 @@ def properties_of_this_host(probe_request: Json) -> Json:
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/sys/class/infiniband")
         and bool(os.listdir("/sys/class/infiniband")),
-        "stale": living_rank_texts_of_runs(),
+        "stale": run_folder_and_living_rank_pids_texts(),
     }
 
 
@@ -448,7 +453,7 @@ def main(request: Json) -> None:
             (peer_words[word_index], *map(int, peer_words[word_index + 1 : word_index + 4]))
             for word_index in range(0, len(peer_words), 4)
         ]
-        connection_results = open_ports.try_tcp_and_udp_of_peers(peers)  # type: ignore[arg-type]
+        connection_results = open_ports.try_peers_and_list_tcp_error_udp_and_mtu_success(peers)  # type: ignore[arg-type]
         print(
             {"time": request_time, "took": time.time() - request_time, "reach": connection_results},
             flush=True,

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from ortlaunch.doctor.finding import Finding
 
 
-def findings_schema_text() -> str:
+def findings_json_schema_text() -> str:
     """Return the schema of a list of `Finding`; the text under each field is its description."""
     schema = TypeAdapter(list[Finding]).json_schema()
     schema_head = {

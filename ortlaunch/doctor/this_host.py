@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ortlaunch import doctor
 from ortlaunch.base import machine
-from ortlaunch.base.cache import create_private_cache_folder
+from ortlaunch.base.cache import create_private_cache_folder_or_refuse
 from ortlaunch.base.errors import FileError, MissingDependency
 from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, finding_ok_or_with_remedy
@@ -109,7 +109,7 @@ def _ort_installation_findings() -> Iterator[Finding]:
     if (
         has_gpus
         and not missing_items
-        and (reason := cuda_libraries.reason_ort_fails_on_gpu_or_empty())
+        and (reason := cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty())
     ):
         missing_items = [
             (reason, "check the driver with nvidia-smi; docs/gpu.md lists the libraries")
@@ -185,7 +185,7 @@ def _gpu_and_nccl_findings(version_by_package: dict[str, str]) -> Iterator[Findi
 def _create_cache_and_report_finding() -> Finding:
     """Return the finding on the cache folder, which is created if it is absent."""
     try:
-        return Finding(THIS_HOST, "cache", OK, str(create_private_cache_folder()))
+        return Finding(THIS_HOST, "cache", OK, str(create_private_cache_folder_or_refuse()))
     except FileError as error:
         observation, _, remedy = str(error).rpartition("; ")
         return Finding(THIS_HOST, "cache", FAILED, observation, remedy)

@@ -138,7 +138,9 @@ def convert_config_to_recipe(
     """
     tree = read_config_tree_or_refuse(config_path)
     tool_name, identifying_keys = (
-        (requested_tool, ()) if requested_tool else _guess_tool_by_keys_or_refuse(tree, config_path)
+        (requested_tool, ())
+        if requested_tool
+        else _guess_tool_and_identifying_keys_or_refuse(tree, config_path)
     )
     if tool_name not in _TOOLS:
         raise InputError(f"--from: got {tool_name}; one of {', '.join(TOOLS)}")
@@ -157,9 +159,11 @@ def convert_config_to_recipe(
         "the file's name",
     )
     # Last: the converters above have taken the keys that need more than a table.
-    draft.convert_other_keys_and_set_defaults()
-    recipe_values = _check_recipe_and_return_values(
-        _recipe_tree_merged_over_base(base_tree, draft), overrides, draft.import_report
+    draft.convert_remaining_keys_and_set_assumed_values()
+    recipe_values = _check_overridden_recipe_and_return_values(
+        _merge_draft_over_base_without_exclusive_keys(base_tree, draft),
+        overrides,
+        draft.import_report,
     )
     # In the order of the sections in the manual, not of the config.
     ordered_values = {
@@ -175,7 +179,7 @@ def convert_config_to_recipe(
     )
 
 
-def _guess_tool_by_keys_or_refuse(
+def _guess_tool_and_identifying_keys_or_refuse(
     config_tree: Tree, config_path: Path
 ) -> tuple[str, tuple[str, ...]]:
     keys_by_tool = {
@@ -221,7 +225,7 @@ def _read_base_recipe_or_empty(base_path: Path | None, config_location: SourceLo
     return base_tree
 
 
-def _recipe_tree_merged_over_base(base_tree: Tree, draft: Draft) -> Tree:
+def _merge_draft_over_base_without_exclusive_keys(base_tree: Tree, draft: Draft) -> Tree:
     """Return the recipe merged over a base."""
     recipe_tree, remaining_base = draft.recipe_tree, base_tree
     for key_names in _EXCLUSIVE_PATHS:
@@ -261,7 +265,7 @@ def _recipe_tree_merged_over_base(base_tree: Tree, draft: Draft) -> Tree:
     return merged_tree
 
 
-def _check_recipe_and_return_values(
+def _check_overridden_recipe_and_return_values(
     recipe_tree: Tree, overrides: Sequence[str], import_report: ImportReport
 ) -> dict[str, object]:
     """Check a recipe and return its keys.

@@ -70,15 +70,15 @@ def convert_axolotl_config(draft: Draft) -> None:
     draft.refuse_config_with_keys(_REFUSED_KEYS)
     draft.assume_default("model.task", "causal-lm", "Axolotl trains no other")
     _convert_base_model_and_tokenizer(draft)
-    _convert_lora_adapter(draft)
+    _convert_lora_adapter_or_refuse_other(draft)
     _convert_train_and_evaluation_datasets(draft)
     trainer.convert_held_out_share_or_samples(draft, "val_set_size")
     _convert_chat_template(draft)
     _convert_special_and_added_tokens(draft)
     _convert_packing_and_loss_on_prompts(draft)
     _convert_wandb_and_tensorboard(draft)
-    _convert_sharding_attention_and_batch_size(draft)
-    trainer.convert_optimizer_name_and_betas(draft, "optimizer")
+    _convert_freezing_sharding_attention_and_batch(draft)
+    trainer.convert_optimizer_name_betas_and_lora_plus_ratio(draft, "optimizer")
     _convert_schedule_and_assume_cosine(draft)
     _convert_loss_watchdog_to_spike_limit(draft)
     trainer.convert_shared_trainer_arguments(draft)
@@ -100,7 +100,9 @@ def _convert_base_model_and_tokenizer(draft: Draft) -> None:
         model_source = one_line_text(base_node) + (
             f"@{one_line_text(revision_node)}" if revision_node else ""
         )
-        draft.set_recipe_key_and_report("model.pretrained", base_node, "base_model", model_source)
+        draft.set_recipe_key_unless_set_and_report(
+            "model.pretrained", base_node, "base_model", model_source
+        )
         tokenizer_source = (
             one_line_text(tokenizer_node) if tokenizer_node is not None else model_source
         )
@@ -110,7 +112,7 @@ def _convert_base_model_and_tokenizer(draft: Draft) -> None:
     draft.report_if_needless("model_type", "the pretrained model's config says it")
 
 
-def _convert_lora_adapter(draft: Draft) -> None:
+def _convert_lora_adapter_or_refuse_other(draft: Draft) -> None:
     adapter_node = draft.take_key("adapter")
     if adapter_node is None:
         return draft.report_adapters_unused("there is no adapter")
@@ -126,7 +128,7 @@ def _convert_lora_adapter(draft: Draft) -> None:
     # If both are given, `draft.put` reports the second as dropped.
     all_linear_node = draft.take_key("lora_target_linear")
     names_node = draft.take_key("lora_target_modules")
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "model.lora.target_modules", all_linear_node, "lora_target_linear", ["all-linear"]
     )
     target_names = (
@@ -138,12 +140,12 @@ def _convert_lora_adapter(draft: Draft) -> None:
     if all_linear_node is not None and not {*target_names} & {"lm_head", "embed_tokens"}:
         draft.report_needless("lora_target_modules", names_node, "all-linear has them")
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.lora.target_modules", names_node, "lora_target_modules"
         )
     parameters_node = draft.take_key("lora_target_parameters")
     if parameters_node is not None:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.lora.target_parameters", parameters_node, "lora_target_parameters"
         )
         draft.assume_default("engine.name", "eager", "lora_target_parameters requires it")
@@ -153,31 +155,33 @@ def _convert_lora_adapter(draft: Draft) -> None:
     if rslora_node is not None:
         # It divides alpha by the root of the rank, peft's usual scale by the rank.
         scaled_alpha = (number_of_node(alpha_node) or 8) * math.sqrt(number_of_node(rank_node) or 8)
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.lora.alpha", rslora_node, "lora_alpha, peft_use_rslora", round(scaled_alpha, 6)
         )
         alpha_node = None
     for node, key, lora_field in ((rank_node, "lora_r", "r"), (alpha_node, "lora_alpha", "alpha")):
-        draft.set_recipe_key_and_report(f"model.lora.{lora_field}", node, key)
+        draft.set_recipe_key_unless_set_and_report(f"model.lora.{lora_field}", node, key)
         draft.assume_default(f"model.lora.{lora_field}", 8, "peft's default")
     return None
 
 
-def _convert_sharding_attention_and_batch_size(draft: Draft) -> None:
+def _convert_freezing_sharding_attention_and_batch(draft: Draft) -> None:
     """Convert settings that decide where weights are, and which of them are trained."""
     _convert_unfrozen_to_freeze_patterns(draft)
     shard_size_node = draft.take_key("dp_shard_size")
     if (number_of_node(shard_size_node) or 0) > 1:
-        sharding.assume_zero_stage_and_engine(draft, 3, "by dp_shard_size")
+        sharding.assume_zero_stage_and_eager_for_stage_3(draft, 3, "by dp_shard_size")
         draft.report_altered(
             "dp_shard_size", shard_size_node, "zero.stage; weights are sharded over all ranks"
         )
     else:
         draft.report_needless("dp_shard_size", shard_size_node, "1 stands for none")
-    trainer.convert_activation_offload_to_eager(draft, "activation_offloading")
+    trainer.convert_activation_offload_and_assume_eager(draft, "activation_offloading")
     attention_node = draft.take_key("attn_implementation")
     if attention_node is not None and attention_node.scalar in ("eager", "sdpa"):
-        draft.set_recipe_key_and_report("model.attention", attention_node, "attn_implementation")
+        draft.set_recipe_key_unless_set_and_report(
+            "model.attention", attention_node, "attn_implementation"
+        )
     else:
         draft.report_needless(
             "attn_implementation", attention_node, "the fastest that works is chosen"
@@ -192,14 +196,14 @@ def _convert_sharding_attention_and_batch_size(draft: Draft) -> None:
         draft.report_needless("accelerator_config", draft.unconverted.pop("accelerator_config"),
                        "it is for memory; gradients are averaged once a step")  # fmt: skip
     for key, precision_name in (("float16", "fp16"), ("bfloat16", "bf16")):
-        draft.set_recipe_key_from_config_key(
+        draft.set_recipe_key_from_config_key_if_present(
             "precision", key, precision_name, "weights and optimizer state are in 32 bits"
         )
     batch_size_node = draft.take_key("batch_size")
     micro_size = number_of_node(draft.unconverted.get("micro_batch_size")) or 1
     if batch_size_node is not None:
         accumulation_steps = max(1, int((number_of_node(batch_size_node) or 1) // micro_size))
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "batch.accumulation_steps", batch_size_node, "batch_size", accumulation_steps
         )
 
@@ -223,7 +227,7 @@ def _convert_unfrozen_to_freeze_patterns(draft: Draft) -> None:
             "unfrozen_parameters", node, "write them as model.freeze: ['*', '!...']"
         )
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.freeze", node, "unfrozen_parameters", ["*", *map("!{}".format, patterns)]
         )
 
@@ -265,7 +269,7 @@ def _convert_loss_watchdog_to_spike_limit(draft: Draft) -> None:
             "limit": limit_node,
             "patience": number_of_node(patience_node) or 3,
         }
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "train.on_spike",
             limit_node,
             "loss_watchdog_threshold",
@@ -290,18 +294,18 @@ def _convert_train_and_evaluation_datasets(draft: Draft) -> None:
             continue
         usual_type = "pretrain" if key == "pretraining_dataset" else None
         sources = [node] if node.node_type != "list" else list(node.children.values())
-        _set_config_template_shared_by_all_sets(draft, sources)
+        _copy_chat_template_of_all_sets_to_config(draft, sources)
         if recipe_part == "train" and len(sources) > 1:
             weighted_sources = [
                 {
-                    "source": _recipe_source_of_data_set(
+                    "source": _recipe_source_of_data_set_and_report_rest(
                         draft, source_node, f"{key}[{source_index}]", usual_type
                     ),
                     "weight": 1.0,
                 }
                 for source_index, source_node in enumerate(sources)
             ]
-            draft.set_recipe_key_and_report(
+            draft.set_recipe_key_unless_set_and_report(
                 "data.train",
                 node,
                 key,
@@ -309,11 +313,11 @@ def _convert_train_and_evaluation_datasets(draft: Draft) -> None:
                 "each has the same share of the samples; Axolotl puts them one after another",
             )
         else:
-            draft.set_recipe_key_and_report(
+            draft.set_recipe_key_unless_set_and_report(
                 f"data.{recipe_part}",
                 sources[0],
                 key,
-                _recipe_source_of_data_set(draft, sources[0], key, usual_type),
+                _recipe_source_of_data_set_and_report_rest(draft, sources[0], key, usual_type),
             )
             for source_index, source_node in enumerate(sources[1:], 1):
                 draft.report_dropped(
@@ -321,7 +325,7 @@ def _convert_train_and_evaluation_datasets(draft: Draft) -> None:
                 )
 
 
-def _set_config_template_shared_by_all_sets(draft: Draft, sources: list[Tree]) -> None:
+def _copy_chat_template_of_all_sets_to_config(draft: Draft, sources: list[Tree]) -> None:
     """Give the config a chat template that all of its data sets have, for `_template`."""
     for key in _TEMPLATE_KEYS:
         template_nodes = [node.find_subtree((key,)) for node in sources]
@@ -333,7 +337,7 @@ def _set_config_template_shared_by_all_sets(draft: Draft, sources: list[Tree]) -
             draft.unconverted.setdefault(key, first_template)
 
 
-def _recipe_source_of_data_set(
+def _recipe_source_of_data_set_and_report_rest(
     draft: Draft, data_set_node: Tree, source_key: str, usual_type: str | None
 ) -> dict[str, object]:
     """Return a data source from its path and type; settings without a counterpart are reported."""
@@ -363,7 +367,7 @@ def _recipe_source_of_data_set(
     if values.get("data_files") and not file_format:
         source["files"] = values.pop("data_files")
     source.update(
-        _columns_and_prompt_of_data_set(draft, data_set_node, source_key, type_name, values)
+        _take_columns_and_prompt_of_data_set(draft, data_set_node, source_key, type_name, values)
     )
     for name, value in values.items():
         if value not in (None, False, ""):
@@ -375,7 +379,7 @@ def _recipe_source_of_data_set(
     return source
 
 
-def _columns_and_prompt_of_data_set(
+def _take_columns_and_prompt_of_data_set(
     draft: Draft,
     data_set_node: Tree,
     source_key: str,
@@ -393,12 +397,14 @@ def _columns_and_prompt_of_data_set(
     # A mapping is Axolotl's form of a custom prompt.
     if isinstance(source_type, dict):
         return {
-            **_prompt_template_and_columns(draft, type_node, f"{source_key}.type", source_type),
+            **_take_prompt_template_and_columns(
+                draft, type_node, f"{source_key}.type", source_type
+            ),
             **loss_fields,
         }
     if source_type in _CHAT_TYPES:
         return {
-            **_chat_columns_keys_and_roles(
+            **_take_chat_columns_keys_and_roles(
                 draft, data_set_node, source_key, str(source_type), remaining_settings
             ),
             **loss_fields,
@@ -407,7 +413,7 @@ def _columns_and_prompt_of_data_set(
         return {"prompt": "alpaca", **loss_fields}
     family, _, style = str(source_type).partition(":")
     if family == "alpaca" and style in _STYLES:
-        return {"prompt": _alpaca_template_in_style(style), **loss_fields}
+        return {"prompt": _alpaca_templates_in_style(style), **loss_fields}
     if source_type is not None:
         draft.report_dropped(
             f"{source_key}.type",
@@ -417,7 +423,7 @@ def _columns_and_prompt_of_data_set(
     return {}
 
 
-def _alpaca_template_in_style(style_name: str) -> dict[str, str]:
+def _alpaca_templates_in_style(style_name: str) -> dict[str, str]:
     """Return the template of an Alpaca prompt in another style."""
     system_text, turn_text, turn_without_input = _STYLES[style_name]
     alpaca = PROMPTS["alpaca"]
@@ -432,7 +438,7 @@ def _alpaca_template_in_style(style_name: str) -> dict[str, str]:
     }
 
 
-def _chat_columns_keys_and_roles(
+def _take_chat_columns_keys_and_roles(
     draft: Draft,
     data_set_node: Tree,
     source_key: str,
@@ -467,7 +473,7 @@ def _chat_columns_keys_and_roles(
         "train_on_inputs"
     ):
         recipe_fields["train_key"] = remaining_settings.pop("message_field_training")
-    recipe_fields |= _train_on_end_setting_if_not_counted(
+    recipe_fields |= _take_end_mark_settings_as_train_on_end(
         draft, data_set_node, source_key, remaining_settings
     )
     for config_field in _TEMPLATE_KEYS:
@@ -505,7 +511,7 @@ def _chat_columns_keys_and_roles(
     }
 
 
-def _train_on_end_setting_if_not_counted(
+def _take_end_mark_settings_as_train_on_end(
     draft: Draft, data_set_node: Tree, source_key: str, remaining_settings: dict[str, Any]
 ) -> dict[str, object]:
     """Convert the two keys that decide whether the end mark of an answer counts.
@@ -538,7 +544,7 @@ def _train_on_end_setting_if_not_counted(
     return {} if counts_end_mark else {"train_on_end": False}
 
 
-def _prompt_template_and_columns(
+def _take_prompt_template_and_columns(
     draft: Draft, type_node: Tree, type_key: str, prompt_settings: dict[str, Any]
 ) -> dict[str, object]:
     """Convert a custom prompt: a format, and the names of its columns."""
@@ -577,18 +583,22 @@ def _convert_special_and_added_tokens(draft: Draft) -> None:
         if tokens is None:
             continue
         if tokens.node_type != "mapping":
-            draft.set_recipe_key_and_report("data.added_tokens", tokens, key)
+            draft.set_recipe_key_unless_set_and_report("data.added_tokens", tokens, key)
             continue
         special_tokens = {}
         for name, node in tokens.children.items():
             if name in get_args(SpecialToken) and node.scalar:
                 special_tokens[str(name)] = node.scalar
             elif node.node_type == "list":
-                draft.set_recipe_key_and_report("data.added_tokens", node, f"{key}.{name}")
+                draft.set_recipe_key_unless_set_and_report(
+                    "data.added_tokens", node, f"{key}.{name}"
+                )
             elif not is_empty(node):
                 draft.report_dropped(f"{key}.{name}", node, "no counterpart")
         if special_tokens:
-            draft.set_recipe_key_and_report("data.special_tokens", tokens, key, special_tokens)
+            draft.set_recipe_key_unless_set_and_report(
+                "data.special_tokens", tokens, key, special_tokens
+            )
     draft.report_if_needless(
         "eot_tokens",
         "the end mark that the chat template writes after an answer counts with the answer",
@@ -605,7 +615,9 @@ def _convert_chat_template(draft: Draft) -> None:
             "chat_template", template_node, "of no effect there: no data set has chats"
         )
         return
-    draft.set_recipe_key_and_report("data.chat_template", jinja_node, "chat_template_jinja")
+    draft.set_recipe_key_unless_set_and_report(
+        "data.chat_template", jinja_node, "chat_template_jinja"
+    )
     model_family = (
         re.match("[a-z]*", str(template_node.scalar).lower()) if template_node is not None else None
     )
@@ -622,7 +634,7 @@ def _convert_chat_template(draft: Draft) -> None:
         template_with_begin_mark = (
             "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"] if template_node.scalar == "phi_3" else None
         )
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.chat_template", template_node, "chat_template", template_with_begin_mark
         )
     elif template_node is not None:
@@ -646,7 +658,7 @@ def _convert_schedule_and_assume_cosine(draft: Draft) -> None:
     min_ratio_node = draft.unconverted.get("cosine_min_lr_ratio")
     if min_ratio_node is not None and number_of_node(min_ratio_node) == 1:
         min_ratio_key = "cosine_min_lr_ratio"
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "schedule.name", draft.unconverted.pop(min_ratio_key), min_ratio_key, "constant"
         )
         draft.report_if_needless("lr_scheduler", "a cosine down to the same rate is constant")
@@ -654,7 +666,9 @@ def _convert_schedule_and_assume_cosine(draft: Draft) -> None:
     if constant_ratio_node is not None and not number_of_node(constant_ratio_node):
         draft.report_needless("cosine_constant_lr_ratio", draft.unconverted.pop("cosine_constant_lr_ratio"),
                        "0 stands for none")  # fmt: skip
-    draft.set_recipe_key_from_config_key("schedule.warmup_power", "lr_quadratic_warmup", 2.0)
+    draft.set_recipe_key_from_config_key_if_present(
+        "schedule.warmup_power", "lr_quadratic_warmup", 2.0
+    )
     scheduler_name = draft.config_value("lr_scheduler")
     if (
         scheduler_name != "constant"
@@ -700,7 +714,7 @@ def _convert_packing_and_loss_on_prompts(draft: Draft) -> None:
             continue
         node = draft.unconverted.pop(key)
         if is_packed and key == "sample_packing":
-            draft.set_recipe_key_and_report("data.packing", node, key)
+            draft.set_recipe_key_unless_set_and_report("data.packing", node, key)
         elif not has_chats or bool(node.scalar) == is_packed:
             draft.report_needless(key, node, "data.packing has it" if is_packed else reason)
         else:
@@ -716,11 +730,11 @@ def _convert_packing_and_loss_on_prompts(draft: Draft) -> None:
 def _convert_wandb_and_tensorboard(draft: Draft) -> None:
     project_node = draft.take_key("wandb_project")
     if project_node is not None:
-        draft.set_recipe_key_and_report("log.project", project_node, "wandb_project")
+        draft.set_recipe_key_unless_set_and_report("log.project", project_node, "wandb_project")
         draft.assume_default("log.trackers", ["wandb"], "wandb_project requires it")
     tensorboard_node = draft.take_key("use_tensorboard")
     if tensorboard_node is not None:
         tracker_names = ["wandb", "tensorboard"] if project_node is not None else ["tensorboard"]
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "log.trackers", tensorboard_node, "use_tensorboard", tracker_names
         )

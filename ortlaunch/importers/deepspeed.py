@@ -67,7 +67,7 @@ def convert_deepspeed_file_or_mapping(draft: Draft, config_node: Tree) -> None:
             "there is no such file here; give zero.stage, and zero.deepspeed",
         )
         # Usual names are such as ds_z3_config.json.
-        return sharding.assume_zero_stage_and_engine(
+        return sharding.assume_zero_stage_and_eager_for_stage_3(
             draft,
             next((stage for stage in (3, 2, 1) if str(stage) in one_line_text(config_node)), 0),
             "by that file's name",
@@ -85,12 +85,12 @@ def convert_deepspeed_file_or_mapping(draft: Draft, config_node: Tree) -> None:
 def _convert_all_deepspeed_keys(
     draft: Draft, node_by_key: dict[str, Tree], key_prefix: str
 ) -> None:
-    sharding.assume_zero_stage_and_engine(
+    sharding.assume_zero_stage_and_eager_for_stage_3(
         draft,
-        _stage_of_zero_optimization(node_by_key.get("zero_optimization")),
+        _stage_of_zero_optimization_or_zero(node_by_key.get("zero_optimization")),
         "by zero_optimization",
     )
-    _drop_or_assume_accumulation_steps(
+    _report_needless_or_assume_accumulation_steps(
         draft, node_by_key
     )  # before the loop, because it removes a redundant size
     # The schedule first: DeepSpeed's warmup_max_lr takes the place of the optimizer's rate.
@@ -100,21 +100,23 @@ def _convert_all_deepspeed_keys(
         elif key == "steps_per_print":
             draft.report_needless(f"{key_prefix}{key}", node, "it is of DeepSpeed's own lines")
         elif key == "optimizer":
-            _convert_optimizer_type_and_params(draft, node)
+            _convert_optimizer_type_or_adamw_and_params(draft, node)
         elif key == "scheduler":
-            _convert_scheduler_type_and_params(draft, node)
+            _convert_scheduler_type_or_linear_and_params(draft, node)
         elif key in ("fp16", "bf16", "bfloat16"):
-            _convert_precision_section(draft, key, node)
+            _convert_enabled_precision_and_keep_raw_keys(draft, key, node)
         elif key in DEEPSPEED_OWNED:
-            _set_recipe_key_that_owns_setting(
+            _set_owning_recipe_key_unless_empty_or_disabled(
                 draft, f"{key_prefix}{key}", node, DEEPSPEED_OWNED[key]
             )
         elif key in TOP_LEVEL_KEYS:
-            _convert_to_raw_deepspeed_keys(draft, key, node, key)
+            _keep_as_raw_deepspeed_keys_or_report(draft, key, node, key)
         elif is_empty(node) or _is_disabled_section(node):
             draft.import_report.empty.append(f"{key_prefix}{key}")
         elif key == "wandb":
-            draft.set_recipe_key_and_report("log.trackers", node, f"{key_prefix}{key}", ["wandb"])
+            draft.set_recipe_key_unless_set_and_report(
+                "log.trackers", node, f"{key_prefix}{key}", ["wandb"]
+            )
         else:
             draft.report_dropped(
                 f"{key_prefix}{key}", node, "DeepSpeed has no such setting, or has it no more"
@@ -127,7 +129,9 @@ def _leave_to_base(draft: Draft, config_key: str, node: Tree, *recipe_keys: str)
     draft.keys_left_to_base.append(recipe_keys)
 
 
-def _drop_or_assume_accumulation_steps(draft: Draft, node_by_key: dict[str, Tree]) -> None:
+def _report_needless_or_assume_accumulation_steps(
+    draft: Draft, node_by_key: dict[str, Tree]
+) -> None:
     """Convert the three batch sizes; without any, Trainer's or the base's remain."""
     global_size, micro_size, accumulation_steps = (
         number_of_node(node_by_key.get(key))
@@ -148,7 +152,7 @@ def _drop_or_assume_accumulation_steps(draft: Draft, node_by_key: dict[str, Tree
         draft.assume_default("batch.accumulation_steps", 1, "DeepSpeed's default")
 
 
-def _stage_of_zero_optimization(zero_node: Tree | None) -> int:
+def _stage_of_zero_optimization_or_zero(zero_node: Tree | None) -> int:
     """Return the stage of `zero_optimization`; 0 without one."""
     # `true` is an older form of stage 1.
     if zero_node is not None and zero_node.scalar is True:
@@ -157,18 +161,20 @@ def _stage_of_zero_optimization(zero_node: Tree | None) -> int:
     return int(stage) if stage is not None else 0
 
 
-def _set_recipe_key_that_owns_setting(
+def _set_owning_recipe_key_unless_empty_or_disabled(
     draft: Draft, config_key: str, value_node: Tree, recipe_key: str
 ) -> None:
     if is_empty(value_node) or value_node.scalar == 0 or _is_disabled_section(value_node):
         draft.import_report.empty.append(config_key)
     elif recipe_key == "log.trackers":  # DeepSpeed's key of this path is tensorboard
-        draft.set_recipe_key_and_report(recipe_key, value_node, config_key, ["tensorboard"])
+        draft.set_recipe_key_unless_set_and_report(
+            recipe_key, value_node, config_key, ["tensorboard"]
+        )
     else:
-        draft.set_recipe_key_and_report(recipe_key, value_node, config_key)
+        draft.set_recipe_key_unless_set_and_report(recipe_key, value_node, config_key)
 
 
-def _convert_offload_setting(
+def _convert_offload_setting_unless_none_or_auto(
     draft: Draft, config_key: str, value_node: Tree, recipe_key: str
 ) -> None:
     """Convert a setting of offloading."""
@@ -179,7 +185,7 @@ def _convert_offload_setting(
     else:
         # DeepSpeed's older keys have `true` for the device cpu; pin_memory is a boolean in both.
         is_older_form = value_node.scalar is True and not recipe_key.endswith("pin_memory")
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             recipe_key, value_node, config_key, "cpu" if is_older_form else value_node.scalar
         )
 
@@ -196,21 +202,21 @@ def _drop_other_keys(draft: Draft, section_name: str, section: Tree) -> None:
             draft.report_dropped(f"{section_name}.{name}", child, "no counterpart")
 
 
-def _convert_optimizer_type_and_params(draft: Draft, optimizer_node: Tree) -> None:
+def _convert_optimizer_type_or_adamw_and_params(draft: Draft, optimizer_node: Tree) -> None:
     type_node = optimizer_node.find_subtree(("type",))
     params_node = optimizer_node.find_subtree(("params",))
     if type_node is not None:
         recipe_optimizer = _OPTIMIZERS.get(str(type_node.scalar).lower())
         remark = "" if recipe_optimizer else "another optimizer: there is none of that name here"
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "optimizer.name", type_node, "optimizer.type", recipe_optimizer or "adamw", remark
         )
     for key, child in params_node.children.items() if params_node is not None else ():
-        _convert_optimizer_param(draft, str(key), child)
+        _convert_or_report_optimizer_param(draft, str(key), child)
     _drop_other_keys(draft, "optimizer", optimizer_node)
 
 
-def _convert_optimizer_param(draft: Draft, setting_name: str, value_node: Tree) -> None:
+def _convert_or_report_optimizer_param(draft: Draft, setting_name: str, value_node: Tree) -> None:
     key_path = f"optimizer.params.{setting_name}"
     learning_rate_node = draft.recipe_tree.find_subtree(("optimizer", "learning_rate"))
     if value_node.scalar == "auto":
@@ -224,7 +230,7 @@ def _convert_optimizer_param(draft: Draft, setting_name: str, value_node: Tree) 
             key_path, value_node, "of no effect there: scheduler.params.warmup_max_lr is the rate"
         )
     elif setting_name in _OPTIMIZER_SETTINGS:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             f"optimizer.{_OPTIMIZER_SETTINGS[setting_name]}", value_node, key_path
         )
     elif setting_name == "adam_w_mode" and value_node.scalar is False:
@@ -241,7 +247,7 @@ def _convert_optimizer_param(draft: Draft, setting_name: str, value_node: Tree) 
         draft.report_dropped(key_path, value_node, "no counterpart")
 
 
-def _convert_scheduler_type_and_params(draft: Draft, scheduler_node: Tree) -> None:
+def _convert_scheduler_type_or_linear_and_params(draft: Draft, scheduler_node: Tree) -> None:
     type_node = scheduler_node.find_subtree(("type",))
     params_node = scheduler_node.find_subtree(("params",))
     schedule_by_type = {
@@ -269,7 +275,7 @@ def _convert_scheduler_type_and_params(draft: Draft, scheduler_node: Tree) -> No
             if str(type_node.scalar) in schedule_by_type
             else "another schedule: there is none of that name here"
         )
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "schedule.name",
             type_node,
             "scheduler.type",
@@ -280,7 +286,7 @@ def _convert_scheduler_type_and_params(draft: Draft, scheduler_node: Tree) -> No
     recipe_key_by_setting = {"warmup_num_steps": "schedule.warmup_steps", "warmup_max_lr": "optimizer.learning_rate",
               "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
     for key, child in values.items():
-        _convert_scheduler_param(draft, key, child, recipe_key_by_setting)
+        _convert_or_report_scheduler_param(draft, key, child, recipe_key_by_setting)
     has_warmup = any(draft.recipe_tree.find_subtree(parse_key_path(path)) for path in _WARMUPS)
     if (
         type_node is not None
@@ -292,7 +298,7 @@ def _convert_scheduler_type_and_params(draft: Draft, scheduler_node: Tree) -> No
     _drop_other_keys(draft, "scheduler", scheduler_node)
 
 
-def _convert_scheduler_param(
+def _convert_or_report_scheduler_param(
     draft: Draft, setting_name: str, value_node: Tree, recipe_key_by_setting: dict[str, str]
 ) -> None:
     key_path = f"scheduler.params.{setting_name}"
@@ -308,7 +314,7 @@ def _convert_scheduler_param(
     elif recipe_node is not None and recipe_node.scalar == value_node.scalar:
         draft.report_needless(key_path, value_node, f"{recipe_key} has it")
     elif recipe_key:
-        draft.set_recipe_key_and_report(recipe_key, value_node, key_path)
+        draft.set_recipe_key_unless_set_and_report(recipe_key, value_node, key_path)
     elif value_node.scalar in (0, 0.0, "linear", "log"):
         draft.report_needless(
             key_path,
@@ -319,7 +325,9 @@ def _convert_scheduler_param(
         draft.report_dropped(key_path, value_node, "no counterpart")
 
 
-def _convert_precision_section(draft: Draft, section_name: str, precision_node: Tree) -> None:
+def _convert_enabled_precision_and_keep_raw_keys(
+    draft: Draft, section_name: str, precision_node: Tree
+) -> None:
     """Convert a section of a precision: whether it is used, and the loss scaling."""
     precision_name = "fp16" if section_name == "fp16" else "bf16"
     enabled = precision_node.find_subtree(("enabled",))
@@ -334,18 +342,18 @@ def _convert_precision_section(draft: Draft, section_name: str, precision_node: 
     if is_auto:
         draft.report_needless(f"{section_name}.enabled", enabled, _AUTO_REMARK)
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "precision", enabled, f"{section_name}.enabled", precision_name
         )
     for name, child in precision_node.children.items():
         if name != "enabled":
-            _convert_to_raw_deepspeed_keys(
+            _keep_as_raw_deepspeed_keys_or_report(
                 draft, f"{precision_name}.{name}", child, f"{precision_name}.{name}"
             )
     return None
 
 
-def _convert_to_raw_deepspeed_keys(
+def _keep_as_raw_deepspeed_keys_or_report(
     draft: Draft, config_key: str, value_node: Tree, deepspeed_key: str
 ) -> None:
     """Convert settings without a field of the recipe to keys of zero.deepspeed, one by one."""
@@ -355,7 +363,7 @@ def _convert_to_raw_deepspeed_keys(
         "data_types",
     ):
         for name, child in value_node.children.items():
-            _convert_to_raw_deepspeed_keys(
+            _keep_as_raw_deepspeed_keys_or_report(
                 draft, f"{config_key}.{name}", child, f"{deepspeed_key}.{name}"
             )
     elif deepspeed_key in _CPU_ADAM and not is_empty(value_node):
@@ -368,7 +376,9 @@ def _convert_to_raw_deepspeed_keys(
             ),
         )
     elif DEEPSPEED_OWNED.get(deepspeed_key, "").startswith("zero.offload."):
-        _convert_offload_setting(draft, config_key, value_node, DEEPSPEED_OWNED[deepspeed_key])
+        _convert_offload_setting_unless_none_or_auto(
+            draft, config_key, value_node, DEEPSPEED_OWNED[deepspeed_key]
+        )
     elif deepspeed_key == "zero_optimization.stage" or (
         deepspeed_key == "zero_optimization" and value_node.scalar is True
     ):
@@ -380,4 +390,6 @@ def _convert_to_raw_deepspeed_keys(
     ):
         draft.report_needless(config_key, value_node, _AUTO_REMARK)
     else:
-        draft.set_recipe_key_and_report(f"zero.deepspeed.{deepspeed_key}", value_node, config_key)
+        draft.set_recipe_key_unless_set_and_report(
+            f"zero.deepspeed.{deepspeed_key}", value_node, config_key
+        )

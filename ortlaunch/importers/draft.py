@@ -127,7 +127,7 @@ class Draft:
             else None
         )
 
-    def set_recipe_key_and_report(
+    def set_recipe_key_unless_set_and_report(
         self,
         recipe_key: str,
         value_node: Tree | None,
@@ -149,7 +149,7 @@ class Draft:
         new_subtree = (
             value_node
             if recipe_value is None
-            else tree_with_location_of_node(recipe_value, value_node)
+            else recipe_value_tree_located_at_node(recipe_value, value_node)
         )
         earlier_subtree = self.recipe_tree.find_subtree(parse_key_path(recipe_key))
         # Two keys of the config with one counterpart: equal values are fine.
@@ -176,11 +176,11 @@ class Draft:
         )
         return None
 
-    def set_recipe_key_from_config_key(
+    def set_recipe_key_from_config_key_if_present(
         self, recipe_key: str, config_key: str, recipe_value: object = None, difference: str = ""
     ) -> None:
         """Set a key of the recipe by one of the config, if the config has it; as `put`."""
-        self.set_recipe_key_and_report(
+        self.set_recipe_key_unless_set_and_report(
             recipe_key, self.take_key(config_key), config_key, recipe_value, difference
         )
 
@@ -223,7 +223,7 @@ class Draft:
         ]:
             self.report_if_needless(config_key, f"of no effect there: {reason}")
 
-    def convert_other_keys_and_set_defaults(self) -> None:
+    def convert_remaining_keys_and_set_assumed_values(self) -> None:
         """Convert all other keys by the dialects and the recipe's names, then set the defaults."""
         for config_key, node in self.unconverted.items():
             if node.scalar is False and normalize_word(config_key) in TRUE_BY_ITSELF:
@@ -237,7 +237,7 @@ class Draft:
             elif _is_default_without_counterpart(config_key, node):
                 self.report_needless(config_key, node, "the tool's default, which asks for nothing")
             else:
-                self._convert_key_by_dialect_tables(config_key, node)
+                self._convert_key_by_dialect_tables_or_report_dropped(config_key, node)
         self.unconverted = {}
         if self.expected_recipe_value_or_none("precision") == "bf16":
             self.assume_default(*_ENGINE_FOR_BF16)
@@ -245,11 +245,13 @@ class Draft:
             if self.recipe_tree.find_subtree(parse_key_path(recipe_key)) is None:
                 self.recipe_tree = self.recipe_tree.copy_with_subtree(
                     parse_key_path(recipe_key),
-                    tree_with_location_of_node(recipe_value, self.recipe_tree),
+                    recipe_value_tree_located_at_node(recipe_value, self.recipe_tree),
                 )
                 self.import_report.assumed.append(f"{recipe_key}: {recipe_value} ({reason})")
 
-    def _convert_key_by_dialect_tables(self, config_key: str, value_node: Tree) -> None:
+    def _convert_key_by_dialect_tables_or_report_dropped(
+        self, config_key: str, value_node: Tree
+    ) -> None:
         # The tool's own dialect first: the same key may mean something else in another tool.
         recipe_key = next(
             (
@@ -275,11 +277,11 @@ class Draft:
         elif names_accepted_by_field(parse_key_path(recipe_key)) and isinstance(
             value_node.scalar, str
         ):
-            self._set_closest_accepted_word(config_key, value_node, recipe_key)
+            self._set_closest_accepted_word_or_report_dropped(config_key, value_node, recipe_key)
         else:
-            self.set_recipe_key_and_report(recipe_key, value_node, config_key)
+            self.set_recipe_key_unless_set_and_report(recipe_key, value_node, config_key)
 
-    def _set_closest_accepted_word(
+    def _set_closest_accepted_word_or_report_dropped(
         self, config_key: str, value_node: Tree, recipe_key: str
     ) -> None:
         accepted_words = names_accepted_by_field(parse_key_path(recipe_key))
@@ -288,7 +290,9 @@ class Draft:
             return self.report_dropped(
                 config_key, value_node, f"{recipe_key} has {', '.join(accepted_words)}"
             )
-        return self.set_recipe_key_and_report(recipe_key, value_node, config_key, closest_word)
+        return self.set_recipe_key_unless_set_and_report(
+            recipe_key, value_node, config_key, closest_word
+        )
 
     def _add_remark_if_set(
         self, remarks: list[Remark], config_key: str, value_node: Tree | None, result_text: str
@@ -349,7 +353,7 @@ def _is_default_without_counterpart(config_key: str, value_node: Tree) -> bool:
     return usual_value is not None and value == usual_value
 
 
-def tree_with_location_of_node(recipe_value: object, located_node: Tree) -> Tree:
+def recipe_value_tree_located_at_node(recipe_value: object, located_node: Tree) -> Tree:
     """Return a tree of a recipe's value, with the location of another tool's value."""
     if isinstance(recipe_value, Tree):
         return recipe_value
@@ -359,7 +363,7 @@ def tree_with_location_of_node(recipe_value: object, located_node: Tree) -> Tree
             node_type="mapping",
             key_location=located_node.key_location,
             children={
-                key: tree_with_location_of_node(inner_value, located_node)
+                key: recipe_value_tree_located_at_node(inner_value, located_node)
                 for key, inner_value in recipe_value.items()
             },
         )
@@ -369,7 +373,7 @@ def tree_with_location_of_node(recipe_value: object, located_node: Tree) -> Tree
             node_type="list",
             key_location=located_node.key_location,
             children={
-                i: tree_with_location_of_node(inner_value, located_node)
+                i: recipe_value_tree_located_at_node(inner_value, located_node)
                 for i, inner_value in enumerate(recipe_value)
             },
         )

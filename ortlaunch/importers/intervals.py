@@ -36,10 +36,10 @@ def convert_evaluation_save_and_log_intervals(draft: Draft) -> None:
     _convert_evaluation_strategy_and_interval(draft, has_data)
     _convert_best_checkpoint_and_early_stop(draft, _NO_DATA_REMARK if not has_data else "")
     _convert_save_strategy_and_interval(draft)
-    _convert_steps_or_epoch_fraction(draft, "logging_steps", _IntervalKeys("log.every_steps"))
+    _convert_interval_to_steps_or_epochs(draft, "logging_steps", _IntervalKeys("log.every_steps"))
 
 
-def _step_count_or_none(draft: Draft, value_node: Tree | None) -> int | None:
+def _whole_or_fraction_of_max_steps_or_none(draft: Draft, value_node: Tree | None) -> int | None:
     """Return a number of steps; None if it is no number, or a share of an unknown number."""
     # In Trainer a value below 1 is a share of max_steps.
     value = number_of_node(value_node)
@@ -53,12 +53,12 @@ def _step_count_or_none(draft: Draft, value_node: Tree | None) -> int | None:
     )
 
 
-def _convert_steps_or_epoch_fraction(
+def _convert_interval_to_steps_or_epochs(
     draft: Draft, config_key: str, interval_keys: _IntervalKeys
 ) -> None:
     node = draft.take_key(config_key)
     value = number_of_node(node)
-    steps = _step_count_or_none(draft, node)
+    steps = _whole_or_fraction_of_max_steps_or_none(draft, node)
     is_share = value is not None and value < 1 and steps is None
     set_key = next(
         (
@@ -72,7 +72,7 @@ def _convert_steps_or_epoch_fraction(
         draft.report_dropped(config_key, node, f"{set_key} is set by another key already")
     elif is_share and interval_keys.epochs and value:
         # A share of the whole training, whose length is in epochs.
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             interval_keys.epochs, node, config_key, round(value * _training_epochs(draft), 9)
         )
     elif is_share:
@@ -80,7 +80,7 @@ def _convert_steps_or_epoch_fraction(
             config_key, node, f"below 1 it is a share of max_steps; give {interval_keys.steps}"
         )
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             interval_keys.steps, node, config_key, None if isinstance(value, int) else steps
         )
 
@@ -92,12 +92,16 @@ def _training_epochs(draft: Draft) -> float:
     return epochs or (1.0 if "Axolotl" in draft.tools else 3.0)
 
 
-def _convert_times_per_epoch_to_interval(draft: Draft, config_key: str, recipe_key: str) -> None:
+def _convert_times_per_epoch_to_epoch_interval(
+    draft: Draft, config_key: str, recipe_key: str
+) -> None:
     """Convert Axolotl's number of times in an epoch; 0 stands for none given."""
     node = draft.take_key(config_key)
     times_per_epoch = number_of_node(node)
     if times_per_epoch:
-        draft.set_recipe_key_and_report(recipe_key, node, config_key, 1 / times_per_epoch)
+        draft.set_recipe_key_unless_set_and_report(
+            recipe_key, node, config_key, 1 / times_per_epoch
+        )
     else:
         draft.report_needless(config_key, node, "0 stands for no number of times")
 
@@ -130,14 +134,14 @@ def _convert_evaluation_strategy_and_interval(draft: Draft, has_data: bool) -> N
             else:
                 draft.report_dropped(config_key, node, _NO_DATA_REMARK)
         return
-    _convert_times_per_epoch_to_interval(draft, "evals_per_epoch", _EVALUATIONS.epochs)
+    _convert_times_per_epoch_to_epoch_interval(draft, "evals_per_epoch", _EVALUATIONS.epochs)
     if strategy_name == "epoch" and strategy is not None:
-        draft.set_recipe_key_and_report(_EVALUATIONS.epochs, strategy, strategy_key, 1.0)
+        draft.set_recipe_key_unless_set_and_report(_EVALUATIONS.epochs, strategy, strategy_key, 1.0)
         _report_without_effect(draft, "eval_steps", strategy_key, strategy_name)
         return
-    _convert_steps_or_epoch_fraction(draft, "eval_steps", _EVALUATIONS)
+    _convert_interval_to_steps_or_epochs(draft, "eval_steps", _EVALUATIONS)
     if strategy is not None:
-        _convert_strategy_of_steps(draft, strategy_key, strategy)
+        _set_evaluation_steps_from_logging_steps(draft, strategy_key, strategy)
     elif (
         "Axolotl" in draft.tools and _interval_key_already_set_or_none(draft, _EVALUATIONS) is None
     ):
@@ -162,12 +166,14 @@ def _report_without_effect(
     draft.report_if_needless(config_key, f"of no effect there: {strategy_key} is {strategy_name}")
 
 
-def _convert_strategy_of_steps(draft: Draft, strategy_key: str, strategy: Tree) -> None:
+def _set_evaluation_steps_from_logging_steps(
+    draft: Draft, strategy_key: str, strategy: Tree
+) -> None:
     """Convert a strategy of `step_count`."""
     # Without eval_steps Trainer evaluates every logging_steps.
     logging_node = draft.unconverted.get("logging_steps")
     step_count = (
-        _step_count_or_none(draft, logging_node)
+        _whole_or_fraction_of_max_steps_or_none(draft, logging_node)
         if logging_node is not None
         else _DEFAULT_LOGGING_STEPS
     )
@@ -175,7 +181,9 @@ def _convert_strategy_of_steps(draft: Draft, strategy_key: str, strategy: Tree) 
     if set_key is not None:
         draft.report_needless(strategy_key, strategy, f"{set_key} has it")
     elif step_count is not None:
-        draft.set_recipe_key_and_report(_EVALUATIONS.steps, strategy, strategy_key, step_count)
+        draft.set_recipe_key_unless_set_and_report(
+            _EVALUATIONS.steps, strategy, strategy_key, step_count
+        )
     else:
         draft.report_dropped(
             strategy_key, strategy, f"it is not known how many steps; give {_EVALUATIONS.steps}"
@@ -227,7 +235,7 @@ def _convert_best_checkpoint_and_early_stop(draft: Draft, reason_for_neither: st
         if reason_for_neither:
             draft.report_dropped(config_key, node, f"{recipe_key}: {reason_for_neither}")
         else:
-            draft.set_recipe_key_and_report(
+            draft.set_recipe_key_unless_set_and_report(
                 recipe_key,
                 node,
                 config_key,
@@ -249,13 +257,13 @@ def _convert_best_checkpoint_and_early_stop(draft: Draft, reason_for_neither: st
 def _convert_save_strategy_and_interval(draft: Draft) -> None:
     """Convert the interval of checkpoints."""
     strategy, strategy_name = _take_strategy(draft, "save_strategy")
-    _convert_times_per_epoch_to_interval(draft, "saves_per_epoch", _SAVES.epochs)
+    _convert_times_per_epoch_to_epoch_interval(draft, "saves_per_epoch", _SAVES.epochs)
     if strategy_name in (None, "steps"):
-        _convert_steps_or_epoch_fraction(draft, "save_steps", _SAVES)
+        _convert_interval_to_steps_or_epochs(draft, "save_steps", _SAVES)
     else:
         _report_without_effect(draft, "save_steps", "save_strategy", strategy_name)
     if strategy_name == "epoch":
-        draft.set_recipe_key_and_report(_SAVES.epochs, strategy, "save_strategy", 1.0)
+        draft.set_recipe_key_unless_set_and_report(_SAVES.epochs, strategy, "save_strategy", 1.0)
     elif (
         strategy is None
         and "Axolotl" in draft.tools

@@ -15,7 +15,7 @@ from ortlaunch.importers.draft import (
     Draft,
     number_of_node,
     one_line_text,
-    tree_with_location_of_node,
+    recipe_value_tree_located_at_node,
 )
 from ortlaunch.importers.trainer import FORMATS
 from ortlaunch.recipe.text.tree import Tree
@@ -70,7 +70,7 @@ class _RefusedDataSet(Exception):
     """A data set that no source of the recipe can be."""
 
 
-def convert_named_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
+def convert_data_sets_by_dataset_info(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
     """Convert the data sets of training and evaluation.
 
     Args:
@@ -87,11 +87,13 @@ def convert_named_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) ->
     has_source = False
     train_node = draft.take_key("train_dataset")
     listed_sets = (
-        llama_v1.read_listed_data_sets_or_none(train_node) if train_node is not None else None
+        llama_v1.read_parent_folder_and_listed_data_sets_or_none(train_node)
+        if train_node is not None
+        else None
     )
     if train_node is not None and listed_sets is not None:
-        names_node = tree_with_location_of_node([*listed_sets[1]], train_node)
-        has_source = _convert_data_sets_of_key(
+        names_node = recipe_value_tree_located_at_node([*listed_sets[1]], train_node)
+        has_source = _convert_data_sets_of_key_and_tell_if_any(
             draft,
             ("train_dataset", "train"),
             names_node,
@@ -106,7 +108,7 @@ def convert_named_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) ->
             reason = f"no {_DESCRIPTION_FILE} is in the folder, nor in the config's folders; give data.{recipe_part}"
             draft.report_dropped(key, node, reason)
         elif node is not None:
-            has_source |= _convert_data_sets_of_key(
+            has_source |= _convert_data_sets_of_key_and_tell_if_any(
                 draft,
                 (key, recipe_part),
                 node,
@@ -147,15 +149,15 @@ def _read_dataset_info_file_or_none(config_path: str, folder_name: str) -> _Desc
     return None
 
 
-def _convert_data_sets_of_key(
+def _convert_data_sets_of_key_and_tell_if_any(
     draft: Draft,
-    key_and_part: tuple[str, str],
+    config_key_and_recipe_part: tuple[str, str],
     set_names_node: Tree,
     described_sets: _DescribedSets,
-    source_options: tuple[bool, float | None, Json],
+    has_chats_row_limit_and_loss_fields: tuple[bool, float | None, Json],
 ) -> bool:
     """Convert the data sets of one key; return whether the recipe has at least one of them."""
-    config_key, recipe_part = key_and_part
+    config_key, recipe_part = config_key_and_recipe_part
     names = (
         set_names_node.value_without_locations()
         if set_names_node.node_type == "list"
@@ -170,7 +172,9 @@ def _convert_data_sets_of_key(
                     f"{described_sets.folder / _DESCRIPTION_FILE} has no {set_name}"
                 )
             sources.append(
-                _recipe_source_of_data_set(set_description, described_sets.folder, *source_options)
+                _recipe_source_of_data_set(
+                    set_description, described_sets.folder, *has_chats_row_limit_and_loss_fields
+                )
             )
         except _RefusedDataSet as error:
             draft.report_dropped(
@@ -194,11 +198,11 @@ def _convert_data_sets_of_key(
     origin_text = f"as {described_sets.folder / _DESCRIPTION_FILE} has it"
     if len(sources) > 1 and recipe_part == "train":
         weighted_sources = [{"source": name_text, "weight": None} for name_text in sources]
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.train", set_names_node, config_key, weighted_sources, _MIXTURE_REMARK
         )
     elif sources:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             f"data.{recipe_part}", set_names_node, f"{config_key}, {origin_text}", sources[0]
         )
         for name_text in sources[1:]:
@@ -217,7 +221,7 @@ def _recipe_source_of_data_set(
 ) -> Json:
     columns = set_description.get("columns") or {}
     source = {
-        **_hub_or_file_fields_of_source(set_description, data_folder),
+        **_hub_or_file_fields_of_source_or_refuse(set_description, data_folder),
         **(_chat_columns_keys_and_roles(set_description, columns) if has_chats else {}),
         **loss_fields,
     }
@@ -229,7 +233,7 @@ def _recipe_source_of_data_set(
     return {**source, "most_rows": int(min(row_limits))} if row_limits else source
 
 
-def _hub_or_file_fields_of_source(set_description: Json, data_folder: Path) -> Json:
+def _hub_or_file_fields_of_source_or_refuse(set_description: Json, data_folder: Path) -> Json:
     """Return where the rows are: on the hub, or in a file."""
     if set_description.get("formatting", "alpaca") not in _FORMATTINGS:
         raise _RefusedDataSet(

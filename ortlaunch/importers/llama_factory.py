@@ -26,7 +26,7 @@ def convert_llama_factory_config(draft: Draft) -> None:
     """
     is_second_schema = any(key in draft.unconverted for key in llama_v1.SECOND_SCHEMA_KEYS)
     if is_second_schema:
-        llama_v1.rename_second_schema_keys(draft)
+        llama_v1.rename_second_schema_keys_and_split_sections(draft)
     for key in ("export_dir", "infer_backend", "do_predict"):
         node = draft.take_key(key)
         if node is not None and not draft.config_value("do_train"):
@@ -41,11 +41,11 @@ def convert_llama_factory_config(draft: Draft) -> None:
         raise refusal_error(
             "finetuning_type", finetuning_node, "only lora and full can be trained here"
         )
-    draft.set_recipe_key_and_report("model.task", stage_node, "stage", "causal-lm")
+    draft.set_recipe_key_unless_set_and_report("model.task", stage_node, "stage", "causal-lm")
     draft.assume_default("model.task", "causal-lm", "LLaMA-Factory's default, sft")
     trainer.convert_model_tokenizer_and_config(draft)
     if finetuning_node is not None and finetuning_node.scalar == "full":
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.lora", finetuning_node, "finetuning_type", null_at_node(finetuning_node)
         )
         draft.report_adapters_unused("finetuning_type is full")
@@ -55,7 +55,7 @@ def convert_llama_factory_config(draft: Draft) -> None:
         draft.report_needless("finetuning_type", finetuning_node, "model.lora says it")
     _convert_data_template_and_packing(draft, stage_node is None or stage_node.scalar == "sft")
     trainer.convert_held_out_share_or_samples(draft, "val_size")
-    _convert_attention_and_checkpointing(draft)
+    _convert_attention_precision_and_checkpointing(draft)
     trainer.convert_shared_trainer_arguments(draft)
     if is_second_schema:
         draft.assume_default("schedule.name", "constant", "LLaMA-Factory's default")
@@ -73,7 +73,7 @@ def _convert_lora_and_assume_defaults(draft: Draft) -> None:
             if target_node.node_type == "scalar"
             else target_node.value_without_locations()
         )
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.lora.target_modules",
             target_node,
             "lora_target",
@@ -84,7 +84,7 @@ def _convert_lora_and_assume_defaults(draft: Draft) -> None:
         ("lora_alpha", "alpha"),
         ("lora_dropout", "dropout"),
     ):
-        draft.set_recipe_key_from_config_key(f"model.lora.{lora_field}", key)
+        draft.set_recipe_key_from_config_key_if_present(f"model.lora.{lora_field}", key)
     # LLaMA-Factory's default of lora_alpha is twice the rank.
     values = {"r": 8, "alpha": 2 * rank, "dropout": 0.0, "target_modules": ["all-linear"]}
     for key, value in values.items():
@@ -95,8 +95,8 @@ def _convert_data_template_and_packing(draft: Draft, has_chats: bool) -> None:
     # Not `take`: `packing: false` has a meaning, too.
     packing_node = draft.unconverted.pop("packing", None)
     neat_packing_node = draft.take_key("neat_packing")
-    llama_data.convert_named_data_sets(
-        draft, has_chats, _train_on_field_of_chat_loss(draft) if has_chats else {}
+    llama_data.convert_data_sets_by_dataset_info(
+        draft, has_chats, _take_train_on_field_or_empty(draft) if has_chats else {}
     )
     template_node = draft.take_key("template")
     if not has_chats:
@@ -114,41 +114,45 @@ def _convert_data_template_and_packing(draft: Draft, has_chats: bool) -> None:
         reason = (
             "" if neat_packing_node is not None else "packed chats do not attend to each other here"
         )
-        draft.set_recipe_key_and_report("data.packing", packing_node, "packing", difference=reason)
+        draft.set_recipe_key_unless_set_and_report(
+            "data.packing", packing_node, "packing", difference=reason
+        )
     else:
         reason = "a chat is a sample of its own" if has_chats else "text is always packed"
         draft.report_needless("packing", packing_node, reason)
     # There it implies packing.
     if has_chats:
-        draft.set_recipe_key_and_report("data.packing", neat_packing_node, "neat_packing")
+        draft.set_recipe_key_unless_set_and_report(
+            "data.packing", neat_packing_node, "neat_packing"
+        )
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.attend_across_documents", neat_packing_node, "neat_packing", recipe_value=False
         )
 
 
-def _convert_attention_and_checkpointing(draft: Draft) -> None:
+def _convert_attention_precision_and_checkpointing(draft: Draft) -> None:
     """Convert attention, precision and recomputation."""
     attention_node = draft.take_key("flash_attn")
     if attention_node is not None and attention_node.scalar in ("disabled", "sdpa"):
         attention_name = "eager" if attention_node.scalar == "disabled" else "sdpa"
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.attention", attention_node, "flash_attn", attention_name
         )
     else:
         draft.report_needless(
             "flash_attn", attention_node, "model.attention chooses the fastest that works"
         )
-    draft.set_recipe_key_from_config_key(
+    draft.set_recipe_key_from_config_key_if_present(
         "precision", "pure_bf16", "bf16", "weights and optimizer state are in 32 bits"
     )
-    draft.set_recipe_key_from_config_key(
+    draft.set_recipe_key_from_config_key_if_present(
         "model.gradient_checkpointing", "disable_gradient_checkpointing", recipe_value=False
     )
     draft.assume_default("model.gradient_checkpointing", True, "LLaMA-Factory's default")
 
 
-def _train_on_field_of_chat_loss(draft: Draft) -> dict[str, str]:
+def _take_train_on_field_or_empty(draft: Draft) -> dict[str, str]:
     """Convert the choice of what counts in the loss of chats."""
     for key, loss_part in (("train_on_prompt", "all"), ("mask_history", "last")):
         node = draft.take_key(key)
@@ -159,6 +163,6 @@ def _train_on_field_of_chat_loss(draft: Draft) -> dict[str, str]:
 
 
 def _assume_defaults(draft: Draft) -> None:
-    draft.set_recipe_key_from_config_key("data.sequence_length", "cutoff_len")
+    draft.set_recipe_key_from_config_key_if_present("data.sequence_length", "cutoff_len")
     draft.assume_default("data.sequence_length", 2048, "LLaMA-Factory's default")
     trainer.assume_defaults(draft, "LLaMA-Factory's")

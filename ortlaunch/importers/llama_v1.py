@@ -7,7 +7,7 @@ from pathlib import Path
 from ortlaunch.base.errors import RecipeError
 from ortlaunch.base.json_types import Json
 from ortlaunch.importers import sharding
-from ortlaunch.importers.draft import Draft, one_line_text, tree_with_location_of_node
+from ortlaunch.importers.draft import Draft, one_line_text, recipe_value_tree_located_at_node
 from ortlaunch.importers.reading import read_config_tree_or_refuse
 from ortlaunch.recipe.text.tree import Tree
 
@@ -34,27 +34,31 @@ _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
 _OPENAI_COLUMNS: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
 
 
-def rename_second_schema_keys(draft: Draft) -> None:
+def rename_second_schema_keys_and_split_sections(draft: Draft) -> None:
     """Rename keys, and take sections apart; keys without a counterpart stay as they are."""
     unconverted = draft.unconverted
-    unconverted.setdefault("stage", tree_with_location_of_node("sft", draft.recipe_tree))
+    unconverted.setdefault("stage", recipe_value_tree_located_at_node("sft", draft.recipe_tree))
     for config_key, first_schema_key in _RENAMED_KEYS.items():
         if config_key in unconverted:
             unconverted[first_schema_key] = unconverted.pop(config_key)
     if "peft_config" not in unconverted:
-        unconverted["finetuning_type"] = tree_with_location_of_node("full", draft.recipe_tree)
+        unconverted["finetuning_type"] = recipe_value_tree_located_at_node(
+            "full", draft.recipe_tree
+        )
     for section, renamed_keys in (("peft_config", _PEFT_KEYS), ("optim_config", _OPTIMIZER_KEYS)):
         node = draft.take_key(section)
         for key, child in node.children.items() if node is not None else ():
             if key in renamed_keys:
                 unconverted[renamed_keys[str(key)]] = child
             elif key == "adamw_betas":
-                draft.set_recipe_key_and_report("optimizer.betas", child, f"{section}.{key}")
+                draft.set_recipe_key_unless_set_and_report(
+                    "optimizer.betas", child, f"{section}.{key}"
+                )
             elif _MUON_DEFAULTS.get(str(key)) == child.value_without_locations():
                 draft.report_needless(f"{section}.{key}", child, "torch's Muon has it")
             elif child.scalar is not None or child.children:
                 draft.report_dropped(f"{section}.{key}", child, "no counterpart")
-    _convert_dist_config(draft)
+    _convert_dist_config_to_deepspeed_or_zero_3(draft)
     batching_node = unconverted.get("batching_strategy")
     if batching_node is not None and batching_node.scalar == "normal":
         draft.report_needless(
@@ -62,14 +66,14 @@ def rename_second_schema_keys(draft: Draft) -> None:
         )
 
 
-def _convert_dist_config(draft: Draft) -> None:
+def _convert_dist_config_to_deepspeed_or_zero_3(draft: Draft) -> None:
     node = draft.take_key("dist_config")
     name_node = node.find_subtree(("name",)) if node is not None else None
     file_node = node.find_subtree(("config_file",)) if node is not None else None
     if file_node is not None:
         draft.unconverted["deepspeed"] = file_node
     elif node is not None and name_node is not None and one_line_text(name_node).startswith("fsdp"):
-        sharding.assume_zero_stage_and_engine(draft, 3, "by dist_config")
+        sharding.assume_zero_stage_and_eager_for_stage_3(draft, 3, "by dist_config")
         draft.report_altered(
             "dist_config", node, "zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"
         )
@@ -77,7 +81,9 @@ def _convert_dist_config(draft: Draft) -> None:
         draft.report_dropped("dist_config", node, "no counterpart; give zero.stage")
 
 
-def read_listed_data_sets_or_none(file_name_node: Tree) -> tuple[Path, Json] | None:
+def read_parent_folder_and_listed_data_sets_or_none(
+    file_name_node: Tree,
+) -> tuple[Path, Json] | None:
     """Return a file of data sets as the first schema has them, and its folder's parent.
 
     The paths in it are relative to the folder in which the tool is started.

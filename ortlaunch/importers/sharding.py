@@ -16,7 +16,7 @@ _STAGES = {
 _ZERO_REMARK = "DeepSpeed's ZeRO shards instead of FSDP, which needs no list of layers"
 
 
-def assume_zero_stage_and_engine(draft: Draft, zero_stage: int, reason: str) -> None:
+def assume_zero_stage_and_eager_for_stage_3(draft: Draft, zero_stage: int, reason: str) -> None:
     """Set ZeRO's stage, and for stage 3 an engine that has it, unless the config sets them."""
     draft.assume_default("zero.stage", zero_stage, reason)
     if zero_stage == 3:
@@ -48,7 +48,7 @@ def convert_fsdp_keys_to_zero(draft: Draft) -> None:
     if strategy_node is None and config_node is None:
         return
     zero_stage = stages[0] if stages else 3
-    assume_zero_stage_and_engine(draft, zero_stage, "FSDP's strategy")
+    assume_zero_stage_and_eager_for_stage_3(draft, zero_stage, "FSDP's strategy")
     for key, node in (
         ("fsdp", strategy_node),
         ("fsdp_config", config_node),
@@ -81,7 +81,7 @@ def _convert_fsdp_offload_and_checkpointing(
         if zero_stage == 3:
             draft.assume_default("zero.offload.parameters", "cpu", "FSDP's offload_params")
     if checkpointing_node is not None and not is_empty(checkpointing_node):
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.gradient_checkpointing",
             checkpointing_node,
             "fsdp_config.activation_checkpointing",

@@ -67,37 +67,37 @@ def convert_torchtune_config(draft: Draft) -> None:
     if dataset_node is None or "optimizer" not in draft.unconverted:
         raise InputError(f"{draft.recipe_tree.location.source}: {_NO_TRAINING_MESSAGE}")
     draft.assume_default("model.task", "causal-lm", "torchtune trains no other")
-    _convert_weights_folder_and_lora(draft)
+    _convert_weights_folder_keep_count_and_lora(draft)
     for key, node in (("dataset", dataset_node), ("dataset_val", draft.take_key("dataset_val"))):
         if node is not None:
-            _convert_dataset_component(draft, key, node)
-    _convert_tokenizer_length(draft)
-    _convert_optimizer_component(draft)
-    _convert_schedule_component(draft)
-    _convert_precision_compile_and_logger(draft)
-    _convert_fsdp_and_tensor_parallelism(draft)
+            _convert_dataset_component_or_refuse(draft, key, node)
+    _convert_tokenizer_length_or_assume_2048(draft)
+    _convert_optimizer_component_or_use_adamw(draft)
+    _convert_schedule_to_cosine_or_linear_or_constant(draft)
+    _convert_precision_compile_logger_and_profiler(draft)
+    _convert_fsdp_and_report_tensor_parallelism(draft)
     trainer.convert_first_valid_run_name(draft)
-    _convert_batch_size_and_length(draft)
+    _convert_batch_size_and_steps_or_epochs(draft)
     loss_node = draft.unconverted.get("loss")
     if loss_node is not None and "rlhf" in one_line_text(loss_node):
         raise refusal_error("loss", loss_node, _REFUSED_KEYS["ref_checkpointer"])
     draft.assume_default("batch.accumulation_steps", 1, "torchtune's default")
 
 
-def _convert_batch_size_and_length(draft: Draft) -> None:
+def _convert_batch_size_and_steps_or_epochs(draft: Draft) -> None:
     batch_size_node = draft.take_key("batch_size")
     epochs_node = draft.take_key("epochs")
     max_steps_node = draft.take_key("max_steps_per_epoch")
-    draft.set_recipe_key_and_report("batch.micro_size", batch_size_node, "batch_size")
+    draft.set_recipe_key_unless_set_and_report("batch.micro_size", batch_size_node, "batch_size")
     if max_steps_node is not None:
         max_steps = int((number_of_node(max_steps_node) or 1) * (number_of_node(epochs_node) or 1))
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "train.max_steps", max_steps_node, "max_steps_per_epoch", max_steps
         )
         draft.report_needless("epochs", epochs_node, "train.max_steps has it")
     else:
-        draft.set_recipe_key_and_report("train.epochs", epochs_node, "epochs")
-    draft.set_recipe_key_from_config_key(
+        draft.set_recipe_key_unless_set_and_report("train.epochs", epochs_node, "epochs")
+    draft.set_recipe_key_from_config_key_if_present(
         "model.lora.merge", "save_adapter_weights_only", recipe_value=False
     )
 
@@ -118,17 +118,21 @@ def _drop_settings(draft: Draft, section_key: str, unused_settings: dict[str, Tr
         draft.report_dropped(f"{section_key}.{name}", node, "no counterpart")
 
 
-def _convert_weights_folder_and_lora(draft: Draft) -> None:
+def _convert_weights_folder_keep_count_and_lora(draft: Draft) -> None:
     """Convert the weights' folder, and the adapters among the model's arguments."""
     _, checkpointer_settings = _take_component_name_and_settings(draft, "checkpointer")
     component, model_settings = _take_component_name_and_settings(draft, "model")
     folder_node = checkpointer_settings.get("checkpoint_dir")
     if "vision" in component:
         raise InputError(f"{draft.recipe_tree.location}: model: {component}: {_IMAGES_MESSAGE}")
-    draft.set_recipe_key_and_report("model.pretrained", folder_node, "checkpointer.checkpoint_dir")
-    draft.set_recipe_key_and_report("data.tokenizer", folder_node, "checkpointer.checkpoint_dir")
+    draft.set_recipe_key_unless_set_and_report(
+        "model.pretrained", folder_node, "checkpointer.checkpoint_dir"
+    )
+    draft.set_recipe_key_unless_set_and_report(
+        "data.tokenizer", folder_node, "checkpointer.checkpoint_dir"
+    )
     keep_node = checkpointer_settings.get("keep_last_n_checkpoints")
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "checkpoint.keep", keep_node, "checkpointer.keep_last_n_checkpoints"
     )
     attention_layers_node = model_settings.pop("lora_attn_modules", None)
@@ -139,14 +143,14 @@ def _convert_weights_folder_and_lora(draft: Draft) -> None:
         ]
         module_names += _MLP_LAYERS if model_settings.pop("apply_lora_to_mlp", None) else ()
         module_names += ["lm_head"] if model_settings.pop("apply_lora_to_output", None) else []
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.lora.target_modules",
             attention_layers_node,
             "model.lora_attn_modules",
             module_names,
         )
         for key, lora_field in (("rank", "r"), ("alpha", "alpha"), ("dropout", "dropout")):
-            draft.set_recipe_key_and_report(
+            draft.set_recipe_key_unless_set_and_report(
                 f"model.lora.{lora_field}",
                 model_settings.pop(f"lora_{key}", None),
                 f"model.lora_{key}",
@@ -158,7 +162,9 @@ def _convert_weights_folder_and_lora(draft: Draft) -> None:
     _drop_settings(draft, "model", model_settings)
 
 
-def _convert_dataset_component(draft: Draft, section_key: str, dataset_node: Tree) -> None:
+def _convert_dataset_component_or_refuse(
+    draft: Draft, section_key: str, dataset_node: Tree
+) -> None:
     """Convert a data set: a component of torchtune, with its arguments."""
     settings = {
         str(hub_name): child
@@ -181,7 +187,7 @@ def _convert_dataset_component(draft: Draft, section_key: str, dataset_node: Tre
     remark = (
         "" if "text_column" in fields else "torchtune writes the model's marks of a chat around it"
     )
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "data.train" if section_key == "dataset" else "data.evaluation",
         dataset_node,
         section_key,
@@ -191,13 +197,13 @@ def _convert_dataset_component(draft: Draft, section_key: str, dataset_node: Tre
     if packed_node is not None and "text_column" in fields:
         draft.report_needless(f"{section_key}.packed", packed_node, "text is always packed")
     elif packed_node is not None and section_key == "dataset":
-        draft.set_recipe_key_and_report("data.packing", packed_node, "dataset.packed")
+        draft.set_recipe_key_unless_set_and_report("data.packing", packed_node, "dataset.packed")
     _drop_settings(draft, section_key, settings)
 
 
-def _convert_tokenizer_length(draft: Draft) -> None:
+def _convert_tokenizer_length_or_assume_2048(draft: Draft) -> None:
     _, settings = _take_component_name_and_settings(draft, "tokenizer")
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "data.sequence_length", settings.pop("max_seq_len", None), "tokenizer.max_seq_len"
     )
     draft.assume_default(
@@ -213,7 +219,7 @@ def _convert_tokenizer_length(draft: Draft) -> None:
             draft.report_dropped(f"tokenizer.{setting_name}", node, "no counterpart")
 
 
-def _convert_optimizer_component(draft: Draft) -> None:
+def _convert_optimizer_component_or_use_adamw(draft: Draft) -> None:
     node = draft.unconverted["optimizer"]
     component, settings = _take_component_name_and_settings(draft, "optimizer")
     recipe_optimizer = _OPTIMIZERS.get(component)
@@ -225,11 +231,11 @@ def _convert_optimizer_component(draft: Draft) -> None:
         if fused_node is not None and recipe_optimizer == "adamw"
         else recipe_optimizer or "adamw"
     )
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "optimizer.name", node, f"optimizer.{_COMPONENT}", optimizer_name, remark
     )
     for config_field, recipe_field in _OPTIMIZER_SETTINGS.items():
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             f"optimizer.{recipe_field}",
             settings.pop(config_field, None),
             f"optimizer.{config_field}",
@@ -237,7 +243,7 @@ def _convert_optimizer_component(draft: Draft) -> None:
     _drop_settings(draft, "optimizer", settings)
 
 
-def _convert_schedule_component(draft: Draft) -> None:
+def _convert_schedule_to_cosine_or_linear_or_constant(draft: Draft) -> None:
     node = draft.unconverted.get("lr_scheduler")
     component, settings = _take_component_name_and_settings(draft, "lr_scheduler")
     if node is None or not component:
@@ -246,10 +252,10 @@ def _convert_schedule_component(draft: Draft) -> None:
     remark = (
         "" if schedule_name == "cosine" else "another schedule: there is none of that name here"
     )
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "schedule.name", node, f"lr_scheduler.{_COMPONENT}", schedule_name, remark
     )
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "schedule.warmup_steps",
         settings.pop("num_warmup_steps", None),
         "lr_scheduler.num_warmup_steps",
@@ -257,11 +263,11 @@ def _convert_schedule_component(draft: Draft) -> None:
     return _drop_settings(draft, "lr_scheduler", settings)
 
 
-def _convert_precision_compile_and_logger(draft: Draft) -> None:
+def _convert_precision_compile_logger_and_profiler(draft: Draft) -> None:
     """Convert precision, compiler, memory and logs."""
-    draft.set_recipe_key_from_config_key("precision", "dtype")
-    trainer.convert_activation_offload_to_eager(draft, "enable_activation_offloading")
-    draft.set_recipe_key_from_config_key("engine.name", "compile", "inductor")
+    draft.set_recipe_key_from_config_key_if_present("precision", "dtype")
+    trainer.convert_activation_offload_and_assume_eager(draft, "enable_activation_offloading")
+    draft.set_recipe_key_from_config_key_if_present("engine.name", "compile", "inductor")
     logger_component, settings = _take_component_name_and_settings(draft, "metric_logger")
     logged_tracker = next(
         (
@@ -273,7 +279,7 @@ def _convert_precision_compile_and_logger(draft: Draft) -> None:
     )
     if logged_tracker is not None:
         draft.assume_default("log.trackers", [logged_tracker], logger_component)
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "log.project", settings.pop("project", None), "metric_logger.project"
     )
     profiler_node = draft.take_key("profiler")
@@ -286,14 +292,16 @@ def _convert_precision_compile_and_logger(draft: Draft) -> None:
     draft.report_dropped("quantizer", draft.take_key("quantizer"), "there is no quantized training")
 
 
-def _convert_fsdp_and_tensor_parallelism(draft: Draft) -> None:
+def _convert_fsdp_and_report_tensor_parallelism(draft: Draft) -> None:
     offload_node = draft.take_key("fsdp_cpu_offload")
     layers_node = draft.take_key("custom_sharded_layers")
     if offload_node is not None or layers_node is not None:
-        sharding.assume_zero_stage_and_engine(draft, 3, "torchtune's FSDP")
+        sharding.assume_zero_stage_and_eager_for_stage_3(draft, 3, "torchtune's FSDP")
     if offload_node is not None:
         offload = {"optimizer": "cpu", "parameters": "cpu"}
-        draft.set_recipe_key_and_report("zero.offload", offload_node, "fsdp_cpu_offload", offload)
+        draft.set_recipe_key_unless_set_and_report(
+            "zero.offload", offload_node, "fsdp_cpu_offload", offload
+        )
     draft.report_needless("custom_sharded_layers", layers_node, "zero.stage 3 shards all layers")
     parallel_plan_node = draft.take_key("tensor_parallel_plan")
     if draft.config_value("tensor_parallel_dim") in (None, 1):

@@ -16,7 +16,7 @@ from ortlaunch.importers.draft import (
     null_at_node,
     number_of_node,
     one_line_text,
-    tree_with_location_of_node,
+    recipe_value_tree_located_at_node,
 )
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.tables.model_tasks import MODEL_TASKS, ModelTask
@@ -65,7 +65,7 @@ FORMATS = {
 def convert_trainer_config(draft: Draft) -> None:
     """Convert arguments of Trainer, with those of an example script or of TRL's SFTTrainer."""
     # First, because TRL's defaults must precede Trainer's.
-    if trl.is_sft_config(draft):
+    if trl.is_sft_config_refusing_other_trl_trainers(draft):
         trl.convert_sft_keys(draft)
     _assume_task_by_script_keys(draft)
     convert_model_tokenizer_and_config(draft)
@@ -76,10 +76,10 @@ def convert_trainer_config(draft: Draft) -> None:
 
 def convert_shared_trainer_arguments(draft: Draft) -> None:
     """Convert the arguments that all tools on top of Trainer share."""
-    convert_optimizer_name_and_betas(draft, "optim")
+    convert_optimizer_name_betas_and_lora_plus_ratio(draft, "optim")
     convert_schedule_and_warmup(draft, "lr_scheduler_type")
     convert_precision_and_tf32(draft)
-    _convert_clipping(draft)
+    _convert_zero_gradient_norm_to_null(draft)
     _convert_named_gradient_checkpointing(draft)
     compile_node = draft.take_key("torch_compile")
     if draft.recipe_tree.find_subtree(("model", "offload_activations")) is not None:
@@ -87,10 +87,12 @@ def convert_shared_trainer_arguments(draft: Draft) -> None:
             "torch_compile", compile_node, "engine eager alone has model.offload_activations"
         )
     else:
-        draft.set_recipe_key_and_report("engine.name", compile_node, "torch_compile", "inductor")
-    _convert_grouping_by_length(draft)
+        draft.set_recipe_key_unless_set_and_report(
+            "engine.name", compile_node, "torch_compile", "inductor"
+        )
+    _convert_grouping_by_length_to_longest_padding(draft)
     for key in ("use_cpu", "no_cuda"):
-        draft.set_recipe_key_from_config_key("launch.device", key, "cpu")
+        draft.set_recipe_key_from_config_key_if_present("launch.device", key, "cpu")
     convert_first_valid_run_name(draft)
     convert_known_trackers(draft)
     intervals.convert_evaluation_save_and_log_intervals(draft)
@@ -101,10 +103,10 @@ def convert_shared_trainer_arguments(draft: Draft) -> None:
     if deepspeed_node is not None:
         deepspeed.convert_deepspeed_file_or_mapping(draft, deepspeed_node)
     sharding.convert_fsdp_keys_to_zero(draft)
-    _mend_optimizer_that_zero_cannot_shard(draft)
+    _disable_zero_for_muon_and_8bit_state_for_zero(draft)
 
 
-def _mend_optimizer_that_zero_cannot_shard(draft: Draft) -> None:
+def _disable_zero_for_muon_and_8bit_state_for_zero(draft: Draft) -> None:
     """Replace an optimizer that updates whole tensors, or ZeRO, which splits them."""
     node = draft.recipe_tree.find_subtree(("optimizer", "name"))
     if (
@@ -112,7 +114,7 @@ def _mend_optimizer_that_zero_cannot_shard(draft: Draft) -> None:
         and node.scalar == "muon"
         and draft.expected_recipe_value_or_none("zero.stage")
     ):
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "zero.stage",
             node,
             "optimizer",
@@ -125,7 +127,7 @@ def _mend_optimizer_that_zero_cannot_shard(draft: Draft) -> None:
         and draft.expected_recipe_value_or_none("zero.stage")
     ):
         draft.recipe_tree = draft.recipe_tree.copy_with_subtree(
-            ("optimizer", "name"), tree_with_location_of_node("adamw", node)
+            ("optimizer", "name"), recipe_value_tree_located_at_node("adamw", node)
         )
         draft.report_altered(
             "optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits"
@@ -164,18 +166,22 @@ def convert_model_tokenizer_and_config(draft: Draft) -> None:
         if model_node is not None and revision_name != "main"
         else None
     )
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "model.pretrained", model_node, "model_name_or_path", pinned_source
     )
     if tokenizer_node is not None:
-        draft.set_recipe_key_and_report("data.tokenizer", tokenizer_node, "tokenizer_name")
+        draft.set_recipe_key_unless_set_and_report(
+            "data.tokenizer", tokenizer_node, "tokenizer_name"
+        )
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.tokenizer", model_node, "model_name_or_path", pinned_source
         )
     draft.report_needless("model_revision", revision_node, "model.pretrained has it")
     if model_node is None:
-        draft.set_recipe_key_and_report("model.config.model_type", type_node, "model_type")
+        draft.set_recipe_key_unless_set_and_report(
+            "model.config.model_type", type_node, "model_type"
+        )
     else:
         draft.report_needless("model_type", type_node, "the pretrained model's config says it")
     if overrides_node is not None:
@@ -191,7 +197,7 @@ def _convert_config_overrides(draft: Draft, overrides_node: Tree) -> None:
             value = json.loads(value_text.lower())
         except ValueError:
             value = value_text
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             f"model.config.{field_name.strip()}",
             overrides_node,
             f"config_overrides {field_name.strip()}",
@@ -203,15 +209,17 @@ def _convert_data_files_or_hub_set(draft: Draft) -> None:
     for key, recipe_part in (("train_file", "train"), ("validation_file", "evaluation")):
         node = draft.take_key(key)
         if node is not None:
-            set_data_file_by_suffix(draft, key, node, recipe_part)
+            set_data_file_by_suffix_or_report_dropped(draft, key, node, recipe_part)
     convert_held_out_share_or_samples(draft, "validation_split_percentage", 100)
     hub_node = draft.take_key("dataset_name")
     subset_node = draft.take_key("dataset_config_name")
     if hub_node is not None:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.train", hub_node, "dataset_name", {"format": "hub", "name": hub_node.scalar}
         )
-    draft.set_recipe_key_and_report("data.train.subset", subset_node, "dataset_config_name")
+    draft.set_recipe_key_unless_set_and_report(
+        "data.train.subset", subset_node, "dataset_config_name"
+    )
     draft.report_dropped(
         "line_by_line",
         draft.take_key("line_by_line"),
@@ -219,7 +227,7 @@ def _convert_data_files_or_hub_set(draft: Draft) -> None:
     )
 
 
-def set_data_file_by_suffix(
+def set_data_file_by_suffix_or_report_dropped(
     draft: Draft, config_key: str, file_name_node: Tree, recipe_part: str
 ) -> None:
     """Convert a data file, whose suffix determines the format."""
@@ -235,7 +243,7 @@ def set_data_file_by_suffix(
         if str(file_name_node.scalar).endswith(".json")
         else ""
     )
-    return draft.set_recipe_key_and_report(
+    return draft.set_recipe_key_unless_set_and_report(
         f"data.{recipe_part}",
         file_name_node,
         config_key,
@@ -244,22 +252,26 @@ def set_data_file_by_suffix(
     )
 
 
-def convert_held_out_share_or_samples(draft: Draft, config_key: str, share_limit: int = 1) -> None:
-    """Convert a part of the training data that is held out; below `share_limit` it is a share."""
+def convert_held_out_share_or_samples(
+    draft: Draft, config_key: str, whole_data_value: int = 1
+) -> None:
+    """Convert a part of the training data that is held out; below `whole_data_value` it is a share."""
     node = draft.take_key(config_key)
     held_out_size = number_of_node(node)
     if not held_out_size:
         draft.report_needless(config_key, node, "nothing is held out by itself")
     else:
         evaluation_part = (
-            {"share": held_out_size / share_limit}
-            if held_out_size < share_limit
+            {"share": held_out_size / whole_data_value}
+            if held_out_size < whole_data_value
             else {"samples": round(held_out_size)}
         )
-        draft.set_recipe_key_and_report("data.evaluation", node, config_key, evaluation_part)
+        draft.set_recipe_key_unless_set_and_report(
+            "data.evaluation", node, config_key, evaluation_part
+        )
 
 
-def convert_optimizer_name_and_betas(draft: Draft, config_key: str) -> None:
+def convert_optimizer_name_betas_and_lora_plus_ratio(draft: Draft, config_key: str) -> None:
     """Convert the optimizer's name, and Adam's betas."""
     node = draft.take_key(config_key)
     if node is not None:
@@ -274,10 +286,12 @@ def convert_optimizer_name_and_betas(draft: Draft, config_key: str) -> None:
                 if has_quantized_state
                 else "another optimizer: there is none of that name here"
             )
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "optimizer.name", node, config_key, recipe_optimizer, remark
         )
-    draft.set_recipe_key_from_config_key("optimizer.name", "use_muon", "muon", _MUON_SCALE_REMARK)
+    draft.set_recipe_key_from_config_key_if_present(
+        "optimizer.name", "use_muon", "muon", _MUON_SCALE_REMARK
+    )
     ratio_node = draft.take_key("loraplus_lr_ratio")
     learning_rate = number_of_node(
         draft.unconverted.get("learning_rate")
@@ -290,7 +304,7 @@ def convert_optimizer_name_and_betas(draft: Draft, config_key: str) -> None:
                 "learning_rate": learning_rate * (number_of_node(ratio_node) or 1),
             }
         ]
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "optimizer.groups", ratio_node, "loraplus_lr_ratio", optimizer_groups
         )
     beta1_node = draft.take_key("adam_beta1")
@@ -301,7 +315,7 @@ def convert_optimizer_name_and_betas(draft: Draft, config_key: str) -> None:
             default_beta if node is None else node
             for node, default_beta in ((beta1_node, 0.9), (beta2_node, 0.999))
         ]
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "optimizer.betas", beta_node, "adam_beta1, adam_beta2", betas
         )
 
@@ -315,12 +329,14 @@ def convert_schedule_and_warmup(draft: Draft, config_key: str) -> None:
     steps_node = draft.take_key("warmup_steps")
     _convert_warmup_steps_or_ratio(draft, schedule_type, ratio_node, steps_node)
     if schedule_type == "constant":
-        draft.set_recipe_key_and_report("schedule.name", node, config_key)
+        draft.set_recipe_key_unless_set_and_report("schedule.name", node, config_key)
     elif schedule_type in SCHEDULES:
         recipe_schedule, remark = SCHEDULES[schedule_type]
-        draft.set_recipe_key_and_report("schedule.name", node, config_key, recipe_schedule, remark)
+        draft.set_recipe_key_unless_set_and_report(
+            "schedule.name", node, config_key, recipe_schedule, remark
+        )
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "schedule.name",
             node,
             config_key,
@@ -350,14 +366,14 @@ def _convert_warmup_steps_or_ratio(
         elif config_key == "warmup_ratio" and steps_node is not None:
             draft.report_needless(config_key, node, "of no effect there: warmup_steps comes first")
         elif config_key == "warmup_steps" and (step_count is None or step_count >= 1):
-            draft.set_recipe_key_and_report(
+            draft.set_recipe_key_unless_set_and_report(
                 "schedule.warmup_steps",
                 node,
                 config_key,
                 int(step_count) if step_count and float(step_count).is_integer() else None,
             )
         else:
-            draft.set_recipe_key_and_report("schedule.warmup_ratio", node, config_key)
+            draft.set_recipe_key_unless_set_and_report("schedule.warmup_ratio", node, config_key)
 
 
 def _convert_minimum_learning_rate(draft: Draft, kwargs_node: Tree) -> None:
@@ -379,7 +395,7 @@ def _convert_minimum_learning_rate(draft: Draft, kwargs_node: Tree) -> None:
     ]
     if minimum_ratio is not None:
         # Rounded, so that 5e-6 / 5e-5 is written as 0.1.
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "schedule.minimum_ratio", kwargs_node, "lr_scheduler_kwargs", round(minimum_ratio, 9)
         )
     if other_settings:
@@ -399,20 +415,24 @@ def convert_precision_and_tf32(draft: Draft) -> None:
             if draft.config_value(precision_name) == "auto"
             else ""
         )
-        draft.set_recipe_key_from_config_key("precision", precision_name, precision_name, remark)
+        draft.set_recipe_key_from_config_key_if_present(
+            "precision", precision_name, precision_name, remark
+        )
     tf32_node = draft.take_key("tf32")
     # tf32 affects only float32 matmuls, so not a training in bf16 or fp16.
     if draft.recipe_tree.find_subtree(("precision",)) is None:
-        draft.set_recipe_key_and_report("engine.matmul_precision", tf32_node, "tf32", "high")
+        draft.set_recipe_key_unless_set_and_report(
+            "engine.matmul_precision", tf32_node, "tf32", "high"
+        )
     else:
         draft.report_needless("tf32", tf32_node, "products are in the precision of the passes")
 
 
-def _convert_clipping(draft: Draft) -> None:
+def _convert_zero_gradient_norm_to_null(draft: Draft) -> None:
     """Convert a maximal gradient norm of 0, which turns clipping off in Trainer."""
     if number_of_node(draft.unconverted.get("max_grad_norm")) == 0:
         node = draft.unconverted.pop("max_grad_norm")
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "train.max_grad_norm", node, "max_grad_norm", null_at_node(node)
         )
 
@@ -422,7 +442,7 @@ def _convert_named_gradient_checkpointing(draft: Draft) -> None:
     node = draft.unconverted.get("gradient_checkpointing")
     if node is not None and isinstance(node.scalar, str) and node.scalar:
         draft.unconverted.pop("gradient_checkpointing")
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.gradient_checkpointing",
             node,
             "gradient_checkpointing",
@@ -431,17 +451,19 @@ def _convert_named_gradient_checkpointing(draft: Draft) -> None:
         )
 
 
-def convert_activation_offload_to_eager(draft: Draft, config_key: str) -> None:
+def convert_activation_offload_and_assume_eager(draft: Draft, config_key: str) -> None:
     """Convert activations in host memory, which engine eager alone has."""
     node = draft.take_key(config_key)
     if node is not None:
         # Another name chooses a way to copy, or a disk.
         remark = "" if node.scalar is True else "in host memory, by copies that the step waits for"
-        draft.set_recipe_key_and_report("model.offload_activations", node, config_key, True, remark)
+        draft.set_recipe_key_unless_set_and_report(
+            "model.offload_activations", node, config_key, True, remark
+        )
         draft.assume_default("engine.name", "eager", f"{config_key} requires it")
 
 
-def _convert_grouping_by_length(draft: Draft) -> None:
+def _convert_grouping_by_length_to_longest_padding(draft: Draft) -> None:
     """Convert batches of samples with similar length."""
     node = draft.take_key("group_by_length")
     train_source_text = str(draft.expected_recipe_value_or_none("data.train"))
@@ -459,7 +481,7 @@ def _convert_grouping_by_length(draft: Draft) -> None:
             "inductor compiles each length: give data.bucket_lengths, up to three",
         )
     else:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.padding",
             node,
             "group_by_length",
@@ -479,7 +501,7 @@ def convert_first_valid_run_name(draft: Draft) -> None:
             else ""
         )
         if node is not None and valid_name and draft.recipe_tree.find_subtree(("name",)) is None:
-            draft.set_recipe_key_and_report(
+            draft.set_recipe_key_unless_set_and_report(
                 "name",
                 node,
                 key,
@@ -506,7 +528,7 @@ def convert_known_trackers(draft: Draft) -> None:
         str(tracker) for tracker in requested_trackers if tracker not in (*known_trackers, "none")
     ]
     if known_trackers:
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "log.trackers",
             node,
             "report_to",
@@ -526,12 +548,12 @@ def convert_max_steps_or_epochs(draft: Draft, default_epochs: float) -> None:
     epochs_node = draft.take_key(epochs_key)
     # Trainer's default is -1: no limit by steps.
     if steps_node is not None and (number_of_node(steps_node) or 0) > 0:
-        draft.set_recipe_key_and_report("train.max_steps", steps_node, "max_steps")
+        draft.set_recipe_key_unless_set_and_report("train.max_steps", steps_node, "max_steps")
         draft.report_needless(epochs_key, epochs_node, "of no effect there: max_steps comes first")
         return
     draft.report_needless("max_steps", steps_node, "it stands for none")
     if epochs_node is not None:
-        draft.set_recipe_key_and_report("train.epochs", epochs_node, epochs_key)
+        draft.set_recipe_key_unless_set_and_report("train.epochs", epochs_node, epochs_key)
     else:
         draft.assume_default("train.epochs", default_epochs, "the tool's default")
 

@@ -23,7 +23,7 @@ _OTHER_TRAINERS_KEYS = (
 _ANSWERS_REMARK = "answers alone count in the loss of chats"
 
 
-def is_sft_config(draft: Draft) -> bool:
+def is_sft_config_refusing_other_trl_trainers(draft: Draft) -> bool:
     """Return whether a config has keys of SFTTrainer that Trainer lacks.
 
     Raises:
@@ -55,14 +55,14 @@ def convert_sft_keys(draft: Draft) -> None:
         draft.unconverted.get("eos_token"),
     )
     has_chats = any(node is not None and not is_empty(node) for node in chat_nodes)
-    draft.set_recipe_key_and_report("data.chat_template", template_node, "chat_template")
+    draft.set_recipe_key_unless_set_and_report("data.chat_template", template_node, "chat_template")
     if mixture_node is not None:
         _convert_hub_mixture(draft, mixture_node, has_chats)
     _convert_hub_data_set(draft, has_chats)
     _convert_chat_packing(draft, has_chats)
     _convert_lora_if_use_peft(draft)
     for key in ("eos_token", "pad_token"):
-        draft.set_recipe_key_from_config_key(f"data.special_tokens.{key}", key)
+        draft.set_recipe_key_from_config_key_if_present(f"data.special_tokens.{key}", key)
 
 
 def _convert_hub_mixture(draft: Draft, mixture_node: Tree, has_chats: bool) -> None:
@@ -91,12 +91,12 @@ def _convert_hub_mixture(draft: Draft, mixture_node: Tree, has_chats: bool) -> N
     rows_remark = (
         f"all rows of {', '.join(partial_sets)}, of which TRL takes a part (most_rows limits them)"
     )
-    draft.set_recipe_key_and_report(
+    draft.set_recipe_key_unless_set_and_report(
         "data.train", mixture_node, "dataset_mixture", sources, rows_remark if partial_sets else ""
     )
     share_node = mixture_node.find_subtree(("test_split_size",))
     if share_node is not None and not is_empty(share_node):
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.evaluation", share_node, "test_split_size", {"share": share_node.scalar}
         )
 
@@ -133,7 +133,7 @@ def _convert_hub_data_set(draft: Draft, has_chats: bool) -> None:
         }
         remark = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS_REMARK}"
         split_field = {"split": one_line_text(train_split_node)} if train_split_node else {}
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "data.train",
             hub_node,
             "dataset_name",
@@ -145,7 +145,7 @@ def _convert_hub_data_set(draft: Draft, has_chats: bool) -> None:
             False,
             "no",
         ):
-            draft.set_recipe_key_and_report(
+            draft.set_recipe_key_unless_set_and_report(
                 "data.evaluation",
                 test_split_node,
                 "dataset_test_split",
@@ -172,7 +172,7 @@ def _convert_chat_packing(draft: Draft, has_chats: bool) -> None:
     # Not `pop`: `packing: false` has a meaning, too.
     packing_node = draft.unconverted.pop("packing", None)
     if packing_node is not None and has_chats and packing_node.scalar:
-        draft.set_recipe_key_and_report("data.packing", packing_node, "packing")
+        draft.set_recipe_key_unless_set_and_report("data.packing", packing_node, "packing")
     elif packing_node is not None:
         reason = "a chat is a sample of its own" if has_chats else "text is always packed"
         draft.report_needless("packing", packing_node, reason)
@@ -192,7 +192,7 @@ def _convert_lora_if_use_peft(draft: Draft) -> None:
         ("lora_alpha", "alpha", 32),
         ("lora_dropout", "dropout", 0.05),
     ):
-        draft.set_recipe_key_from_config_key(f"model.lora.{lora_field}", key)
+        draft.set_recipe_key_from_config_key_if_present(f"model.lora.{lora_field}", key)
         draft.assume_default(f"model.lora.{lora_field}", usual_value, "TRL's default")
     targets_node = draft.take_key("lora_target_modules")
     if targets_node is not None:
@@ -201,7 +201,7 @@ def _convert_lora_if_use_peft(draft: Draft) -> None:
             if targets_node.node_type == "list"
             else [targets_node.scalar]
         )
-        draft.set_recipe_key_and_report(
+        draft.set_recipe_key_unless_set_and_report(
             "model.lora.target_modules", targets_node, "lora_target_modules", target_names
         )
     return None

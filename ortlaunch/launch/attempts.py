@@ -77,7 +77,7 @@ def newest_complete_checkpoint_step_or_zero(
     return max(complete_steps, default=0)
 
 
-def failed_job_record_unless_no_fault(
+def failed_attempt_unless_good_stopped_or_restarted(
     run: RunDir,
     run_end: RunEnd,
     attempt_number: int,
@@ -122,7 +122,7 @@ def failed_job_record_unless_no_fault(
     )
 
 
-def move_logs_and_errors_to_attempt(run: RunDir) -> int:
+def move_logs_to_new_attempt_and_return_number_or_0(run: RunDir) -> int:
     """Move the logs and errors of a failed start to attempts/N.
 
     Returns:

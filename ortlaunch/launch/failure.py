@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import DamagedFile
-from ortlaunch.base.json_types import read_regular
+from ortlaunch.base.json_types import read_regular_file_bytes_or_refuse
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import (
@@ -22,9 +22,9 @@ from ortlaunch.run_folder.cause_text import (
     command_end_sentence,
 )
 from ortlaunch.run_folder.error_record import ErrorRecord, most_likely_cause, read_error_records
-from ortlaunch.run_folder.folder import RunDir, is_disk_nearly_full, read_own_json
+from ortlaunch.run_folder.folder import RunDir, is_disk_nearly_full, read_json_or_raise_damaged
 from ortlaunch.run_folder.library_messages import match_cause_in_text
-from ortlaunch.run_folder.origin import planned_steps
+from ortlaunch.run_folder.origin import planned_or_recorded_step_count_or_none
 
 # Lines of the user's exception that begin like ortlaunch's own output. They are indented, so that
 # a reader or a script does not take them for ortlaunch's.
@@ -127,7 +127,7 @@ def _torchrun_exception_line_or_empty(run: RunDir) -> str:
     Empty if there is no exception, or if torchrun was ended by a signal.
     """
     with contextlib.suppress(OSError, DamagedFile):
-        error_message = read_own_json(run.launcher_error).get("message")
+        error_message = read_json_or_raise_damaged(run.launcher_error).get("message")
         text = str(
             error_message.get("message") if isinstance(error_message, dict) else error_message
         )
@@ -164,7 +164,7 @@ def _end_of_run_that_saved_on_request(
     run: RunDir, user_signal: int | None, launcher_killed: bool = False
 ) -> RunEnd:
     """Return the end of a run that saved after a stop request."""
-    stop_record = read_own_json(run.stopped)
+    stop_record = read_json_or_raise_damaged(run.stopped)
     program = Plan.read(run.plan).started_by.program if launcher_killed else None
     killed = Failure(Cause.LAUNCHER_KILLED, who=program, signal=signal.SIGKILL) if program else None
     end_text = f"{command_end_sentence(killed)}; " if killed else ""
@@ -284,7 +284,7 @@ def _signal_and_arrival_time_by_rank(run: RunDir) -> dict[int, tuple[int, float]
     """Return (signal, time of arrival) for each rank that received a signal to end."""
     signals_by_rank = {}
     for path in run.errors.glob("asked_*"):
-        signal_and_time = read_regular(path).decode(errors="replace").split()
+        signal_and_time = read_regular_file_bytes_or_refuse(path).decode(errors="replace").split()
         # The rank may have been killed while it wrote the file.
         if len(signal_and_time) == 2 and signal_and_time[0].isdecimal():
             signals_by_rank[int(path.name[len("asked_") :])] = (
@@ -311,7 +311,7 @@ def _end_of_stopped_run_without_new_save(
     complete_checkpoints = run.complete_checkpoints()
     all_steps = None
     with contextlib.suppress(DamagedFile, KeyError):
-        all_steps = planned_steps(run)
+        all_steps = planned_or_recorded_step_count_or_none(run)
     can_continue = (
         too_slow
         and signal_number != signal.SIGINT
@@ -350,7 +350,7 @@ def _end_of_stopped_run_with_nothing_to_save(
         status = 130 if user_signal == signal.SIGINT else status
         sender_name = signal.Signals(user_signal).name
     elif run.stop_request.exists():
-        sender_name = read_own_json(run.stop_request).get("by")
+        sender_name = read_json_or_raise_damaged(run.stop_request).get("by")
     if sender_name is None:
         return _end_from_error_record(first_record)._replace(status=status)
     complete_checkpoints = run.complete_checkpoints()
@@ -385,7 +385,11 @@ def _last_error_log_line_or_empty(run: RunDir, ranks: list[int]) -> str:
     # It may name the cause: MPI writes its reason there before it aborts.
     for rank in ranks:
         path = run.rank_log_path(rank, "err")
-        lines = read_regular(path).decode(errors="replace").split("\n") if path.exists() else []
+        lines = (
+            read_regular_file_bytes_or_refuse(path).decode(errors="replace").split("\n")
+            if path.exists()
+            else []
+        )
         last = next((line.strip() for line in reversed(lines) if line.strip("\0 ")), None)
         if last is not None:
             return f"\nlast line of {path.name}: {last[:300]}"

@@ -32,9 +32,9 @@ EXTRA_GRACE_SECONDS = 6.0
 _SILENT_SECONDS = 12.0
 
 
-def run_command_of_first_input_line() -> int:
+def run_first_input_command_and_obey_later_signals() -> int:
     """Run the requested command and return its exit status."""
-    line, unread_bytes = _read_line_or_empty_if_silent(sys.stdin.fileno(), b"")
+    line, unread_bytes = _read_line_or_empty_and_unread_bytes(sys.stdin.fileno(), b"")
     if not line:
         # The other side ended before it sent the command.
         return 1
@@ -48,14 +48,14 @@ def run_command_of_first_input_line() -> int:
     # `over_ssh` reports a signal once for all hosts.
     job.is_quiet = True
     threading.Thread(
-        target=_signal_self_as_input_lines_say,
+        target=_signal_self_by_input_lines_and_end_job_at_eof,
         args=(job, job_message["grace_seconds"], unread_bytes),
         daemon=True,
     ).start()
     return forward_signals_until_job_ends(job)
 
 
-def _signal_self_as_input_lines_say(
+def _signal_self_by_input_lines_and_end_job_at_eof(
     job_to_cancel: Job, grace_seconds: float, unread_bytes: bytes
 ) -> None:
     """Send this process the signals that the lines name, and SIGTERM when the input ends.
@@ -66,7 +66,7 @@ def _signal_self_as_input_lines_say(
     while signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
         time.sleep(0.01)
     while True:
-        line, unread_bytes = _read_line_or_empty_if_silent(sys.stdin.fileno(), unread_bytes)
+        line, unread_bytes = _read_line_or_empty_and_unread_bytes(sys.stdin.fileno(), unread_bytes)
         if line != HEARTBEAT_LINE:
             os.kill(os.getpid(), int(line or signal.SIGTERM))
         if not line:
@@ -76,7 +76,9 @@ def _signal_self_as_input_lines_say(
             return
 
 
-def _read_line_or_empty_if_silent(file_descriptor: int, unread_bytes: bytes) -> tuple[str, bytes]:
+def _read_line_or_empty_and_unread_bytes(
+    file_descriptor: int, unread_bytes: bytes
+) -> tuple[str, bytes]:
     """Return the next line and the bytes after it; an empty line if the input ended or is silent."""
     while b"\n" not in unread_bytes:
         ready, _, _ = select.select([file_descriptor], [], [], _SILENT_SECONDS)
@@ -89,4 +91,4 @@ def _read_line_or_empty_if_silent(file_descriptor: int, unread_bytes: bytes) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(run_command_of_first_input_line())
+    sys.exit(run_first_input_command_and_obey_later_signals())

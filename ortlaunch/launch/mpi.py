@@ -66,7 +66,7 @@ def launch_request_of_plan(plan: Plan, run_dir: RunDir) -> LaunchRequest:
             mpi_hostfile_text(plan.nodes, mpi_family_by_running_mpirun(mpirun)),
         ),
     )
-    plan = _plan_with_mpi4py_abi_unless_one_host(plan, mpi_family_by_running_mpirun(mpirun))
+    plan = _plan_with_mpi4py_abi_unless_set_or_one_host(plan, mpi_family_by_running_mpirun(mpirun))
     stop = stop_request_if_plan_saves(plan, run_dir)
     limits = launch_limits(plan, run_dir)
     if mpi_family_by_running_mpirun(mpirun) != "Open MPI":
@@ -74,7 +74,12 @@ def launch_request_of_plan(plan: Plan, run_dir: RunDir) -> LaunchRequest:
         return LaunchRequest(argv, plan.env, files, stop=stop, limits=limits)
     private_path = private_folder_path_in_tmp(run_dir)
     env = tuple(
-        sorted({**dict(plan.env), **_open_mpi_folder_and_root_variables(private_path)}.items())
+        sorted(
+            {
+                **dict(plan.env),
+                **_open_mpi_temporary_folder_and_root_variables(private_path),
+            }.items()
+        )
     )
     argv = (*open_mpi_argv(plan, run_dir, mpirun), str(run_dir))
     return LaunchRequest(
@@ -197,7 +202,7 @@ def mpi_family_by_running_mpirun(mpirun_path: str) -> str:
     )
 
 
-def _plan_with_mpi4py_abi_unless_one_host(plan: Plan, mpi_family_name: str) -> Plan:
+def _plan_with_mpi4py_abi_unless_set_or_one_host(plan: Plan, mpi_family_name: str) -> Plan:
     """Return the plan with the MPI family that mpi4py loads, unless the user set one."""
     # On one host the ranks meet through a file and load no mpi4py.
     if len(plan.nodes) == 1 or _ABI in (*plan.forward, *dict(plan.env)):
@@ -210,7 +215,7 @@ def _plan_with_mpi4py_abi_unless_one_host(plan: Plan, mpi_family_name: str) -> P
     )
 
 
-def _open_mpi_folder_and_root_variables(private_folder: Path) -> dict[str, str]:
+def _open_mpi_temporary_folder_and_root_variables(private_folder: Path) -> dict[str, str]:
     """Return the variables of Open MPI's own processes.
 
     Open MPI 5 keeps contact files in a folder that it names by a process id, and does not start

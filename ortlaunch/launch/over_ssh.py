@@ -83,7 +83,7 @@ def start_host_agents_and_relay_signals() -> int:
         )
     # The ranks' variables: the forwarded ones of this shell, and those of the plan.
     forwarded = {name: os.environ[name] for name in job_message["forward"] if name in os.environ}
-    machine.raise_open_file_limit()
+    machine.raise_open_file_limit_to_hard_limit()
     try:
         agents = [HostAgent(agent["host"], agent["argv"]) for agent in job_message["agents"]]
     except OSError as error:

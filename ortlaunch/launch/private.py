@@ -31,7 +31,7 @@ def private_folder_path_in_tmp(run_dir: RunDir) -> Path:
     return Path(tempfile.gettempdir()) / f"ortlaunch-{os.geteuid()}" / name
 
 
-def recreate_empty_private_folder(private_folder: Path) -> None:
+def recreate_empty_private_folder_or_refuse_unsafe(private_folder: Path) -> None:
     """Create the private folder, empty.
 
     Raises:

@@ -24,7 +24,7 @@ from ortlaunch.base.errors import LaunchError
 from ortlaunch.base.process import (
     Process,
     living_descendant_pids,
-    name_by_stopped_process_id,
+    name_by_stopped_process_id_in_tree,
     process_space,
     signals_to_handle,
     wait_until_true_or_timeout,
@@ -32,7 +32,7 @@ from ortlaunch.base.process import (
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.failure import ranks_whose_supervisor_started
 from ortlaunch.launch.orphans import DescendantReaper, send_signal
-from ortlaunch.launch.private import recreate_empty_private_folder
+from ortlaunch.launch.private import recreate_empty_private_folder_or_refuse_unsafe
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
@@ -117,7 +117,7 @@ def write_files_and_start_job(request: LaunchRequest, output_path: Path | None =
         LaunchError: the program is not installed.
     """
     if request.private_folder:
-        recreate_empty_private_folder(Path(request.private_folder))
+        recreate_empty_private_folder_or_refuse_unsafe(Path(request.private_folder))
     request.write_files()
     program = shutil.which(request.argv[0])
     if program is None:
@@ -179,12 +179,14 @@ def _wait_for_command_or_end_late_one(job: Job) -> int:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.process.wait(_POLL_SECONDS)
-        late = _reason_to_end_launcher_or_none(job)
+        late = _reason_to_end_launcher_noting_if_all_ranks_began(job)
         if late is not None:
-            return _wait_then_end_launcher(job, late)
+            return _wait_then_end_launcher_and_return_status_or_0(job, late)
         if time.monotonic() - last_look_seconds > _STOPPED_CHECK_SECONDS:
             last_look_seconds = time.monotonic()
-            names_by_stopped_pid = _print_processes_stopped_at_two_polls(job, names_by_stopped_pid)
+            names_by_stopped_pid = _print_repeatedly_stopped_and_return_all_stopped(
+                job, names_by_stopped_pid
+            )
 
 
 class _LauncherEndReason(NamedTuple):
@@ -196,7 +198,7 @@ class _LauncherEndReason(NamedTuple):
     """Whether all ranks have ended, so that the command's end is not the run's."""
 
 
-def _reason_to_end_launcher_or_none(job: Job) -> _LauncherEndReason | None:
+def _reason_to_end_launcher_noting_if_all_ranks_began(job: Job) -> _LauncherEndReason | None:
     """Return why the command is to be ended; None if it may go on."""
     limits = job.request.limits
     if limits is None:
@@ -219,7 +221,7 @@ def _reason_to_end_launcher_or_none(job: Job) -> _LauncherEndReason | None:
     return None if job.has_all_ranks else _LauncherEndReason(0.0, message)
 
 
-def _wait_then_end_launcher(job: Job, end_reason: _LauncherEndReason) -> int:
+def _wait_then_end_launcher_and_return_status_or_0(job: Job, end_reason: _LauncherEndReason) -> int:
     """Give the command its seconds, then end it; return its status, 0 if its ranks had ended."""
     for signal_number, seconds in (
         (signal.SIGTERM, end_reason.seconds_left),
@@ -238,14 +240,14 @@ def _wait_then_end_launcher(job: Job, end_reason: _LauncherEndReason) -> int:
     return 0 if end_reason.have_all_ranks_ended else status
 
 
-def _print_processes_stopped_at_two_polls(
+def _print_repeatedly_stopped_and_return_all_stopped(
     job: Job, name_by_pid_at_last_poll: dict[int, str]
 ) -> dict[int, str]:
     """Print the processes of the job that were stopped at the last look, too; return all stopped.
 
     A process that has been reported has no name in the result.
     """
-    names_by_pid = name_by_stopped_process_id(job.process.pid)
+    names_by_pid = name_by_stopped_process_id_in_tree(job.process.pid)
     for pid in names_by_pid:
         if name := name_by_pid_at_last_poll.get(pid):
             _print_line(
@@ -368,7 +370,7 @@ def _request_save_and_start_kill_timer(
     )
     stop_request.write_unless_present(name)
     _signal_process_group(job, signal.SIGCONT)
-    _signal_rank_supervisors(job, signal.SIGUSR1)
+    _signal_launcher_or_rank_supervisors(job, signal.SIGUSR1)
     # Later than the supervisors, which kill their ranks after the grace and record that.
     signal.setitimer(signal.ITIMER_REAL, grace + 2 * _EXTRA_GRACE_SECONDS)
 
@@ -387,10 +389,10 @@ def _announce_and_forward_notice_signal(job: Job, signal_number: int) -> None:
     if not job.is_quiet:
         _print_line(f"checkpoint requested ({name}): the ranks save after this step" if saves else
              f"{name} is forwarded to the ranks, which continue unless they handle it")  # fmt: skip
-    _signal_rank_supervisors(job, signal_number)
+    _signal_launcher_or_rank_supervisors(job, signal_number)
 
 
-def _signal_rank_supervisors(job: Job, signal_number: int) -> None:
+def _signal_launcher_or_rank_supervisors(job: Job, signal_number: int) -> None:
     """Send a signal to the ranks' supervisors, through the launcher if it forwards signals."""
     for pid in (
         [job.process.pid]

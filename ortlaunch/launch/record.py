@@ -15,7 +15,7 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.base.process import Process
 from ortlaunch.launch import JobState
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import record_from_json_values
 
 
@@ -95,7 +95,7 @@ class JobRecord:
         return cls(backend, str(me.pid), me.host, me.space, me.began, current_time_iso(), state)
 
     @classmethod
-    def for_starting_or_queued_command(
+    def for_this_process_or_its_queued_job(
         cls, run: RunDir, backend_name: str, job_state: JobState
     ) -> JobRecord:
         """Return the record of this process's job.
@@ -105,21 +105,21 @@ class JobRecord:
         scheduler, _, job_id = os.environ.get(JOB_VARIABLE, "").partition(":")
         if not job_id:
             return cls.for_this_process(backend_name, job_state)
-        queued = cls.read_or_none(run)
+        queued = cls.read_or_none_refusing_damaged(run)
         started, failed = (queued.started, queued.attempts) if queued else (current_time_iso(), ())
         return cls(
             scheduler, job_id, socket.gethostname(), "", "", started, job_state, attempts=failed
         )
 
     @classmethod
-    def read_or_none(cls, run: RunDir) -> JobRecord | None:
+    def read_or_none_refusing_damaged(cls, run: RunDir) -> JobRecord | None:
         """The record in a run folder, or None.
 
         Raises:
             InputError: the file is no record of a job.
         """
         try:
-            value = read_own_json(run.job)
+            value = read_json_or_raise_damaged(run.job)
             attempts = tuple(
                 record_from_json_values(Attempt, {**attempt, "cause": Cause(attempt["cause"])})
                 for attempt in value.get("attempts", ())

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ortlaunch.base.units import clock_duration, count_with_noun
 from ortlaunch.launch.attempts import (
-    move_logs_and_errors_to_attempt,
+    move_logs_to_new_attempt_and_return_number_or_0,
     newest_complete_checkpoint_step_or_zero,
     record_of_failed_attempt_with_last_step,
 )
@@ -49,7 +49,7 @@ def start_ranks_and_restart_after_failures(
 
     Args:
         max_restarts_without_progress: highest number of restarts without progress.
-        record_attempts_and_act_on_signal: function that records the failed attempts, after each of them.
+        record_attempts_and_stop_collecting_signals: function that records the failed attempts, after each of them.
         start_and_wait: function that starts the ranks and waits; its argument counts the starts from 1.
     """
     failed_attempts: list[Attempt] = []
@@ -58,7 +58,7 @@ def start_ranks_and_restart_after_failures(
         began = time.monotonic()
         ended = start_and_wait(start_number)
         # A requested restart is no fault and counts as no attempt.
-        if _take_restart_request_after_save(run, ended):
+        if _consume_and_announce_restart_request_if_saved(run, ended):
             checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
             continue
         if (
@@ -80,13 +80,13 @@ def start_ranks_and_restart_after_failures(
         record_failed_attempts(failed_attempts)
         reason = reason_restart_is_refused(failed_attempts, max_restarts_without_progress)
         if not reason:
-            _announce_and_await_restart(run, failed_attempts, max_restarts_without_progress)
+            _announce_and_sleep_until_restart(run, failed_attempts, max_restarts_without_progress)
             # A stop may have been requested during the wait.
             reason = "not restarted: a stop was requested" if run.stop_request.exists() else None
         if reason:
             return ended._replace(end=ended.end.with_appended_line(reason))
         # Only before a further start: the last attempt's logs and errors stay in the run folder.
-        attempt_number = move_logs_and_errors_to_attempt(run)
+        attempt_number = move_logs_to_new_attempt_and_return_number_or_0(run)
         failed_attempts[-1] = replace(
             failed_attempts[-1],
             folder=f"{run.attempts.name}/{attempt_number}" if attempt_number else None,
@@ -96,7 +96,9 @@ def start_ranks_and_restart_after_failures(
     raise AssertionError
 
 
-def _take_restart_request_after_save(run: RunDir, ended_attempt: EndedAttempt) -> bool:
+def _consume_and_announce_restart_request_if_saved(
+    run: RunDir, ended_attempt: EndedAttempt
+) -> bool:
     """Whether the run saved because `ortlaunch restart` requested another start."""
     if (
         ended_attempt.was_stopped_by_signal
@@ -114,7 +116,7 @@ def _take_restart_request_after_save(run: RunDir, ended_attempt: EndedAttempt) -
     return True
 
 
-def _announce_and_await_restart(
+def _announce_and_sleep_until_restart(
     run: RunDir, failed_attempts: Sequence[Attempt], max_restarts_without_progress: int
 ) -> None:
     seconds = restart_delay_seconds(failed_attempts)

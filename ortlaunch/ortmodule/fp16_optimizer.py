@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.deepspeed.gradient_norm import (
     GradientNormProvider,
-    fuse_deepspeed_overflow_check_and_norm,
+    replace_overflow_check_and_norm_if_supported,
 )
 
 # The methods that ONNX Runtime's FP16_Optimizer sets on an optimizer that it supports.
@@ -38,7 +38,7 @@ def FP16_Optimizer(optimizer: _Optimizer) -> _Optimizer:
     """
     groups: Any = getattr(optimizer, "param_groups", None) or [{"params": []}]
     devices = {parameter.device.type for parameter in groups[0]["params"]}
-    provider = fuse_gradient_norm_by_ort_or_own(optimizer, next(iter(devices), "cpu"))
+    provider = fuse_overflow_check_and_norm_by_ort_or_own(optimizer, next(iter(devices), "cpu"))
     if not provider.applied:
         message = f"FP16_Optimizer changed nothing: {provider.why}"
         tally.add_end_note_once(message)
@@ -46,7 +46,7 @@ def FP16_Optimizer(optimizer: _Optimizer) -> _Optimizer:
     return optimizer
 
 
-def fuse_gradient_norm_by_ort_or_own(
+def fuse_overflow_check_and_norm_by_ort_or_own(
     deepspeed_optimizer: Any, device_type: str
 ) -> GradientNormProvider:
     """Replace the overflow check and gradient norm by ONNX Runtime's, else by ours.
@@ -55,16 +55,18 @@ def fuse_gradient_norm_by_ort_or_own(
         deepspeed_optimizer: DeepSpeed's optimizer.
         device_type: the type of the device of its parameters.
     """
-    ort_reason = apply_ort_fp16_optimizer_or_reason_not(deepspeed_optimizer, device_type)
+    ort_reason = apply_ort_fp16_optimizer_or_get_refusal_reason(deepspeed_optimizer, device_type)
     if not ort_reason:
         return GradientNormProvider(True, "onnxruntime", "")
-    own_provider = fuse_deepspeed_overflow_check_and_norm(deepspeed_optimizer)
+    own_provider = replace_overflow_check_and_norm_if_supported(deepspeed_optimizer)
     return own_provider._replace(
         why="; ".join(reason for reason in (ort_reason, own_provider.why) if reason)
     )
 
 
-def apply_ort_fp16_optimizer_or_reason_not(deepspeed_optimizer: object, device_type: str) -> str:
+def apply_ort_fp16_optimizer_or_get_refusal_reason(
+    deepspeed_optimizer: object, device_type: str
+) -> str:
     """Replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer.
 
     Returns:

@@ -30,7 +30,7 @@ from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_modu
 from ortlaunch.ortmodule.graph_repairs import broadcasts
 from ortlaunch.ortmodule.state.model_state import GraphModelState
 from ortlaunch.ortmodule.state.python_values import (
-    buffer_versions_graph_depends_on_or_none,
+    buffer_ids_and_versions_if_graph_reads_or_none,
     note_export_for_other_sizes_or_buffers,
     sizes_graph_depends_on_or_none,
 )
@@ -112,7 +112,7 @@ def _install_forward_that_chooses_graph(
     # wraps copies the name, by which pickle finds the method.
     @functools.wraps(ort_torch_module.forward.__func__)
     def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
-        return _forward_runner_hidden_from_compile("torch._dynamo" in sys.modules)(
+        return _graph_choosing_forward_hidden_from_compile("torch._dynamo" in sys.modules)(
             ort_torch_module._ortlaunch_graphs, ort_torch_module, args, kwargs
         )
 
@@ -120,12 +120,15 @@ def _install_forward_that_chooses_graph(
 
 
 @functools.cache
-def _forward_runner_hidden_from_compile(is_torch_compile_used: bool) -> AnyFunction:
-    """Return `GraphManagerCache.choose_graph_and_run_forward`, hidden from torch.compile if that is in use."""
+def _graph_choosing_forward_hidden_from_compile(is_torch_compile_used: bool) -> AnyFunction:
+    """Return GraphManagerCache's forward function, hidden from torch.compile if that is in use."""
     return (
-        cast(AnyFunction, torch._dynamo.disable(GraphManagerCache.choose_graph_and_run_forward))
+        cast(
+            AnyFunction,
+            torch._dynamo.disable(GraphManagerCache.choose_or_export_graph_and_run_forward),
+        )
         if is_torch_compile_used
-        else GraphManagerCache.choose_graph_and_run_forward
+        else GraphManagerCache.choose_or_export_graph_and_run_forward
     )
 
 
@@ -192,7 +195,7 @@ class _GraphValidity:
         self._sizes = sizes_graph_depends_on_or_none(
             manager, (first_pass_properties.args, first_pass_properties.kwargs)
         )
-        self._buffers = buffer_versions_graph_depends_on_or_none(manager)
+        self._buffers = buffer_ids_and_versions_if_graph_reads_or_none(manager)
         self._frozen_parameters = [
             parameter for parameter in module.parameters() if not parameter.requires_grad
         ]
@@ -212,7 +215,7 @@ class _GraphValidity:
             and self._traced_state.has_replaced_weight_layer_or_hook()
         )
 
-    def name_of_difference_from_pass_or_empty(
+    def find_and_note_difference_from_pass_or_empty(
         self, manager: Manager, pass_properties: _PassProperties
     ) -> str:
         """Return why the graph is not valid for `pass_properties`; empty if it is."""
@@ -231,10 +234,10 @@ class _GraphValidity:
             return "a frozen weight"
         if self._sizes != sizes_graph_depends_on_or_none(
             manager, (pass_properties.args, pass_properties.kwargs)
-        ) or self._buffers != buffer_versions_graph_depends_on_or_none(manager):
+        ) or self._buffers != buffer_ids_and_versions_if_graph_reads_or_none(manager):
             note_export_for_other_sizes_or_buffers(manager._graph_transition_manager)
             return "a size or buffer"
-        if broadcasts.batch_breaks_assumed_size_equality(
+        if broadcasts.batch_has_one_where_graph_assumes_equal_sizes(
             manager, pass_properties.args, pass_properties.kwargs
         ):
             return "a size that is now 1"
@@ -259,7 +262,7 @@ class GraphManagerCache:
         # A copy of an ORTModule exports its own graphs.
         return GraphManagerCache, ()
 
-    def choose_graph_and_run_forward(
+    def choose_or_export_graph_and_run_forward(
         self, ort_torch_module: TorchModule, forward_args: Args, forward_kwargs: Kwargs
     ) -> object:
         """Run the forward pass of a TorchModuleORT."""
@@ -273,11 +276,11 @@ class GraphManagerCache:
         properties = _collect_pass_properties(manager_for_mode(True), forward_args, forward_kwargs)
         # Threads share the graphs, and ORT's attribute of the manager in use.
         with self._lock:
-            cached_manager, export_reason = self._take_valid_manager_or_export_reason(
+            cached_manager, export_reason = self._drop_stale_and_take_valid_manager_or_reason(
                 manager_for_mode, properties
             )
             if cached_manager is None:
-                output = self._export_cache_and_run_new_graph(
+                output = self._export_new_graph_run_first_pass_and_cache_it(
                     manager_for_mode, properties, export_reason
                 )
             else:
@@ -291,7 +294,7 @@ class GraphManagerCache:
         _refuse_random_draws_in_recomputation(manager)
         return output
 
-    def _take_valid_manager_or_export_reason(
+    def _drop_stale_and_take_valid_manager_or_reason(
         self, get_manager_for_mode: Callable[[bool], Manager], pass_properties: _PassProperties
     ) -> tuple[Manager | None, str]:
         """Return the manager whose graph is valid for this call, and move it to the front.
@@ -313,7 +316,7 @@ class GraphManagerCache:
             if not manager._ortlaunch_key.has_replaced_model_parts()
         ]
         for index, manager in enumerate(self._cached_managers):
-            reason = manager._ortlaunch_key.name_of_difference_from_pass_or_empty(
+            reason = manager._ortlaunch_key.find_and_note_difference_from_pass_or_empty(
                 manager, pass_properties
             )
             if not reason:
@@ -321,7 +324,7 @@ class GraphManagerCache:
                 return manager, ""
         return None, reason
 
-    def _export_cache_and_run_new_graph(
+    def _export_new_graph_run_first_pass_and_cache_it(
         self,
         get_manager_for_mode: Callable[[bool], Manager],
         pass_properties: _PassProperties,
@@ -346,12 +349,12 @@ class GraphManagerCache:
             gc.collect()
         manager = get_manager_for_mode(pass_properties.needs_training_graph)
         if manager._graph_transition_manager._exported_model_info is not None:
-            manager = _copy_manager_and_clear_memory_observer(manager)
+            manager = _copy_manager_without_graph_and_clear_observer(manager)
         _set_ort_manager_in_use(get_manager_for_mode, pass_properties.needs_training_graph, manager)
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(pass_properties.gradients_enabled),
-            grad_mode.set_starting_grad_mode(pass_properties.gradients_enabled),
+            grad_mode.set_starting_grad_mode_temporarily(pass_properties.gradients_enabled),
         ):
             args = pass_properties.args
             kwargs = pass_properties.kwargs
@@ -376,8 +379,8 @@ def _collect_pass_properties(
     model = manager._original_module
     needs_training_graph = _has_training_layer_or_gradient(model, (forward_args, forward_kwargs))
     argument_form = (
-        _argument_types_and_structure(forward_args, needs_training_graph),
-        _argument_types_and_structure(forward_kwargs, needs_training_graph),
+        _comparable_types_and_structure_of_argument(forward_args, needs_training_graph),
+        _comparable_types_and_structure_of_argument(forward_kwargs, needs_training_graph),
         _autocast_dtype_or_none(manager),
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -402,7 +405,9 @@ def _has_training_layer_or_gradient(model: nn.Module, forward_arguments: object)
     )
 
 
-def _argument_types_and_structure(argument: object, has_training_graph: bool) -> object:
+def _comparable_types_and_structure_of_argument(
+    argument: object, has_training_graph: bool
+) -> object:
     """Return the properties of an argument that an exported graph depends on.
 
     The function runs in every forward pass, so it must be fast.
@@ -418,12 +423,12 @@ def _argument_types_and_structure(argument: object, has_training_graph: bool) ->
         )
     if isinstance(argument, Mapping):
         return type(argument), tuple(
-            (name, _argument_types_and_structure(inner_value, has_training_graph))
+            (name, _comparable_types_and_structure_of_argument(inner_value, has_training_graph))
             for name, inner_value in argument.items()
         )
     if isinstance(argument, (list, tuple)):
         return type(argument), tuple(
-            _argument_types_and_structure(inner_value, has_training_graph)
+            _comparable_types_and_structure_of_argument(inner_value, has_training_graph)
             for inner_value in argument
         )
     # repr, because True == 1 == 1.0, and nan != nan.
@@ -436,7 +441,7 @@ def _autocast_dtype_or_none(manager: Manager) -> object:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _copy_manager_and_clear_memory_observer(manager: Manager) -> Manager:
+def _copy_manager_without_graph_and_clear_observer(manager: Manager) -> Manager:
     """Return a manager with the settings of this one, without a graph."""
     manager = copy.copy(manager)
     # Otherwise memory optimization levels 1 and 2 would choose from the old graph's subgraphs.

@@ -9,7 +9,7 @@ from ortlaunch.ortmodule.tracing import import_repairs
 
 
 @functools.cache
-def import_repaired_ortmodule() -> ModuleType:
+def import_ortmodule_with_repairs_and_export_steps() -> ModuleType:
     """Return the module `onnxruntime.training.ortmodule`, repaired; the first call imports it.
 
     With torch 2.6 and older, call it before transformers is imported. ORT replaces

@@ -24,15 +24,15 @@ from ortlaunch.ortmodule.base.patching import (
 from ortlaunch.ortmodule.base.repair_registry import Repair
 from ortlaunch.ortmodule.base.settings import (
     Settings,
-    module_and_qualified_name,
+    module_and_qualified_name_text,
     settings_of_ort_object_or_defaults,
 )
-from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 from ortlaunch.ortmodule.native import cuda_libraries
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.report import process_wide_ort_report
 from ortlaunch.ortmodule.state.buffers import restore_layer_modes_after_block
-from ortlaunch.ortmodule.state.unsupported_models import model_inside_torch_compile
+from ortlaunch.ortmodule.state.unsupported_models import model_inside_torch_compile_or_itself
 from ortlaunch.ortmodule.wrapper import TransparentOrtWrapper, create_class_with_ort_base
 
 if TYPE_CHECKING:
@@ -50,21 +50,23 @@ class ORTModule(TransparentOrtWrapper):
 
     def __init__(self, model: nn.Module, settings: Settings | None = None) -> None:
         settings = settings or Settings()
-        model = model_inside_torch_compile(model)
-        options.import_ortmodule_with_settings(settings)
+        model = model_inside_torch_compile_or_itself(model)
+        options.import_ortmodule_with_settings_or_refuse(settings)
         # Before the repairs, whose wrappers are then the outer ones.
         pass_counters.get_or_start_pass_counters()
         import_ortmodule_with_all_repairs()
-        copies_model = options.decide_and_record_deepcopy(model, settings)
+        copies_model = options.decide_and_record_whether_export_copies_model(model, settings)
         # ORT sets every layer to the mode of the whole model, also a frozen BatchNorm in eval mode.
         with (
             set_environment_variables_temporarily(
-                **options.write_files_and_get_constructor_variables(settings, copies_model)
+                **options.write_config_file_and_get_constructor_variables(settings, copies_model)
             ),
             restore_layer_modes_after_block(model),
         ):
-            super().__init__(model, options.create_debug_options_that_save_on_rank_0(settings))
-        options.set_runtime_options_of_both_managers(self, settings)
+            super().__init__(
+                model, options.create_folder_and_debug_options_saving_on_rank_0(settings)
+            )
+        options.set_manager_options_and_triton_config_variable(self, settings)
         store_settings_in_both_managers(self, settings)
         # ORT has no option for this logger, which reports guesses about shapes.
         logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
@@ -92,7 +94,7 @@ class ORTModule(TransparentOrtWrapper):
         settings = self._settings_of_this_module()
         settings_record = dataclasses.asdict(settings)
         if settings.postprocess:
-            settings_record["postprocess"] = module_and_qualified_name(settings.postprocess)
+            settings_record["postprocess"] = module_and_qualified_name_text(settings.postprocess)
         defaults = dataclasses.asdict(Settings())
         return {
             "provider": active_witness.graphs[-1].provider if active_witness.graphs else "",
@@ -111,7 +113,7 @@ def _reconstruct(wrapper_class: Any, settings: Settings) -> Any:
 
     The unpickling process may not have imported ONNX Runtime yet.
     """
-    options.import_ortmodule_with_settings(settings)
+    options.import_ortmodule_with_settings_or_refuse(settings)
     import_ortmodule_with_all_repairs()
     return object.__new__(create_class_with_ort_base(wrapper_class))
 
@@ -126,8 +128,8 @@ def store_settings_in_both_managers(ort_module: OrtModule, settings: Settings) -
 
 def import_ortmodule_with_all_repairs() -> object:
     """Return the module onnxruntime.training.ortmodule, with every repair."""
-    ortmodule = import_repaired_ortmodule()
-    repair_registry.apply_fitting_repairs_once(
+    ortmodule = import_ortmodule_with_repairs_and_export_steps()
+    repair_registry.apply_fitting_repairs_and_record_others_once(
         [Repair("limit_session_threads", install=_patch_sessions_and_exports_to_use_settings)]
     )
     apply_repairs()
@@ -156,7 +158,7 @@ def _patch_sessions_and_exports_to_use_settings() -> None:
     )
     for manager in (_training_manager.TrainingManager, _inference_manager.InferenceManager):
         replace_method_by_wrapper(
-            manager, "_create_execution_agent", _create_agent_and_refuse_cpu_session
+            manager, "_create_execution_agent", _create_agent_and_refuse_cpu_session_of_cuda_model
         )
 
 
@@ -181,7 +183,7 @@ def _session_config_with_threads_and_tf32(
     return session_options, providers, provider_options
 
 
-def _create_agent_and_refuse_cpu_session(
+def _create_agent_and_refuse_cpu_session_of_cuda_model(
     original_create_agent: AnyFunction, manager: Manager
 ) -> None:
     """Raise an error if the session of a CUDA model runs on the CPU.
@@ -191,9 +193,10 @@ def _create_agent_and_refuse_cpu_session(
     original_create_agent(manager)
     provider = manager._execution_agent._inference_session.get_providers()[0]
     if manager._device.type == "cuda" and provider != cuda_libraries.PROVIDER:
+        reason = cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty()
         raise EngineError(
             f"the model is on {manager._device}, and ONNX Runtime's session runs on {provider}: "
-            f"{cuda_libraries.reason_ort_fails_on_gpu_or_empty() or 'its CUDA provider was not loaded in this process'}"
+            f"{reason or 'its CUDA provider was not loaded in this process'}"
         )
 
 

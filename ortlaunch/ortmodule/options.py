@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from ortlaunch.base import machine
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.base.custom_functions import inline_or_call_custom_functions
+from ortlaunch.ortmodule.base.custom_functions import set_custom_function_inlining_temporarily
 from ortlaunch.ortmodule.base.graph import GraphNodeCounts
 from ortlaunch.ortmodule.base.patching import set_environment_variables_temporarily
 from ortlaunch.ortmodule.base.settings import SettingError, Settings
-from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 from ortlaunch.ortmodule.native import extensions
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _INLINE_ATTRIBUTE = "_ortlaunch_inline"
 _report: Json = {}
 
 
-def import_ortmodule_with_settings(settings: Settings) -> None:
+def import_ortmodule_with_settings_or_refuse(settings: Settings) -> None:
     """Import ORTModule with the settings that it reads only at import, and check all requirements.
 
     Call it before transformers is imported (compat.py has the reason). If nobody has called it, the
@@ -64,7 +64,7 @@ def import_ortmodule_with_settings(settings: Settings) -> None:
         "ORTMODULE_ATEN_SDPA_FALLBACK": "",
     }
     with set_environment_variables_temporarily(**flags):
-        import_repaired_ortmodule()
+        import_ortmodule_with_repairs_and_export_steps()
     _refuse_settings_unsupported_here(settings)
     for setting_name, imported_value in _imported_with.items():
         if getattr(settings, setting_name) != imported_value:
@@ -123,7 +123,7 @@ def _require_triton_for_ort() -> None:
         raise SettingError("triton", "the package triton is not installed: pip install triton")
 
 
-def refuse_settings_without_effect(
+def refuse_attention_or_triton_settings_without_effect(
     settings: Settings, executed_graphs: Sequence[GraphNodeCounts]
 ) -> None:
     """Refuse settings that had no effect on the model, which ORT does not report.
@@ -152,7 +152,7 @@ def refuse_settings_without_effect(
             )
 
 
-def write_files_and_get_constructor_variables(
+def write_config_file_and_get_constructor_variables(
     settings: Settings, copies_model_before_export: bool
 ) -> dict[str, str]:
     """Return environment variables for ORTModule's constructor, which has no such parameters."""
@@ -169,7 +169,7 @@ def write_files_and_get_constructor_variables(
         "ORTMODULE_ENABLE_TUNING": _flag_text(settings.tuning),
         "ORTMODULE_LOG_LEVEL": settings.log_level.upper(),
         "ORTMODULE_MAX_TUNING_DURATION_MS": str(settings.tuning_duration_ms or 0),
-        "ORTMODULE_MEMORY_OPT_CONFIG": _write_temporary_json_file_or_empty(
+        "ORTMODULE_MEMORY_OPT_CONFIG": _write_temporary_json_and_get_path_or_empty(
             list(settings.memory_optimization_config)
         ),
         "ORTMODULE_MEMORY_OPT_LEVEL": str(settings.memory_optimization),
@@ -188,7 +188,7 @@ def write_files_and_get_constructor_variables(
     )
 
 
-def create_debug_options_that_save_on_rank_0(settings: Settings) -> object:
+def create_folder_and_debug_options_saving_on_rank_0(settings: Settings) -> object:
     """Return ORT's DebugOptions; only rank 0 saves graphs, because all ranks have the same."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel
     from onnxruntime.training.ortmodule._utils import get_rank
@@ -206,7 +206,9 @@ def create_debug_options_that_save_on_rank_0(settings: Settings) -> object:
         raise SettingError("save_onnx", f"cannot write to {folder}: {error}") from None
 
 
-def set_runtime_options_of_both_managers(ort_module: OrtModule, settings: Settings) -> None:
+def set_manager_options_and_triton_config_variable(
+    ort_module: OrtModule, settings: Settings
+) -> None:
     """Set the options of a wrapped module's two managers for which ORT has no variable."""
     from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
 
@@ -221,7 +223,7 @@ def set_runtime_options_of_both_managers(ort_module: OrtModule, settings: Settin
             setattr(options, _INLINE_ATTRIBUTE, True)
     if settings.triton_config is not None:
         # Set for good, because ORT reads it for each session, and any later pass may create one.
-        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _write_temporary_json_file_or_empty(
+        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _write_temporary_json_and_get_path_or_empty(
             dict(settings.triton_config)
         )
 
@@ -229,11 +231,13 @@ def set_runtime_options_of_both_managers(ort_module: OrtModule, settings: Settin
 @contextlib.contextmanager
 def apply_autograd_inlining_setting(runtime_options: RuntimeOptions) -> Iterator[None]:
     """Apply the settings that an export reads outside its module's own options."""
-    with inline_or_call_custom_functions(getattr(runtime_options, _INLINE_ATTRIBUTE, False)):
+    with set_custom_function_inlining_temporarily(
+        getattr(runtime_options, _INLINE_ATTRIBUTE, False)
+    ):
         yield
 
 
-def decide_and_record_deepcopy(model: nn.Module, settings: Settings) -> bool:
+def decide_and_record_whether_export_copies_model(model: nn.Module, settings: Settings) -> bool:
     """Return whether the export works on a copy of the model.
 
     The setting decides if it is given, else whether copies fit into this process's share of memory.
@@ -242,7 +246,7 @@ def decide_and_record_deepcopy(model: nn.Module, settings: Settings) -> bool:
     parameter_bytes = sum(
         parameter.numel() * parameter.element_size() for parameter in model.parameters()
     )
-    limit = _tightest_memory_limit_of_device(model, settings.processes_on_host)
+    limit = _device_memory_limit_with_free_bytes_per_process(model, settings.processes_on_host)
     # The copy takes `size` bytes during the export; as many must stay free.
     is_copied = (
         2 * parameter_bytes <= limit.free_bytes if requested_copy is None else requested_copy
@@ -257,7 +261,7 @@ def decide_and_record_deepcopy(model: nn.Module, settings: Settings) -> bool:
     return is_copied
 
 
-def _tightest_memory_limit_of_device(
+def _device_memory_limit_with_free_bytes_per_process(
     model: nn.Module, process_count_on_host: int
 ) -> machine.MemoryLimit:
     """Return the tightest memory limit of the module's device.
@@ -274,7 +278,7 @@ def _tightest_memory_limit_of_device(
     return machine.MemoryLimit(f"GPU {device.index}", size, free)
 
 
-def _write_temporary_json_file_or_empty(json_value: object) -> str:
+def _write_temporary_json_and_get_path_or_empty(json_value: object) -> str:
     """Write a value to a file for ORT to read; return its path, or "" for an empty value.
 
     The file is deleted at the end of the process.

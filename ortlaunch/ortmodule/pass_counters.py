@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.base import counters, torch_calls
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.graph import GraphNodeCounts, count_nodes_of_both_passes
+from ortlaunch.ortmodule.base.graph import GraphNodeCounts, count_graph_nodes_by_pass_and_operator
 from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
 from ortlaunch.ortmodule.base.placement import count_nodes_by_execution_provider
-from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, OrtSession, SessionOptions
@@ -40,9 +40,9 @@ class PassAndGraphCounters:
     def reset_counters_graphs_and_reasons(self) -> None:
         """Set every counter to zero, and forget graphs and reasons."""
         self.graphs: list[GraphNodeCounts] = []
-        self.reset_pass_counters()
+        self.reset_pass_fallback_and_torch_call_counts()
 
-    def reset_pass_counters(self) -> None:
+    def reset_pass_fallback_and_torch_call_counts(self) -> None:
         """Reset the counters of passes and fallbacks; keep the records of exports and graphs."""
         self.forward_passes = 0
         self.backward_passes = 0
@@ -112,34 +112,34 @@ def get_or_start_pass_counters() -> PassAndGraphCounters:
 
 @functools.cache
 def _wrap_ort_methods_to_count_once() -> None:
-    import_repaired_ortmodule()
+    import_ortmodule_with_repairs_and_export_steps()
     from onnxruntime.training.ortmodule import _execution_agent, _fallback, _graph_execution_manager
     from onnxruntime.training.ortmodule._inference_manager import InferenceManager
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    _wrap_method_to_count_calls(
+    _wrap_method_to_count_and_time_passes(
         _execution_agent.TrainingAgent, "run_forward", "forward_passes", "forward_passes"
     )
-    _wrap_method_to_count_calls(
+    _wrap_method_to_count_and_time_passes(
         _execution_agent.TrainingAgent, "run_backward", "backward_passes", "backward_passes"
     )
-    _wrap_method_to_count_calls(
+    _wrap_method_to_count_and_time_passes(
         _execution_agent.InferenceAgent, "run_forward", "inference_passes", "forward_passes"
     )
     replace_method_by_wrapper(_fallback._FallbackManager, "fallback", _record_and_run_fallback)
     replace_method_by_wrapper(
         _graph_execution_manager.GraphExecutionManager,
         "_get_session_config",
-        _session_config_that_saves_graph,
+        _session_config_saving_graph_and_kept_on_manager,
     )
     for manager in (TrainingManager, InferenceManager):
         replace_method_by_wrapper(manager, "_build_graph", _build_graph)
         replace_method_by_wrapper(
-            manager, "_create_execution_agent", _create_agent_and_record_graph
+            manager, "_create_execution_agent", _create_agent_and_record_executed_graph_counts
         )
 
 
-def _wrap_method_to_count_calls(
+def _wrap_method_to_count_and_time_passes(
     method_owner: object, method_name: str, process_counter_name: str, graph_counter_name: str
 ) -> None:
     def run_and_count(
@@ -161,7 +161,9 @@ def _wrap_method_to_count_calls(
     replace_method_by_wrapper(method_owner, method_name, run_and_count)
 
 
-def _session_config_that_saves_graph(original_get_config: AnyFunction, manager: Manager) -> object:
+def _session_config_saving_graph_and_kept_on_manager(
+    original_get_config: AnyFunction, manager: Manager
+) -> object:
     """Make the session save its final graph, with fusions and recomputation."""
     session_options, providers, provider_options = original_get_config(manager)
     # With engine.save_onnx ORT has set a path already.
@@ -180,7 +182,9 @@ def _build_graph(
         return original(manager, *args, **kwargs)
 
 
-def _create_agent_and_record_graph(original_create_agent: AnyFunction, manager: Manager) -> None:
+def _create_agent_and_record_executed_graph_counts(
+    original_create_agent: AnyFunction, manager: Manager
+) -> None:
     import onnx
     from torch.onnx import TrainingMode
 
@@ -193,7 +197,7 @@ def _create_agent_and_record_graph(original_create_agent: AnyFunction, manager: 
         session_options = vars(manager).pop("_ortlaunch_session_options")
         model = onnx.load(session_options.optimized_model_filepath, load_external_data=False)
         session = manager._execution_agent._inference_session
-        graph = count_nodes_of_both_passes(
+        graph = count_graph_nodes_by_pass_and_operator(
             model,
             manager._export_mode == TrainingMode.TRAINING,
             _uses_memory_efficient_order(session_options),
@@ -201,7 +205,9 @@ def _create_agent_and_record_graph(original_create_agent: AnyFunction, manager: 
         graph.provider, *other_providers = session.get_providers()
         node_counts = {graph.provider: (graph.forward + graph.backward).total()}
         graph.nodes_by_provider = (
-            _node_count_by_provider_or_empty(session_options.optimized_model_filepath, session)
+            _node_count_by_provider_or_note_and_empty(
+                session_options.optimized_model_filepath, session
+            )
             if other_providers
             else node_counts
         )
@@ -215,7 +221,9 @@ def _uses_memory_efficient_order(session_options: SessionOptions) -> bool:
     return bool(session_options.execution_order == ExecutionOrder.MEMORY_EFFICIENT)
 
 
-def _node_count_by_provider_or_empty(graph_file: str, session: OrtSession) -> dict[str, int]:
+def _node_count_by_provider_or_note_and_empty(
+    graph_file: str, session: OrtSession
+) -> dict[str, int]:
     """Return the number of nodes on each provider.
 
     If ONNX Runtime fails to report it, note that and return an empty dictionary.

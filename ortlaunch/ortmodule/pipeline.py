@@ -61,47 +61,53 @@ Trace = AnyFunction
 # 1. Contexts of the plain pass, which gives ORT the model's outputs, and of the trace; the
 # outermost first.
 _CONTEXT_STEPS: tuple[tuple[str, Callable[[ExportContext], AbstractContextManager[None]]], ...] = (
-    ("detect_traced_values", values.record_values_and_sizes_read_in_python),
+    ("detect_traced_values", values.record_lines_reading_values_and_sizes_in_python),
     ("export_smoothed_cross_entropy", cross_entropy.write_out_soft_or_smoothed_cross_entropy),
-    ("skip_ignored_labels", cross_entropy.leave_out_ignored_labels_in_training_export),
+    ("skip_ignored_labels", cross_entropy.drop_ignored_rows_in_training_export_if_sparse),
     ("map_gradient_checkpointing", checkpointing.call_and_record_checkpoints_directly),
     ("refuse_weight_changes", weight_changes.refuse_weight_changes_and_restore_weights),
     ("follow_model_state", model_state.record_read_state_and_refuse_untraceable),
     ("stop_gradient_under_no_grad", grad_mode.record_whether_model_reads_grad_mode),
-    ("keep_buffers_exact", buffers.restore_modes_and_buffers_after_export),
+    ("keep_buffers_exact", buffers.restore_modes_and_buffers_and_record_updated_norms),
     ("detect_kept_tensors", kept_tensors.record_escaped_tensors_and_replacements),
 )
 # 2. Wrappers of the trace alone, the innermost first.
 _TRACE_STEPS: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("export_with_torchscript", export_wrappers.wrap_export_for_torchscript),
-    ("refuse_custom_backward", custom_functions.wrap_export_with_inlining_choice),
-    ("export_exact_forms", operator_table.wrap_export_with_exact_forms),
+    ("refuse_custom_backward", custom_functions.wrap_export_with_current_inlining_flag),
+    ("export_exact_forms", operator_table.wrap_export_with_exact_forms_without_fast_path),
     ("keep_constants_apart", export_wrappers.wrap_export_to_clone_scalar_constants),
     ("trace_swapped_weights", export_wrappers.wrap_export_allowing_functional_call),
     # Inside the next one, which must track the tensors that this one computes.
     ("propagate_inplace_views", aliases.wrap_export_with_alias_tracking),
     ("stop_gradient_under_no_grad", grad_mode.wrap_export_with_grad_mode_tracking),
-    ("infer_shapes_without_weights", export_wrappers.wrap_export_hiding_large_weights),
+    (
+        "infer_shapes_without_weights",
+        export_wrappers.wrap_export_hiding_large_weights_from_inference,
+    ),
     ("silence_export_warnings", export_wrappers.wrap_export_silencing_warnings),
-    ("keep_buffers_exact", buffers.wrap_export_preserving_modes),
+    ("keep_buffers_exact", buffers.wrap_export_preserving_layer_and_grad_modes),
 )
 # 3. Passes over the exported graph.
 _GRAPH_STEPS: tuple[tuple[str, Callable[[ExportContext, onnx.ModelProto], None]], ...] = (
-    ("keep_buffers_exact", buffers.add_norm_size_outputs_to_cpu_training_graph),
+    ("keep_buffers_exact", buffers.refuse_frozen_norms_and_output_norm_sizes_on_cpu),
     ("skip_ignored_labels", cross_entropy.change_label_gathers_to_shrunken_gathers),
-    ("export_grouped_conv1d_as_conv2d", convolutions.rewrite_grouped_convolutions_for_cpu_training),
+    (
+        "export_grouped_conv1d_as_conv2d",
+        convolutions.rewrite_or_refuse_grouped_convs_for_cpu_training,
+    ),
     ("keep_broadcast_sizes", broadcasts.write_export_batch_sizes_into_metadata),
     ("concatenate_constants", gradient_names.slice_repeated_constants),
-    ("sum_repeated_weights", copied_inputs.copy_weights_repeated_in_one_node),
+    ("sum_repeated_weights", copied_inputs.copy_trained_inputs_repeated_in_one_node),
     ("export_smoothed_cross_entropy", copied_inputs.copy_loss_scores_that_no_node_computes),
-    ("compute_constant_outputs", constant_outputs.compute_constant_outputs_by_unfoldable_nodes),
+    ("compute_constant_outputs", constant_outputs.make_constant_training_outputs_unfoldable),
 )
 # 4. Selection of the inputs and weights that get a gradient.
 _GRADIENT_STEPS: tuple[
     tuple[str, Callable[[ExportContext, onnx.ModelProto, list[str]], list[str]]], ...
 ] = (
     ("skip_frozen_gradients", trained_names.input_names_besides_frozen_weights),
-    ("skip_unreached_weights", trained_names.input_names_reached_or_unused),
+    ("skip_unreached_weights", trained_names.input_names_reached_by_gradient_or_unused),
 )
 # 5. Consequences of the trace: reported, stored in options, or an error.
 _VERDICT_STEPS: tuple[tuple[str, Callable[[ExportContext], None]], ...] = (
@@ -122,7 +128,7 @@ def install_export_steps_in_ort() -> None:
     patching.replace_method_by_wrapper(
         owning_class_or_module(TRANSITION),
         "_export_model",
-        _export_narrow_gradients_and_apply_verdicts,
+        _export_then_narrow_gradient_names_and_check_facts,
     )
     # Inside the next one, which exports again if an operator has no kernel.
     bfloat16.install_bfloat16_repairs_for_gpu_graphs()
@@ -130,7 +136,7 @@ def install_export_steps_in_ort() -> None:
     unsupported_models.install_cause_messages_for_pass_errors()
 
 
-def _export_narrow_gradients_and_apply_verdicts(
+def _export_then_narrow_gradient_names_and_check_facts(
     original_export_model: AnyFunction, **ort_arguments: object
 ) -> object:
     """Run steps 1 to 5; a replacement for ORT's `_export_model`."""
@@ -195,7 +201,7 @@ def _trace_and_rewrite_graph(
         bfloat16.correct_type_code_of_bfloat16_casts(model)
         for rewrite in _steps_of_applied_repairs(_GRAPH_STEPS):
             rewrite(export_context, model)
-        model = postprocess.apply_and_check_user_postprocess(export_context, model)
+        model = postprocess.apply_check_and_record_user_postprocess_if_set(export_context, model)
     return model, schema
 
 

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.pickling import fix_deepcopy_and_pickle
-from ortlaunch.ortmodule.base.repair_registry import Repair, apply_fitting_repairs_once
+from ortlaunch.ortmodule.base.repair_registry import (
+    Repair,
+    apply_fitting_repairs_and_record_others_once,
+)
 from ortlaunch.ortmodule.base.source_guard import (
     EVALUATION,
     MANAGER,
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 
 def apply_repairs(*omitted_names: str) -> None:
     """Apply every repair, once in a process; tests name repairs to skip in `omitted_names`."""
-    apply_fitting_repairs_once(REPAIRS, *omitted_names)
+    apply_fitting_repairs_and_record_others_once(REPAIRS, *omitted_names)
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -89,11 +92,13 @@ _REDIRECT = "_suppress_os_stream_output"
 def _flush_and_redirect_if_usable(
     original_redirect: AnyFunction, enable: bool = True, on_exit: object = None
 ) -> object:
-    are_usable = [_flush_and_check_descriptor(stream) for stream in (sys.stdout, sys.stderr)]
+    are_usable = [
+        _flush_stream_and_check_it_has_descriptor(stream) for stream in (sys.stdout, sys.stderr)
+    ]
     return original_redirect(enable and all(are_usable), on_exit)
 
 
-def _flush_and_check_descriptor(output_stream: Any) -> bool:
+def _flush_stream_and_check_it_has_descriptor(output_stream: Any) -> bool:
     try:
         output_stream.flush()
         os.fstat(output_stream.fileno())

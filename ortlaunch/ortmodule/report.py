@@ -11,7 +11,7 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
 
-def process_wide_ort_report(pass_witness: PassAndGraphCounters) -> Json:
+def process_wide_ort_report(active_counters: PassAndGraphCounters) -> Json:
     """Return repairs, counts of passes, exports, graphs and fallbacks, and notes.
 
     The names are those of `OnnxRuntime` in docs/run-folder.md.
@@ -24,6 +24,6 @@ def process_wide_ort_report(pass_witness: PassAndGraphCounters) -> Json:
             name: asdict(calls) for name, calls in torch_calls.call_counts_by_called_name().items()
         },
         "torch_share": round(torch_calls.torch_fraction_of_pass_time(), 4),
-        **pass_witness.pass_and_graph_counts_record(),
+        **active_counters.pass_and_graph_counts_record(),
         **tally.counts_and_notes_record(),
     }

@@ -62,7 +62,7 @@ class TransparentOrtWrapper(nn.Module):
         # because `__class__` is a property of this class.
         vars(object)["__class__"].__set__(self, create_class_with_ort_base(type(self)))  # type: ignore[arg-type]  # hashable
         super().__init__(*args)
-        _restore_model_methods_on_wrapper(self)
+        _restore_model_methods_and_mark_complete(self)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module, hidden from torch.compile(wrapped).
@@ -88,7 +88,7 @@ class TransparentOrtWrapper(nn.Module):
         super().__setstate__(
             {name: value for name, value in state.items() if name != _COMPLETE_ATTRIBUTE}
         )
-        _restore_model_methods_on_wrapper(self)
+        _restore_model_methods_and_mark_complete(self)
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
@@ -123,7 +123,7 @@ def create_class_with_ort_base(wrapper_class: type[Any]) -> Any:
     )
 
 
-def _restore_model_methods_on_wrapper(ort_module: OrtModule) -> None:
+def _restore_model_methods_and_mark_complete(ort_module: OrtModule) -> None:
     """Restore class methods and saving methods to the model's own.
 
     ORT binds copies of the model's methods to the wrapper.

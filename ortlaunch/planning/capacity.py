@@ -12,7 +12,7 @@ from ortlaunch.planning.workload import Workload
 from ortlaunch.planning.world import World
 
 
-def notes_or_refusal_for_crowded_hosts(
+def notes_or_refusal_for_crowding_of_this_host(
     world: World, workload: Workload, is_planned_only: bool
 ) -> Iterator[str]:
     """Yield notes on too many ranks for this host's cores, or, by the estimate, for its memory.
@@ -31,12 +31,12 @@ def notes_or_refusal_for_crowded_hosts(
         yield from _memory_notes_or_refusal_for_host(
             node,
             workload.process,
-            _least_and_likely_host_bytes_of_rank(workload.memory, world.device),
+            _least_and_likely_host_bytes_and_content_text(workload.memory, world.device),
             is_planned_only,
         )
 
 
-def _least_and_likely_host_bytes_of_rank(
+def _least_and_likely_host_bytes_and_content_text(
     memory: Memory | None, device: str
 ) -> tuple[int, int, str]:
     """Return the host memory of a rank beside its process.

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from ortlaunch.base.units import count_with_noun, human_bytes
 from ortlaunch.launch_plan import Memory, Plan
-from ortlaunch.planning.memory import assumed_sizes, reason_rank_memory_cannot_be_estimated
+from ortlaunch.planning.memory import (
+    assumed_model_sizes_text_or_empty,
+    reason_rank_memory_cannot_be_estimated,
+)
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
@@ -30,7 +33,7 @@ def plan_description_text(plan: Plan, recipe: Recipe) -> str:
     has_stage_choice = plan.world_size > 1 or recipe.zero is not None
     memory_text_lines = (
         memory_table_and_note_lines(
-            planned_memory, has_stage_choice, plan.device, assumed_sizes(recipe)
+            planned_memory, has_stage_choice, plan.device, assumed_model_sizes_text_or_empty(recipe)
         )
         if planned_memory
         else [f"memory: unknown: {reason_rank_memory_cannot_be_estimated(recipe)}"]
@@ -159,7 +162,7 @@ _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", 
 
 
 def memory_table_and_note_lines(
-    memory: Memory, shows_all_stages: bool, device: str, assumed: str = ""
+    memory: Memory, shows_all_stages: bool, device: str, assumed_sizes_text: str = ""
 ) -> list[str]:
     """Return the bytes of a rank by kind; a kind that is 0 in all stages is left out.
 
@@ -167,7 +170,7 @@ def memory_table_and_note_lines(
         memory: the memory of a rank.
         shows_all_stages: list every ZeRO stage, not only the chosen one.
         device: cpu or cuda.
-        assumed: the sizes that the plan assumes, as `assumed_sizes` returns them.
+        assumed_sizes_text: the sizes that the plan assumes, as `assumed_model_sizes_text_or_empty` returns them.
     """
     stage_rows = [row for row in memory.by_stage if shows_all_stages or row[0] == memory.chosen]
     part_names = [
@@ -208,7 +211,11 @@ def memory_table_and_note_lines(
         if "overhead" in part_names
         else "activations are an estimate"
     )
-    rest = f"the rest, and the parameters, are for {assumed}" if assumed else "the rest is exact"
+    rest = (
+        f"the rest, and the parameters, are for {assumed_sizes_text}"
+        if assumed_sizes_text
+        else "the rest is exact"
+    )
     lines.append(f"  {estimate_text}, {bound_text}{rest}")
     if device == "cpu":
         source_text = "measured by a run here" if memory.process.is_measured else "a usual value"

@@ -29,7 +29,7 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 
 
-def forwarded_variable_names(
+def forwarded_variable_names_or_refuse_unset(
     recipe: Recipe, environ: Mapping[str, str], may_come_from_secret: bool
 ) -> tuple[str, ...]:
     """Return the names of the variables of the user's environment that ranks get.

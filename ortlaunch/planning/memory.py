@@ -74,7 +74,7 @@ def model_config_with_defaults_or_none(recipe: Recipe) -> Json | None:
     pretrained_config = (
         read_local_model_config_or_none(recipe.model.pretrained) if recipe.model.pretrained else {}
     )
-    merged_config = _known_fields(recipe)
+    merged_config = _model_config_fields_known_before_loading(recipe)
     # If the model's own config is not known, the recipe must have all sizes.
     filled_config = (
         None
@@ -84,7 +84,7 @@ def model_config_with_defaults_or_none(recipe: Recipe) -> Json | None:
     return filled_config or config_with_planned_size_names_or_none(merged_config)
 
 
-def _known_fields(recipe: Recipe) -> Json:
+def _model_config_fields_known_before_loading(recipe: Recipe) -> Json:
     """Return the fields of the model's config that its files and the recipe give."""
     own = recipe.model.config or {}
     known = (
@@ -101,7 +101,7 @@ def _known_fields(recipe: Recipe) -> Json:
     return given
 
 
-def assumed_sizes(recipe: Recipe) -> str:
+def assumed_model_sizes_text_or_empty(recipe: Recipe) -> str:
     """Return what a plan assumes of the model's sizes before the data are read; "" for nothing."""
     own = recipe.model.config or {}
     tokenizer = recipe.data.tokenizer
@@ -114,7 +114,7 @@ def assumed_sizes(recipe: Recipe) -> str:
         parts.append(f"at most {tokenizer.vocab_size:,} tokens of data.tokenizer")
     traits = recipe.model.traits
     has_classes = traits.has_new_head and traits.label != "number"
-    if has_classes and "num_labels" not in _known_fields(recipe):
+    if has_classes and "num_labels" not in _model_config_fields_known_before_loading(recipe):
         parts.append("2 classes (model.config.num_labels)")
     return " and ".join(parts)
 
@@ -216,7 +216,7 @@ def estimate_rank_memory_or_none(
             stage_bytes._replace(
                 overhead=compared_bytes
                 + (
-                    _largest_process_overhead_bytes(
+                    _process_overhead_bytes_of_costliest_engine(
                         recipe, stage_bytes, model_family, all_activations
                     )
                     if device == "cpu"
@@ -261,8 +261,11 @@ def _gpu_library_bytes(recipe: Recipe, rank_count: int) -> int:
     )
 
 
-def _largest_process_overhead_bytes(
-    recipe: Recipe, counted_bytes: Bytes, model_family: str, all_activation_bytes: int
+def _process_overhead_bytes_of_costliest_engine(
+    recipe: Recipe,
+    counted_bytes: Bytes,
+    model_family: str,
+    activation_bytes_without_recomputation: int,
 ) -> int:
     """Return the bytes of a process beside the counted tensors (see _OVERHEAD).
 
@@ -272,7 +275,7 @@ def _largest_process_overhead_bytes(
         recipe: the recipe.
         counted_bytes: the counted bytes.
         model_family: llama or bert.
-        all_activation_bytes: bytes of activations, recomputed ones included.
+        activation_bytes_without_recomputation: bytes of activations, recomputed ones included.
     """
     engine_names = _OVERHEAD_BY_ENGINE if recipe.engine.name == "auto" else [recipe.engine.name]
     module_bytes = _DEEPSPEED_BYTES if recipe.zero else 0
@@ -284,7 +287,7 @@ def _largest_process_overhead_bytes(
             fixed_bytes
             + model_factor * counted_bytes.model
             + kept_factor * counted_bytes.activations
-            + all_factor * all_activation_bytes
+            + all_factor * activation_bytes_without_recomputation
         )
         + (
             _MORE_NODES_BYTES * ((model_family == "llama") + (recipe.model.lora is not None))
@@ -315,7 +318,7 @@ def reason_rank_memory_cannot_be_estimated(recipe: Recipe) -> str:
     if model_type not in SHAPE_BY_MODEL_TYPE:
         return f"models of type {model_type} have no estimate; a training records its memory in memory.json"
     if model_config_with_defaults_or_none(recipe) is None:
-        fields = _known_fields(recipe)
+        fields = _model_config_fields_known_before_loading(recipe)
         needed = SIZE_FIELDS_BY_TYPE.get(str(model_type), sorted(SIZE_FIELDS))
         missing = ", ".join(name for name in needed if fields.get(name) is None)
         return (
@@ -473,7 +476,7 @@ def _adapter_tensor_sizes_or_none(lora: Lora, model_shape: ModelShape) -> list[i
     """Return the number of elements of each matrix of the adapters; None: an unknown target."""
     if lora.target_parameters or lora.modules_to_save:
         return None
-    linear_sizes = model_shape.linear_layer_sizes(lora.target_modules)
+    linear_sizes = model_shape.linear_layer_input_and_output_sizes_or_none(lora.target_modules)
     # Each adapter has two matrices, of r x input and output x r elements.
     return (
         None

@@ -48,7 +48,7 @@ class ModelShape(NamedTuple):
         ]
         return [*layer_sizes, *self.other_sizes]
 
-    def linear_layer_sizes(
+    def linear_layer_input_and_output_sizes_or_none(
         self, names_or_all_linear: Sequence[str]
     ) -> list[tuple[int, int]] | None:
         """Return inputs and outputs of the linear layers of these names; None: one is unknown."""
@@ -201,7 +201,9 @@ def _deberta_shape(model_config: Json, task_name: str) -> ModelShape:
         hidden_size,
         hidden_size,
     ]
-    head_sizes = _bert_head_tensor_sizes(model_config, task_name, hidden_size, hidden_size)
+    head_sizes = _bert_word_or_label_head_tensor_sizes(
+        model_config, task_name, hidden_size, hidden_size
+    )
     return ModelShape(
         [layer_group],
         [*embedding_sizes, *head_sizes],
@@ -209,7 +211,7 @@ def _deberta_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def _bert_head_tensor_sizes(
+def _bert_word_or_label_head_tensor_sizes(
     model_config: Json, task_name: str, hidden_size: int, embedding_size: int
 ) -> list[int]:
     """Return a head of BERT's kind: a layer and a norm before words, a pooler before a class.
@@ -300,7 +302,9 @@ def _roberta_shape(model_config: Json, task_name: str) -> ModelShape:
         [layer_group],
         [
             *other_sizes,
-            *_bert_head_tensor_sizes(model_config, task_name, hidden_size, embedding_size),
+            *_bert_word_or_label_head_tensor_sizes(
+                model_config, task_name, hidden_size, embedding_size
+            ),
         ],
         adaptable_layers,
     )
@@ -325,7 +329,12 @@ def _distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
     )
     return ModelShape(
         [layer_group],
-        [*other_sizes, *_bert_head_tensor_sizes(model_config, task_name, hidden_size, hidden_size)],
+        [
+            *other_sizes,
+            *_bert_word_or_label_head_tensor_sizes(
+                model_config, task_name, hidden_size, hidden_size
+            ),
+        ],
         adaptable_layers,
     )
 

@@ -20,7 +20,7 @@ from ortlaunch.base.units import aligned_table_lines, human_bytes
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
-from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.version import __version__
 
 Rates = dict[str, list[tuple[float, float]]]
@@ -70,7 +70,11 @@ EAGER_ON_GPUS = EngineFactors(1.0, 0, 0.0, 0.0)
 
 
 def predict_seconds_and_memory_by_engine(
-    recipe: Recipe, device: str, step_work: StepWork, rates: Rates, model_type: str | None
+    recipe: Recipe,
+    device: str,
+    step_work: StepWork,
+    seconds_per_unit_by_operator: Rates,
+    model_type: str | None,
 ) -> Json:
     """Return the seconds of a step and the bytes of a rank, by engine.
 
@@ -78,10 +82,10 @@ def predict_seconds_and_memory_by_engine(
         recipe: the run's.
         device: cpu or cuda.
         step_work: the work of a step.
-        rates: those of the machine.
+        seconds_per_unit_by_operator: those of the machine.
         model_type: that of the built model, if it is one of transformers.
     """
-    seconds_spent = plain_pytorch_seconds_by_operator(step_work, rates)
+    seconds_spent = plain_pytorch_seconds_by_operator(step_work, seconds_per_unit_by_operator)
     other_bytes = step_work.peak_bytes - step_work.model_bytes
     prediction: Json = {}
     for name in ENGINES:
@@ -111,13 +115,15 @@ def _time_and_memory_factors_of_engine(
     return COMPARED_ORT if compared_step_count else ENGINES["ort"]
 
 
-def plain_pytorch_seconds_by_operator(step_work: StepWork, rates: Rates) -> dict[str, float]:
+def plain_pytorch_seconds_by_operator(
+    step_work: StepWork, seconds_per_unit_by_operator: Rates
+) -> dict[str, float]:
     """Return the seconds of a step in plain PyTorch, by kind of operator."""
     total_seconds: dict[str, float] = {}
     for operator, size, units in step_work.operators:
         total_seconds[operator] = total_seconds.get(
             operator, 0.0
-        ) + units * _interpolated_seconds_per_unit(rates[operator], size)
+        ) + units * _interpolated_seconds_per_unit(seconds_per_unit_by_operator[operator], size)
     return total_seconds
 
 
@@ -202,7 +208,7 @@ def read_cached_prediction_or_none(recipe: Recipe, plan: Plan) -> CachedPredicti
     record_path = cached_prediction_path(recipe, plan)
     if not record_path.exists():
         return None
-    record = read_own_json(record_path)
+    record = read_json_or_raise_damaged(record_path)
     return CachedPrediction(
         record["engines"],
         record["others"],
@@ -216,21 +222,21 @@ def cache_measured_step_seconds(
 ) -> None:
     """Keep the measured seconds of a step, which correct the prediction from now on."""
     record_path = cached_prediction_path(recipe, plan)
-    record = read_own_json(record_path)
+    record = read_json_or_raise_damaged(record_path)
     write_json_atomically(
         record_path,
         {**record, "measured": {**record.get("measured", {}), engine_name: step_seconds}},
     )
 
 
-def operators_with_contradictory_rates(rates: Rates) -> list[str]:
+def operators_with_contradictory_rates(seconds_per_unit_by_operator: Rates) -> list[str]:
     """Return the kinds whose larger operators take far more time a unit than smaller ones.
 
     A larger product of matrices is about as fast a unit. Other operators may be slower by as much as
     memory is slower than caches.
     """
     contradictory = []
-    for operator, curve in rates.items():
+    for operator, curve in seconds_per_unit_by_operator.items():
         max_ratio = 4 if operator.startswith(("matmul", "bmm")) else 20
         fastest_unit_seconds = math.inf
         for _, unit_seconds in curve:

@@ -86,7 +86,7 @@ def solve_batch_equation_or_refuse(recipe: Recipe, rank_count: int) -> BatchPlan
         )
     sequence_length = (
         # With samples of several lengths, the tokens of a step are not known in advance.
-        None if recipe.data.padding_lengths_below_sequence_length else recipe.data.sequence_length
+        None if recipe.data.padding_bucket_or_multiple_of_8_lengths else recipe.data.sequence_length
     )
     return BatchPlan(
         global_size,

@@ -14,7 +14,7 @@ from ortlaunch.base import machine
 from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import Node
-from ortlaunch.planning.forwarding import forwarded_variable_names
+from ortlaunch.planning.forwarding import forwarded_variable_names_or_refuse_unset
 from ortlaunch.planning.hosts import (
     Host,
     filter_hosts_by_include_or_exclude,
@@ -111,7 +111,9 @@ def resolve_hosts_launcher_and_device(
             f"processes_per_node: got {launch_options.processes_per_node}; give 1 or more"
         )
     enclosing_rank_and_launcher = (
-        None if launch_options.declared else _enclosing_rank_and_launcher_or_none(environ)
+        None
+        if launch_options.declared
+        else _enclosing_rank_and_launcher_unless_single_slurm(environ)
     )
     gpu_count = machine.visible_gpu_count(environ)
     device = (
@@ -125,7 +127,7 @@ def resolve_hosts_launcher_and_device(
         environ,
     )
     if device == "cuda" and gpu_count and environ.get(SHARE_VARIABLE) == "1":
-        hosts, shared_notes = _assign_shared_gpus_and_note(hosts, gpu_count)
+        hosts, shared_notes = _hosts_with_shared_gpus_and_note(hosts, gpu_count)
         notes += shared_notes
     launcher = _resolve_launcher_name_or_refuse(
         recipe, launch_options, hosts, enclosing_rank_and_launcher
@@ -150,7 +152,7 @@ def resolve_hosts_launcher_and_device(
         if launcher_traits.is_ours or not enclosing_rank_and_launcher
         else enclosing_rank_and_launcher[0]
     )
-    forward = forwarded_variable_names(
+    forward = forwarded_variable_names_or_refuse_unset(
         recipe, environ, may_come_from_secret=not launcher_traits.is_ours and rank is None
     )
     return World(
@@ -164,7 +166,7 @@ def resolve_hosts_launcher_and_device(
     )
 
 
-def _assign_shared_gpus_and_note(
+def _hosts_with_shared_gpus_and_note(
     hosts: tuple[Host, ...], gpu_count: int
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Give slots of this host beyond its GPUs its GPUs in turns."""
@@ -178,7 +180,9 @@ def _assign_shared_gpus_and_note(
     return shared_hosts, (note,) if shared_hosts != hosts else ()
 
 
-def _enclosing_rank_and_launcher_or_none(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
+def _enclosing_rank_and_launcher_unless_single_slurm(
+    environ: Mapping[str, str],
+) -> tuple[Rank, str] | None:
     """Return the rank that a launcher gave to this process, and the launcher's name.
 
     A shell in a Slurm allocation (`srun --pty`) has none.
@@ -226,11 +230,11 @@ def _resolve_hosts_and_notes_or_refuse(
             "launch.nodes=2"
         )
     if launch_options.hostfile:
-        return _hosts_and_note_from_file(launch_options, processes_per_node)
+        return _filtered_hosts_and_note_from_hostfile(launch_options, processes_per_node)
     if launch_options.include or launch_options.exclude:
         raise PlanError("--include and --exclude need a host file: give --hostfile")
     if launch_options.declared:
-        return _placeholder_hosts_and_note(
+        return _placeholder_hosts_and_note_or_refuse(
             recipe,
             processes_per_node or (None if gpu_count or recipe.launch.device == "cuda" else 1),
         )
@@ -240,7 +244,7 @@ def _resolve_hosts_and_notes_or_refuse(
         ) or _unnamed_hosts_of_enclosing_launcher(enclosing_rank_and_launcher[0]), ()
     max_nodes = max(recipe.launch.node_counts, default=1)
     if max_nodes > 1 and launch_options.planned_only:
-        return _placeholder_hosts_and_note(recipe, processes_per_node)
+        return _placeholder_hosts_and_note_or_refuse(recipe, processes_per_node)
     if max_nodes > 1:
         raise PlanError(
             f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or "
@@ -251,7 +255,7 @@ def _resolve_hosts_and_notes_or_refuse(
     return (Host("localhost", slots, tuple(range(slots))),), ()
 
 
-def _hosts_and_note_from_file(
+def _filtered_hosts_and_note_from_hostfile(
     launch_options: LaunchOptions, processes_per_node: int | None
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     assert launch_options.hostfile is not None
@@ -291,7 +295,7 @@ def _host_with_first_slots_or_refuse(host: Host, slot_count: int) -> Host:
     return host._replace(slots=slot_count, devices=host.devices[:slot_count])
 
 
-def _placeholder_hosts_and_note(
+def _placeholder_hosts_and_note_or_refuse(
     recipe: Recipe, processes_per_node: int | None
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return placeholder hosts, by the numbers in the recipe."""

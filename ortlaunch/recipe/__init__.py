@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from ortlaunch.base.errors import DamagedFile, RecipeError
-from ortlaunch.base.json_types import read_regular
+from ortlaunch.base.json_types import read_regular_file_bytes_or_refuse
 from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.space import search_space_problem_lines
@@ -165,7 +165,7 @@ def read_resolved_recipe_of_run(path: Path) -> Recipe:
     Raises: DamagedFile: the file is no recipe.
     """
     try:
-        return parse_resolved_recipe(read_regular(path).decode())
+        return parse_resolved_recipe(read_regular_file_bytes_or_refuse(path).decode())
     except ValidationError as error:
         # The first error is enough: a person did not write this file.
         key_text = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"

@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 20
 _DEFAULT_COLUMNS = {"prompt_column": "instruction", "response_column": "output"}
 
 
-def column_and_media_file_problems(
+def missing_column_and_media_file_problems(
     recipe: Recipe, source_key: str, corpus: Corpus, file_or_folder_path: str
 ) -> Iterator[Problem]:
     """Yield columns that the first row of a file lacks, and a media file that does not exist.

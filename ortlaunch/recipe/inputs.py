@@ -15,7 +15,7 @@ from ortlaunch.base.errors import IS_LFS_POINTER, LFS_POINTER, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.recipe.first_rows import column_and_media_file_problems
+from ortlaunch.recipe.first_rows import missing_column_and_media_file_problems
 from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 from ortlaunch.recipe.text.paths import EXPANDED_VARIABLES
 from ortlaunch.recipe.text.source_location import Problem
@@ -29,7 +29,9 @@ _PRETRAINED_FILE_NAMES = {
 }
 
 
-def absent_file_and_folder_problems(recipe: Recipe, task_name: str = "train") -> Iterator[Problem]:
+def absent_or_lfs_pointer_input_problems(
+    recipe: Recipe, task_name: str = "train"
+) -> Iterator[Problem]:
     """Yield data files, and local folders of models and tokenizers, that are absent on this host.
 
     Files of them that are pointers of git-lfs are absent, too.
@@ -51,7 +53,8 @@ def absent_file_and_folder_problems(recipe: Recipe, task_name: str = "train") ->
                 message = f"got {pattern}, which matches no file here (current folder: {current_folder_text()})"
                 yield (f"{key}.path",), message + _remedy_for_missing_path(pattern)
             yield from (
-                ((f"{key}.path",), reason) for reason in lfs_pointer_messages(matching_paths)
+                ((f"{key}.path",), reason)
+                for reason in lfs_pointer_and_unreadable_file_messages(matching_paths)
             )
     template = recipe.data.chat_template
     is_known_or_text = template is None or "{" in template or template in CHAT_TEMPLATES
@@ -69,7 +72,9 @@ def absent_file_and_folder_problems(recipe: Recipe, task_name: str = "train") ->
         if not isinstance(value, str) or os.path.exists(value):
             yield from (
                 ((key,), reason)
-                for reason in lfs_pointer_messages(pretrained_files_in_folder(key, str(value)))
+                for reason in lfs_pointer_and_unreadable_file_messages(
+                    pretrained_files_in_folder(key, str(value))
+                )
             )
             continue
         # Any other value may be the name of a model on the Hugging Face Hub.
@@ -92,7 +97,7 @@ def column_and_vocabulary_problems(recipe: Recipe, task_name: str = "train") -> 
                 # One file shows the columns of all.
                 files = file_or_sorted_pattern_matches(pattern)[:1]
                 for path in [pattern] if corpus.format == "folder" else files:
-                    yield from column_and_media_file_problems(recipe, key, corpus, path)
+                    yield from missing_column_and_media_file_problems(recipe, key, corpus, path)
     yield from _vocabulary_below_tokenizer_problems(recipe)
 
 
@@ -163,7 +168,7 @@ def model_type_unknown_to_library_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def repeated_file_and_high_rate_problems(recipe: Recipe) -> Iterator[Problem]:
+def repeated_file_and_high_learning_rate_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield values that are valid and most likely mistakes."""
     for key, corpus in recipe.data.key_and_source_pairs():
         patterns = (corpus.path or ()) if isinstance(corpus, Corpus) else ()
@@ -221,7 +226,7 @@ def pretrained_files_in_folder(field_key: str, local_folder: str) -> list[str]:
     ]
 
 
-def lfs_pointer_messages(file_paths: Iterable[str]) -> Iterator[str]:
+def lfs_pointer_and_unreadable_file_messages(file_paths: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each file that is a pointer of git-lfs, or that is not readable."""
     for path in file_paths:
         if not os.path.isfile(path):
@@ -234,13 +239,13 @@ def lfs_pointer_messages(file_paths: Iterable[str]) -> Iterator[str]:
                 yield f"{path} {IS_LFS_POINTER}"
 
 
-def refuse_lfs_pointers(file_paths: Iterable[str]) -> None:
+def refuse_lfs_pointers_and_unreadable_files(file_paths: Iterable[str]) -> None:
     """Refuse pointers of git-lfs, and files that are not readable.
 
     Raises:
         InputError: a file is one.
     """
-    if reason := next(lfs_pointer_messages(file_paths), None):
+    if reason := next(lfs_pointer_and_unreadable_file_messages(file_paths), None):
         raise InputError(reason)
 
 

@@ -26,7 +26,7 @@ _FIRST_LINE = "<!DOCTYPE html><!-- ortlaunch report -->\n"
 def write_report_page(
     run_folders: Sequence[Path],
     requested_path: Path | None,
-    time_text: str,
+    creation_time_text: str,
     sweep_picture: Picture | None = None,
 ) -> Path:
     """Write the page, and return its path.
@@ -43,19 +43,19 @@ def write_report_page(
         raise InputError(
             f"{page_path} exists already and is not a report; give another file with --to"
         )
-    write_text_atomically(page_path, report_page_html(records, time_text, sweep_picture))
+    write_text_atomically(page_path, report_page_html(records, creation_time_text, sweep_picture))
     return page_path
 
 
 def report_page_html(
-    run_records: Sequence[Record], time_text: str, sweep_picture: Picture | None = None
+    run_records: Sequence[Record], creation_time_text: str, sweep_picture: Picture | None = None
 ) -> str:
     """Return the page as text."""
     return _load_report_template().render(
         report_page_values(run_records),
         **CHART_AREA,
         version=__version__,
-        now=time_text,
+        now=creation_time_text,
         sweep=sweep_picture,
     )
 

@@ -79,7 +79,7 @@ class Scale:
         )
 
 
-def draw_chart(
+def chart_values_or_none(
     title: str,
     curves: Sequence[Curve],
     begins_at_zero: bool = False,

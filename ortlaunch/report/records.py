@@ -16,7 +16,11 @@ from ortlaunch.recipe.text.source_location import (
     values_with_hidden_secrets,
 )
 from ortlaunch.recipe.text.yaml_text import load_dumped
-from ortlaunch.run_folder.folder import RunDir, read_own_json, read_own_text
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_json_or_raise_damaged,
+    read_text_or_raise_damaged,
+)
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.started_runs import status
@@ -111,7 +115,7 @@ def _read_run_record(run: RunDir, label: str) -> Record:
         run=run,
         label=label,
         status=run_status,
-        recipe=file_reader.read_yaml(run.recipe),
+        recipe=file_reader.read_yaml_mapping_hiding_secrets(run.recipe),
         lines=file_reader.read_lines(run.metrics, "step"),
         engine=file_reader.read_json(run.engine),
         profile=file_reader.read_json(run.profile),
@@ -139,7 +143,7 @@ class _FileReader:
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """Return a JSON mapping; empty where there is no file."""
-        return self._read_mapping_or_note_error(path, read_own_json)
+        return self._read_mapping_or_note_error(path, read_json_or_raise_damaged)
 
     def read_resumed_step_or_zero(self, run: RunDir) -> int:
         """Return the step after which the newest start began; 0 if it cannot be read."""
@@ -149,12 +153,12 @@ class _FileReader:
             self._add_unreadable([str(error)])
             return 0
 
-    def read_yaml(self, path: Path) -> dict[str, Any]:
+    def read_yaml_mapping_hiding_secrets(self, path: Path) -> dict[str, Any]:
         """Return a YAML mapping without the values of secrets; empty where there is no file."""
         return dict(
             values_with_hidden_secrets(
                 self._read_mapping_or_note_error(
-                    path, lambda path: load_dumped(read_own_text(path))
+                    path, lambda path: load_dumped(read_text_or_raise_damaged(path))
                 )
             )
         )

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import clock_duration, count_with_noun, human_bytes
 from ortlaunch.recipe.text.source_location import path_and_leaf_value_pairs
-from ortlaunch.report.curves import Curve, draw_chart
+from ortlaunch.report.curves import Curve, chart_values_or_none
 from ortlaunch.report.records import (
     Record,
     finite_number_or_none,
@@ -23,7 +23,7 @@ from ortlaunch.report.tables import (
     Fact,
     fact_rows_with_any_value,
     formatted_cell_value,
-    run_cards,
+    values_of_runs_with_some_value,
     warning_markup,
 )
 from ortlaunch.run_folder import cause_text
@@ -74,17 +74,23 @@ def report_page_values(run_records: Sequence[Record]) -> Json:
         ],
         "overview": fact_rows_with_any_value(run_records, _OVERVIEW_FACTS),
         "charts": _charts_of_logged_metrics(run_records),
-        "classes": run_cards(run_records, _score_table_by_class),
+        "classes": values_of_runs_with_some_value(
+            run_records, _class_score_and_confusion_table_or_none
+        ),
         "engine": fact_rows_with_any_value(run_records, _ENGINE_FACTS),
-        "profiles": run_cards(
+        "profiles": values_of_runs_with_some_value(
             run_records,
             lambda record: (
                 "\n".join(profile_text_lines(record.profile)) if record.profile else None
             ),
         ),
-        "memories": run_cards(run_records, _planned_and_measured_memory_table),
-        "saves": run_cards(run_records, _checkpoint_table),
-        "attempts": run_cards(run_records, _commands_and_attempts_table),
+        "memories": values_of_runs_with_some_value(run_records, _planned_and_measured_memory_table),
+        "saves": values_of_runs_with_some_value(
+            run_records, _save_evaluation_and_export_rows_or_none
+        ),
+        "attempts": values_of_runs_with_some_value(
+            run_records, _command_attempt_bad_step_and_slow_rank_rows
+        ),
         "differences": _differing_recipe_field_rows(run_records),
         "recipes": [
             (record, yaml.safe_dump(record.recipe, sort_keys=False, width=110))
@@ -124,7 +130,7 @@ def _failure_and_advice(record: Record) -> tuple[str, tuple[str, ...]]:
     """Return the cause of a failed run, and what to try."""
     failure = record.status.job.failure
     assert failure is not None
-    return cause_text.diagnosis_verdict(failure), cause_text.advice_for_failure(failure)
+    return cause_text.diagnosis_verdict_line(failure), cause_text.advice_for_failure(failure)
 
 
 def _last_evaluation_metrics(run_record: Record) -> dict[str, object]:
@@ -198,7 +204,7 @@ def _charts_of_logged_metrics(run_records: Sequence[Record]) -> list[dict[str, o
         clipping_text = " before clipping" if name == "gradient_norm" and is_clipped else ""
         metric = METRICS.get(name.removeprefix("evaluation_"))
         charts.append(
-            draw_chart(
+            chart_values_or_none(
                 title + clipping_text,
                 curves,
                 begins_at_zero,
@@ -339,7 +345,7 @@ def _collapsible_list_markup(items_or_mapping: Any, noun: str) -> Markup | None:
     return Markup("<details><summary>{}</summary>{}</details>").format(summary_text, list_text)
 
 
-def _score_table_by_class(run_record: Record) -> dict[str, object] | None:
+def _class_score_and_confusion_table_or_none(run_record: Record) -> dict[str, object] | None:
     """Return a row for each class: scores, and samples by predicted class if they are few."""
     if not run_record.confusion:
         return None
@@ -383,10 +389,12 @@ def _planned_and_measured_memory_table(run_record: Record) -> dict[str, object] 
     }
 
 
-def _checkpoint_table(run_record: Record) -> dict[str, object] | None:
+def _save_evaluation_and_export_rows_or_none(run_record: Record) -> dict[str, object] | None:
     saved_steps = {line.get("step") for line in run_record.saves}
     checkpoint_values = {
-        "saves": [_saved_checkpoint_row(line, run_record.kept) for line in run_record.saves]
+        "saves": [
+            _save_step_state_and_seconds_row(line, run_record.kept) for line in run_record.saves
+        ]
         + [(step, "kept", None) for step in run_record.kept if step not in saved_steps],
         "evaluated": [_evaluation_text(recorded) for recorded in run_record.evaluations],
         "exported": [
@@ -405,7 +413,9 @@ def _export_cell(export_record: Json) -> object:
     )
 
 
-def _saved_checkpoint_row(save_record: Json, kept_steps: Sequence[int]) -> tuple[object, ...]:
+def _save_step_state_and_seconds_row(
+    save_record: Json, kept_steps: Sequence[int]
+) -> tuple[object, ...]:
     state_text = "kept" if save_record.get("step") in kept_steps else "removed"
     return (
         save_record.get("step"),
@@ -427,7 +437,7 @@ def _evaluation_text(evaluation_record: dict[str, object]) -> str:
     return f"step {evaluation_record.get('step')}: {metrics_text}"
 
 
-def _commands_and_attempts_table(run_record: Record) -> dict[str, object]:
+def _command_attempt_bad_step_and_slow_rank_rows(run_record: Record) -> dict[str, object]:
     attempts = run_record.status.job.attempts
     return {
         "commands": [

@@ -31,7 +31,7 @@ def fact_rows_with_any_value(
     ]
 
 
-def run_cards(
+def values_of_runs_with_some_value(
     records: Sequence[Record], read_fact: Callable[[Record], object]
 ) -> list[tuple[Record, object]]:
     """Return the values of each run that has some."""

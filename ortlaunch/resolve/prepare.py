@@ -11,7 +11,7 @@ from ortlaunch.base.cache import reason_others_can_write_or_empty
 from ortlaunch.base.errors import InputError, PlanError, RecipeError
 from ortlaunch.base.output import print_lines
 from ortlaunch.launch import LaunchRequest, load_backend
-from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
+from ortlaunch.launch.attempts import move_logs_to_new_attempt_and_return_number_or_0
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import plan_description_text
@@ -51,7 +51,7 @@ def launch_request(plan: Plan, run: RunDir) -> LaunchRequest:
     return load_backend(plan.launcher).launch_request_of_plan(plan, run)
 
 
-def write_run_files_and_remove_leftovers(
+def write_run_files_and_clear_earlier_start(
     run: RunDir,
     chosen_recipe: Recipe,
     plan: Plan,
@@ -85,7 +85,7 @@ def write_run_files_and_remove_leftovers(
     write_text_atomically(run.request, f"{request}\n")
     # Records of the earlier start would be taken for those of this one, and the entries of its
     # ranks in the store for those of the new ranks.
-    move_logs_and_errors_to_attempt(run)
+    move_logs_to_new_attempt_and_return_number_or_0(run)
     temporary_files = filter(is_temporary_file, run.path.iterdir())
     leftover_files = (
         *(() if is_restart else run.requests.glob("*")),
@@ -102,7 +102,7 @@ def write_run_files_and_remove_leftovers(
     return request
 
 
-def write_run_files_and_print_plan(
+def set_aside_write_run_files_and_print_plan(
     resolved_run: ResolvedRun,
     run: RunDir,
     first_lines: Iterable[str] = (),
@@ -117,7 +117,7 @@ def write_run_files_and_print_plan(
     """
     if run_beginning is not None:
         resume.set_files_aside_and_record_beginning(run, resolved_run.command, run_beginning)
-    request = write_run_files_and_remove_leftovers(
+    request = write_run_files_and_clear_earlier_start(
         run,
         resolved_run.recipe_file.recipe,
         resolved_run.plan,
@@ -136,7 +136,9 @@ def write_run_files_and_print_plan(
     return request
 
 
-def read_earlier_recipe_or_none(run: RunDir, resolved_run: ResolvedRun) -> Recipe | None:
+def read_earlier_or_else_given_recipe_or_none(
+    run: RunDir, resolved_run: ResolvedRun
+) -> Recipe | None:
     """Return the recipe of an earlier start in this folder; None if there was none.
 
     Raises:
@@ -161,7 +163,7 @@ def read_earlier_recipe_or_none(run: RunDir, resolved_run: ResolvedRun) -> Recip
         return resolved_run.recipe_file.recipe
 
 
-def refuse_foreign_run_folder_contents(
+def refuse_foreign_folder_or_return_continuing_lines(
     run: RunDir, earlier_recipe: Recipe | None, resolved_run: ResolvedRun
 ) -> list[str]:
     """Check the contents of the run folder; one of an earlier run of this recipe is continued.
@@ -201,7 +203,7 @@ def _has_run_or_interrupted_start(run: RunDir) -> bool:
     """
     # Files of other programs may have the names of these records.
     with contextlib.suppress(InputError):
-        if JobRecord.read_or_none(run) is not None:
+        if JobRecord.read_or_none_refusing_damaged(run) is not None:
             return True
     with contextlib.suppress(InputError, FileNotFoundError):
         return run.submitted.exists() or bool(Plan.read(run.plan))

@@ -15,21 +15,24 @@ from typing import NamedTuple
 from ortlaunch.base import machine, module_start
 from ortlaunch.base.errors import RecipeError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
+from ortlaunch.planning.capacity import notes_or_refusal_for_crowding_of_this_host
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.process_memory import cached_or_usual_process_memory
 from ortlaunch.planning.workload import Workload, solve_batch_and_estimate_memory
 from ortlaunch.planning.world import LaunchOptions, World, resolve_hosts_launcher_and_device
 from ortlaunch.recipe import RecipeFile, inputs, load_recipe
-from ortlaunch.recipe.fields.ort_variables import environment_lines_or_refuse_contradiction
+from ortlaunch.recipe.fields.ort_variables import ort_variable_lines_or_refuse_contradiction
 from ortlaunch.recipe.rules.rules import (
-    compared_engine_rules_of_task,
+    engine_auto_rules_of_comparing_task,
     precision_and_engine_device_rules,
 )
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.tables.tasks import TASKS, Task
-from ortlaunch.user_modules import folders_with_factory_modules, unloadable_factory_problems
+from ortlaunch.user_modules import (
+    uninstalled_factory_module_folders_or_refuse,
+    unloadable_factory_problems,
+)
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"
@@ -89,7 +92,9 @@ class ResolvedRun:
             task_name=self.task,
             # Also a later command in another folder finds modules of the current one.
             modules_folder=next(
-                folders_with_factory_modules(self.recipe_file.recipe, self.command.modules_folder),
+                uninstalled_factory_module_folders_or_refuse(
+                    self.recipe_file.recipe, self.command.modules_folder
+                ),
                 str(self.command.modules_folder),
             ),
             worker_argv=module_start.module_command("ortlaunch.worker"),
@@ -110,7 +115,7 @@ class ResolvedRun:
 
     def apply_auto_results(self, *overrides: str) -> ResolvedRun:
         """Return the run with the results of `auto`; hosts, ranks and device stay the same."""
-        return self._resolve_again(
+        return self._resolve_again_keeping_engine_choice(
             self.recipe_file.copy_with_further_overrides(*overrides), self.world
         )
 
@@ -128,10 +133,14 @@ class ResolvedRun:
         return (
             self
             if hosts == self.world.hosts
-            else self._resolve_again(self.recipe_file, self.world._replace(hosts=hosts))
+            else self._resolve_again_keeping_engine_choice(
+                self.recipe_file, self.world._replace(hosts=hosts)
+            )
         )
 
-    def _resolve_again(self, recipe_file: RecipeFile, world: World) -> ResolvedRun:
+    def _resolve_again_keeping_engine_choice(
+        self, recipe_file: RecipeFile, world: World
+    ) -> ResolvedRun:
         """Resolve again with this recipe and world, and keep the chosen engine."""
         resolved_run = resolve_loaded_recipe_file(recipe_file, self.command, world)
         notes = (*resolved_run.notes, *self.engine_note)
@@ -182,7 +191,7 @@ def resolve_loaded_recipe_file(
         recipe, world, cached_or_usual_process_memory(recipe)
     )
     resource_notes = (
-        notes_or_refusal_for_crowded_hosts(world, planned_work, options.planned_only)
+        notes_or_refusal_for_crowding_of_this_host(world, planned_work, options.planned_only)
         if world.enclosing_rank is None
         else ()
     )
@@ -191,11 +200,14 @@ def resolve_loaded_recipe_file(
     recipe_file.raise_if_problems(
         (
             *precision_and_engine_device_rules(recipe, world.device, hosts_text),
-            *compared_engine_rules_of_task(recipe, options.task),
+            *engine_auto_rules_of_comparing_task(recipe, options.task),
         )
     )
     # Inputs that are absent here may be on the other hosts, or be created before the run.
-    data_checks = (inputs.absent_file_and_folder_problems, inputs.column_and_vocabulary_problems)
+    data_checks = (
+        inputs.absent_or_lfs_pointer_input_problems,
+        inputs.column_and_vocabulary_problems,
+    )
     data_problem_lines = [
         recipe_file.located_problem_line(problem)
         for data_check in data_checks
@@ -211,11 +223,14 @@ def resolve_loaded_recipe_file(
         function_problem_lines or (data_problem_lines and not options.planned_only)
     ):
         raise RecipeError([*data_problem_lines, *function_problem_lines])
-    environment_notes = environment_lines_or_refuse_contradiction(recipe.engine, environ)
+    environment_notes = ort_variable_lines_or_refuse_contradiction(recipe.engine, environ)
     notes = [f"recipe: {recipe_path}"] if recipe_path != typed_path else []
     notes += [*recipe_file.notes, *world.notes, *data_problem_lines, *function_problem_lines]
     notes += [
-        *map(recipe_file.located_problem_line, inputs.repeated_file_and_high_rate_problems(recipe)),
+        *map(
+            recipe_file.located_problem_line,
+            inputs.repeated_file_and_high_learning_rate_problems(recipe),
+        ),
         *recipe.engine.non_default_setting_lines(),
     ]
     if recipe.engine.matmul_precision != "highest":

@@ -18,7 +18,7 @@ from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_lea
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import Command, ResolvedRun
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_own_json
+from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
 # Values of `--resume`; any other value is a step or a path.
@@ -112,7 +112,7 @@ def choose_checkpoint_to_resume(run: RunDir, resume_options: ResumeOptions) -> C
     return (
         ChosenCheckpoint(None, skipped=skipped)
         if source_path is None
-        else _newest_checkpoint_of_other_folder(source_path)
+        else _given_or_newest_checkpoint_of_other_folder(source_path)
     )
 
 
@@ -186,7 +186,7 @@ def _step_in_name(checkpoint_path: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def _newest_checkpoint_of_other_folder(source_path: Path) -> ChosenCheckpoint:
+def _given_or_newest_checkpoint_of_other_folder(source_path: Path) -> ChosenCheckpoint:
     """Choose the newest checkpoint of another run's folder, or the one that `source_path` itself is."""
     source_path = Path(os.path.abspath(source_path))
     # With this mark the folder is itself a checkpoint, else it is a run's.
@@ -219,7 +219,7 @@ def _newest_checkpoint_of_other_folder(source_path: Path) -> ChosenCheckpoint:
 def _step_in_manifest_or_refuse(checkpoint_folder: Path) -> int:
     # The folder may have any name, so the step comes from the manifest.
     try:
-        step = read_own_json(checkpoint_folder / MANIFEST)["step"]
+        step = read_json_or_raise_damaged(checkpoint_folder / MANIFEST)["step"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"--resume {checkpoint_folder}: its {MANIFEST} cannot be read: {error}"
@@ -240,7 +240,7 @@ class RunBeginning(NamedTuple):
         return self._replace(text_lines=(*earlier_lines, *self.text_lines))
 
 
-def choose_checkpoint_and_list_changes(
+def choose_checkpoint_and_list_or_refuse_changes(
     run: RunDir,
     resolved_run: ResolvedRun,
     earlier_recipe: Recipe | None,

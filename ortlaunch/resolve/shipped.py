@@ -61,7 +61,7 @@ def shipped_recipe_path_or_refuse(recipe_name: str) -> Path:
     Raises:
         InputError: no recipe has that name.
     """
-    return _find_file_by_name(
+    return _file_by_name_or_refuse_with_suggestion(
         "recipe",
         recipe_name.removesuffix(".yaml"),
         {
@@ -81,12 +81,14 @@ def read_shipped_text(folder_name: str, file_name: str) -> str:
         path.name.removesuffix(".txt"): path
         for path in sorted(shipped_folder_or_refuse(folder_name).iterdir())
     }
-    return _find_file_by_name(
+    return _file_by_name_or_refuse_with_suggestion(
         folder_name.removesuffix("s"), file_name.removesuffix(".txt"), files
     ).read_text(encoding="utf-8")
 
 
-def _find_file_by_name(file_noun: str, requested_name: str, path_by_name: dict[str, Path]) -> Path:
+def _file_by_name_or_refuse_with_suggestion(
+    file_noun: str, requested_name: str, path_by_name: dict[str, Path]
+) -> Path:
     if requested_name in path_by_name:
         return path_by_name[requested_name]
     # A name without its folder, or one that is misspelt.

@@ -23,7 +23,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
-from ortlaunch.tables.tasks import BatchBytesRequest, run_task_and_capture_output
+from ortlaunch.tables.tasks import BatchBytesRequest, run_task_and_return_stdout_or_raise
 
 
 class CheckupOptions(NamedTuple):
@@ -121,7 +121,10 @@ def _measure_data_workers_shared_memory_bytes(resolved: ResolvedRun) -> int:
     )
     ranks = max(node.slots for node in resolved.world.nodes)
     return (
-        int(run_task_and_capture_output(batch)) * recipe.data.workers * BATCHES_EACH_WORKER * ranks
+        int(run_task_and_return_stdout_or_raise(batch))
+        * recipe.data.workers
+        * BATCHES_EACH_WORKER
+        * ranks
     )
 
 

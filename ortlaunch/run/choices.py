@@ -30,7 +30,7 @@ def apply_recorded_engine_and_micro_size(resolved: ResolvedRun, run: RunDir) -> 
         # Imported on use: only a run with an open engine needs the bench.
         from ortlaunch.bench import auto
 
-        recorded_engine = auto.recorded_choice_and_source_or_none(resolved, run)
+        recorded_engine = auto.recorded_or_short_run_choice_and_source_or_none(resolved, run)
         resolved = (
             auto.apply_engine_choice_with_note(resolved, *recorded_engine)
             if recorded_engine
@@ -48,17 +48,19 @@ def is_engine_still_auto(resolved: ResolvedRun) -> bool:
     return resolved.recipe_file.recipe.engine.name == "auto"
 
 
-def measure_and_apply_engine(resolved: ResolvedRun) -> ResolvedRun:
+def measure_cache_and_apply_engine(resolved: ResolvedRun) -> ResolvedRun:
     """Measure the engines now; return the run with the best, and store the choice in the cache."""
     from ortlaunch.bench import auto
 
-    choice = auto.measure_engines_and_choose(resolved, lambda text: print(text, flush=True))
+    choice = auto.measure_engines_and_choose_or_default_if_too_long(
+        resolved, lambda text: print(text, flush=True)
+    )
     return auto.apply_engine_choice_with_note(
-        resolved, auto.cache_engine_choice_if_measured(resolved, choice)
+        resolved, auto.cache_measured_engine_choice_and_add_its_key(resolved, choice)
     )
 
 
-def search_and_apply_micro_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
+def search_and_apply_micro_size_if_auto(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with its micro batch size; if that is `auto`, search the largest that fits."""
     if not micro_size.is_search_requested(resolved.recipe_file.recipe):
         return resolved

@@ -12,26 +12,26 @@ from pathlib import Path
 
 from ortlaunch.base.output import ERASE, print_lines, terminal_width
 from ortlaunch.base.units import clock_duration
-from ortlaunch.diagnose.report import end_text_with_verdict_and_advice
+from ortlaunch.diagnose.report import failed_run_text_with_verdict_memory_and_advice
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
-from ortlaunch.resolve.prepare import write_run_files_and_print_plan
+from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.run import choices, rank_under_launcher
-from ortlaunch.run.elastic import check_hosts_and_shrink_elastic_run
+from ortlaunch.run.elastic import check_hosts_and_return_shrunk_run_and_lines
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
     create_run_folder_or_numbered_one,
-    nothing_to_train_text_with_command,
+    nothing_to_train_text_with_command_or_none,
     ready_marker_path,
     record_success_unless_recorded,
     requested_or_absent_folder_for_checks,
     requested_or_proposed_run_folder,
-    require_startable_and_plan_beginning,
+    startable_run_beginning_and_done_text_or_refuse,
 )
-from ortlaunch.run.run_completion import append_command_to_continue_training
+from ortlaunch.run.run_completion import append_continue_command_if_train_was_typed
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 
@@ -66,7 +66,7 @@ def _prepare_start_and_report_training(
     if (run.lock.exists() or run.output.exists()) and (rank is None or rank.rank == 0):
         # Before anything is measured: a living run in the folder must end this command at once. A
         # requeued turn waits for the earlier one, which may save a checkpoint meanwhile.
-        lock.acquire_or_refuse(
+        lock.lock_and_record_holder_or_refuse(
             run,
             survives_exec=rank is not None,
             living_holder_wait_seconds=rank_under_launcher.max_wait_seconds_for_requeued_job(),
@@ -77,7 +77,7 @@ def _prepare_start_and_report_training(
         if rank.rank > 0:
             return (
                 0
-                if nothing_to_train_text_with_command(resolved, run, resume_options)
+                if nothing_to_train_text_with_command_or_none(resolved, run, resume_options)
                 else rank_under_launcher.wait_for_rank0_and_become_worker(ready_mark, run)
             )
         # With the mark of an earlier launch, other ranks would start from that launch's files.
@@ -85,7 +85,7 @@ def _prepare_start_and_report_training(
 
     # First the known choices and the checks: a run that cannot start should fail before minutes of
     # measuring.
-    resolved, beginning, finished_text = require_startable_and_plan_beginning(
+    resolved, beginning, finished_text = startable_run_beginning_and_done_text_or_refuse(
         resolved, run, resume_options
     )
     if finished_text:
@@ -100,26 +100,26 @@ def _prepare_start_and_report_training(
             resolved, ready_mark, run, lock, beginning
         )
     if choices.is_engine_still_auto(resolved):
-        measured_run = choices.measure_and_apply_engine(resolved)
+        measured_run = choices.measure_cache_and_apply_engine(resolved)
         # The engine may have requirements of its own.
-        resolved, beginning, _ = require_startable_and_plan_beginning(
+        resolved, beginning, _ = startable_run_beginning_and_done_text_or_refuse(
             measured_run, run, resume_options
         )
 
     run = create_run_folder_or_numbered_one(proposed_folder) if must_claim_folder else run
-    lock.acquire_or_refuse(run)
+    lock.lock_and_record_holder_or_refuse(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         print_lines(beginning.text_lines)
-        run_on_all_hosts = choices.search_and_apply_micro_size(resolved, run)
+        run_on_all_hosts = choices.search_and_apply_micro_size_if_auto(resolved, run)
         # Ranks write the progress line in this width; empty where the output is no terminal.
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = load_backend(run_on_all_hosts.world.launcher)
 
         def start_ranks(attempt_number: int) -> EndedAttempt:
-            usable_run, lines = check_hosts_and_shrink_elastic_run(
+            usable_run, lines = check_hosts_and_return_shrunk_run_and_lines(
                 run_on_all_hosts, run, attempt_number > 1
             )
-            request = write_run_files_and_print_plan(
+            request = set_aside_write_run_files_and_print_plan(
                 usable_run, run, lines, beginning if attempt_number == 1 else None
             )
             file.record_start_of_ranks()
@@ -142,16 +142,18 @@ def _prepare_start_and_report_training(
         end, stopped = start_ranks_and_restart_after_failures(
             run,
             run_on_all_hosts.recipe_file.recipe.launch.max_restarts,
-            file.record_attempts_and_act_on_signal,
+            file.record_attempts_and_stop_collecting_signals,
             start_ranks,
         )
         duration_text = f", in {clock_duration(time.monotonic() - started)}"
         failed = bool(end.status)
         last_output = (
-            end_text_with_verdict_and_advice(run, end) if failed else end.text + duration_text
+            failed_run_text_with_verdict_memory_and_advice(run, end)
+            if failed
+            else end.text + duration_text
         )
         if end.stopped_on_request or not failed:
-            last_output = append_command_to_continue_training(
+            last_output = append_continue_command_if_train_was_typed(
                 last_output,
                 run_on_all_hosts.typed_arguments,
                 run_on_all_hosts.recipe_file.recipe,

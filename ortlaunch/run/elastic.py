@@ -26,7 +26,7 @@ _HOSTS_SECONDS = 600.0
 _LOOK_SECONDS = 10.0
 
 
-def check_hosts_and_shrink_elastic_run(
+def check_hosts_and_return_shrunk_run_and_lines(
     run_on_all_hosts: ResolvedRun, run: RunDir, is_restart: bool
 ) -> tuple[ResolvedRun, list[str]]:
     """Return the run on its usable hosts, and lines about them.
@@ -56,7 +56,7 @@ def check_hosts_and_shrink_elastic_run(
         )
         return run_on_all_hosts, [note]
     requirements = requirements_of_run_on_hosts(run_on_all_hosts, Path(os.path.abspath(run.path)))
-    finding_by_excluded_host = _check_hosts_and_find_excluded(
+    finding_by_excluded_host = _excluding_finding_by_host_or_refuse_failed(
         requirements, elastic is not None, is_restart
     )
     if elastic is None:
@@ -76,7 +76,7 @@ def check_hosts_and_shrink_elastic_run(
             print(f"ortlaunch: {message}\nwaiting {minutes} for them", file=sys.stderr, flush=True)
         is_reported = True
         time.sleep(_LOOK_SECONDS)
-        finding_by_excluded_host = _check_hosts_and_find_excluded(
+        finding_by_excluded_host = _excluding_finding_by_host_or_refuse_failed(
             requirements, elastic is not None, is_restart
         )
     names = [
@@ -95,7 +95,7 @@ def check_hosts_and_shrink_elastic_run(
     ]
 
 
-def _check_hosts_and_find_excluded(
+def _excluding_finding_by_host_or_refuse_failed(
     requirements: HostRequirements, is_elastic: bool, is_restart: bool
 ) -> dict[str, Finding]:
     """Return the first finding of each host that an elastic run leaves out.

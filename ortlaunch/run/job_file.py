@@ -42,13 +42,15 @@ class JobFile:
         self.saves_checkpoints = saves_checkpoints
         self.early_signals: list[int] | None = None
         """Signals during a start of the ranks or after it; None: a signal ends this process."""
-        self.record = JobRecord.for_starting_or_queued_command(run, backend, JobState.PENDING)
+        self.record = JobRecord.for_this_process_or_its_queued_job(run, backend, JobState.PENDING)
 
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
         registry.register_run_or_print_error(self.run)
         self._handlers = {
-            signal_number: signal.signal(signal_number, self._collect_signal_or_raise_stop)
+            signal_number: signal.signal(
+                signal_number, self._keep_signal_for_ranks_or_end_preparation
+            )
             for signal_number in signals_to_handle((*_ENDING_SIGNALS, signal.SIGINT))
         }
         # A request for a checkpoint: no rank runs that could save.
@@ -89,7 +91,7 @@ class JobFile:
         self.early_signals = self.early_signals or []
         return self.early_signals
 
-    def record_attempts_and_act_on_signal(self, attempts: Sequence[Attempt]) -> None:
+    def record_attempts_and_stop_collecting_signals(self, attempts: Sequence[Attempt]) -> None:
         """Record the failed attempts; from now on a signal ends this process."""
         # The disk may be full.
         with contextlib.suppress(OSError):
@@ -97,7 +99,7 @@ class JobFile:
         early_signals = self.early_signals
         self.early_signals = None
         if early_signals:
-            self._collect_signal_or_raise_stop(early_signals[0], None)
+            self._keep_signal_for_ranks_or_end_preparation(early_signals[0], None)
 
     def record_end_or_print_disk_error(
         self,
@@ -128,7 +130,7 @@ class JobFile:
                 flush=True,
             )
 
-    def _collect_signal_or_raise_stop(self, signal_number: int, _frame: object) -> None:
+    def _keep_signal_for_ranks_or_end_preparation(self, signal_number: int, _frame: object) -> None:
         """Handle a signal: keep it for the ranks, or end the preparation."""
         if self.early_signals is not None:
             self.early_signals.append(signal_number)

@@ -18,11 +18,11 @@ from ortlaunch.base.units import human_bytes
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch_plan import BatchPlan, Plan
-from ortlaunch.planning.make_plan import plan_with_batch_of_recipe
+from ortlaunch.planning.make_plan import plan_with_batch_and_memory_of_recipe
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
-from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 
 # Share of the available memory that a trial may use; two steps do not show the highest usage.
 MEMORY_MARGIN = 0.9
@@ -101,7 +101,7 @@ def recorded_micro_size_or_none(recipe: Recipe, batch: BatchPlan, run: RunDir) -
     """Return the size that an earlier start in this folder found for the same batch and ranks."""
     if not run.micro_size.exists():
         return None
-    size_record = read_own_json(run.micro_size)
+    size_record = read_json_or_raise_damaged(run.micro_size)
     # A size that was found for another batch or number of ranks may not fit here.
     is_same_batch = (
         size_record["global_size"] == recipe.batch.global_size
@@ -138,7 +138,7 @@ def search_and_record_largest_micro_size(recipe: Recipe, plan: Plan, run: RunDir
             largest_fitting_index = candidate_index
         else:
             smallest_failing_index = candidate_index
-        candidate_index = _next_candidate_index(
+        candidate_index = _doubled_or_bisected_candidate_index(
             candidates, largest_fitting_index, smallest_failing_index, trial.share
         )
     if largest_fitting_index < 0:
@@ -151,7 +151,7 @@ def search_and_record_largest_micro_size(recipe: Recipe, plan: Plan, run: RunDir
     return found_size
 
 
-def _next_candidate_index(
+def _doubled_or_bisected_candidate_index(
     candidates: list[int],
     largest_fitting_index: int,
     smallest_failing_index: int,
@@ -213,7 +213,9 @@ def _run_micro_size_trial(
     if job.user_signal is not None:
         raise MicroSizeSearchStopped(end, run, plan.traits.saves)
     if end.status == 0:
-        return _trial_result_by_memory_fraction(tried_micro_size, read_own_json(trial_folder.trial))
+        return _trial_result_by_memory_fraction(
+            tried_micro_size, read_json_or_raise_damaged(trial_folder.trial)
+        )
     if end.failure is None or not end.failure.is_or_may_be_out_of_memory:
         raise LaunchError(
             f"batch.micro_size: auto: the trial run of {tried_micro_size} failed, not because of memory:\n"
@@ -241,8 +243,8 @@ def _write_trial_files_and_return_plan(
     )
     data = recipe.data.model_copy(update={"evaluation": None})
     trial_recipe = recipe.model_copy(update={"batch": batch, "data": data})
-    trial_plan = replace(plan_with_batch_of_recipe(trial_recipe, plan), task="try")
-    write_run_files_and_remove_leftovers(trial_folder, trial_recipe, trial_plan)
+    trial_plan = replace(plan_with_batch_and_memory_of_recipe(trial_recipe, plan), task="try")
+    write_run_files_and_clear_earlier_start(trial_folder, trial_recipe, trial_plan)
     return trial_plan
 
 

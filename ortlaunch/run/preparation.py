@@ -17,15 +17,15 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import Rank
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import (
-    read_earlier_recipe_or_none,
-    refuse_foreign_run_folder_contents,
+    read_earlier_or_else_given_recipe_or_none,
+    refuse_foreign_folder_or_return_continuing_lines,
     require_launcher_can_start_hosts,
 )
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions, RunBeginning
 from ortlaunch.run import choices
 from ortlaunch.run.run_completion import (
-    append_command_to_continue_training,
+    append_continue_command_if_train_was_typed,
     nothing_to_train_text_if_readable,
 )
 from ortlaunch.run_folder.folder import RunDir
@@ -104,7 +104,7 @@ def create_run_folder_or_numbered_one(run: RunDir) -> RunDir:
     raise LaunchError(f"a thousand folders exist named {run}-*")
 
 
-def require_startable_and_plan_beginning(
+def startable_run_beginning_and_done_text_or_refuse(
     resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
 ) -> tuple[ResolvedRun, RunBeginning, str | None]:
     """Check that the run can start; write nothing and make no plan.
@@ -116,22 +116,22 @@ def require_startable_and_plan_beginning(
     Raises:
         InputError, PlanError, MissingDependency: the run cannot start; the message has the remedy.
     """
-    finished_text = nothing_to_train_text_with_command(resolved, run, resume_options)
+    finished_text = nothing_to_train_text_with_command_or_none(resolved, run, resume_options)
     resolved = choices.apply_recorded_engine_and_micro_size(resolved, run)
     doctor.require_packages_and_extensions_installed(resolved.recipe_file.recipe, resolved.world)
     require_launcher_can_start_hosts(resolved.world, run)
-    earlier_run = read_earlier_recipe_or_none(run, resolved)
-    lines = refuse_foreign_run_folder_contents(run, earlier_run, resolved)
+    earlier_run = read_earlier_or_else_given_recipe_or_none(run, resolved)
+    lines = refuse_foreign_folder_or_return_continuing_lines(run, earlier_run, resolved)
     return (
         resolved,
-        resume.choose_checkpoint_and_list_changes(
+        resume.choose_checkpoint_and_list_or_refuse_changes(
             run, resolved, earlier_run, resume_options
         ).prepend_lines(lines),
         finished_text,
     )
 
 
-def nothing_to_train_text_with_command(
+def nothing_to_train_text_with_command_or_none(
     resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
 ) -> str | None:
     """Return the lines to print if no step is left to train; None if the ranks have to run."""
@@ -140,14 +140,14 @@ def nothing_to_train_text_with_command(
         if resume_options.begins_earlier
         else nothing_to_train_text_if_readable(resolved.recipe_file.recipe, run)
     )
-    return finished_text and append_command_to_continue_training(
+    return finished_text and append_continue_command_if_train_was_typed(
         finished_text, resolved.typed_arguments, resolved.recipe_file.recipe, run
     )
 
 
 def record_success_unless_recorded(run: RunDir) -> None:
     """Record that the run is complete."""
-    job = JobRecord.read_or_none(run)
+    job = JobRecord.read_or_none_refusing_damaged(run)
     # The earlier command was killed after the last step: job.json has it running, or failed.
     if job is not None and job.backend in LAUNCHERS and job.state is not JobState.SUCCEEDED:
         job.copy_ended_now(JobState.SUCCEEDED, 0, f"done: {run}").write(run)

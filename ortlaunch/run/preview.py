@@ -13,8 +13,8 @@ from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
-from ortlaunch.run.preparation import require_startable_and_plan_beginning
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run.preparation import startable_run_beginning_and_done_text_or_refuse
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 
 
 def preview_lines_and_launch_command(
@@ -28,10 +28,10 @@ def preview_lines_and_launch_command(
         InputError, PlanError, MissingDependency: `train` would refuse the run.
     """
     resume_options = resume_options.require_known_allow_names()
-    resolved, beginning, finished_text = require_startable_and_plan_beginning(
+    resolved, beginning, finished_text = startable_run_beginning_and_done_text_or_refuse(
         resolved, run, resume_options
     )
-    resolved = apply_engine_choice_without_measuring(resolved)
+    resolved = apply_known_engine_if_auto_without_measuring(resolved)
     command = str(launch_request(resolved.plan, run))
     # The nearest folder that exists; the folders below it would be created in it.
     existing_parent = next(
@@ -57,18 +57,19 @@ def _recorded_training_length_lines(run: RunDir) -> list[str]:
     if not run.steps.exists():
         return []
     length_texts = (
-        f"{name.replace('_', ' ')} {value}" for name, value in read_own_json(run.steps).items()
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in read_json_or_raise_damaged(run.steps).items()
     )
     return [f"as this run began ({run.steps.name}): {', '.join(length_texts)}"]
 
 
-def apply_engine_choice_without_measuring(resolved: ResolvedRun) -> ResolvedRun:
+def apply_known_engine_if_auto_without_measuring(resolved: ResolvedRun) -> ResolvedRun:
     """Return the run with the engine that `auto` would choose now, without measuring."""
     if resolved.recipe_file.recipe.engine.name != "auto":
         return resolved
     from ortlaunch.bench import auto
 
-    return auto.apply_known_engine_or_add_note(resolved)
+    return auto.apply_cached_engine_or_note_later_measurement(resolved)
 
 
 def notes_on_undetermined_micro_size(resolved: ResolvedRun) -> list[str]:

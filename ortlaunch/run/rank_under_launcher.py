@@ -18,7 +18,7 @@ from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.resolve.prepare import launch_request, write_run_files_and_print_plan
+from ortlaunch.resolve.prepare import launch_request, set_aside_write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import RunBeginning
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -43,10 +43,12 @@ def prepare_folder_and_become_rank0_worker(
 ) -> NoReturn:
     """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
     # The lock must outlast this program, which the worker replaces in the same process.
-    lock.acquire_or_refuse(run, survives_exec=True)
-    JobRecord.for_starting_or_queued_command(run, "inside", JobState.RUNNING).write(run)
+    lock.lock_and_record_holder_or_refuse(run, survives_exec=True)
+    JobRecord.for_this_process_or_its_queued_job(run, "inside", JobState.RUNNING).write(run)
     registry.register_run_or_print_error(run)
-    request = write_run_files_and_print_plan(resolved, run, beginning.text_lines, beginning)
+    request = set_aside_write_run_files_and_print_plan(
+        resolved, run, beginning.text_lines, beginning
+    )
     # Last of all files: other ranks start as soon as it exists.
     write_text_atomically(ready_marker_file, "")
     _replace_process_by_worker(request)

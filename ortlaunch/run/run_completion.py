@@ -9,9 +9,9 @@ from typing import Any
 from ortlaunch.base.errors import DamagedFile
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.cause_text import CONTINUE_PREFIX
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 
-# Options that `append_command_to_continue_training` leaves out or sets itself.
+# Options that `append_continue_command_if_train_was_typed` leaves out or sets itself.
 _FOLDER_AND_RESUME_OPTIONS = ("--run-dir", "--resume")
 
 
@@ -26,7 +26,7 @@ def nothing_to_train_text_if_readable(recipe: Recipe, run: RunDir) -> str | None
 def _nothing_to_train_text_or_none(recipe: Recipe, run: RunDir) -> str | None:
     max_steps = recipe.train.max_steps
     if max_steps is None and run.steps.exists():
-        recorded_steps = read_own_json(run.steps)
+        recorded_steps = read_json_or_raise_damaged(run.steps)
         max_steps = (
             recorded_steps["max_steps"] if recorded_steps["epochs"] == recipe.train.epochs else None
         )
@@ -42,11 +42,11 @@ def _nothing_to_train_text_or_none(recipe: Recipe, run: RunDir) -> str | None:
     # one before it.
     done_steps = complete_checkpoints[-1][0]
     # The summary is that of a shorter training: this one ended before its export.
-    if read_own_json(run.summary)["steps"] != done_steps:
+    if read_json_or_raise_damaged(run.summary)["steps"] != done_steps:
         return None
     if done_steps >= max_steps:
         return f"nothing to train: {done_steps} of {max_steps} steps are done"
-    early_stop = read_own_json(run.summary).get("stopped_early")
+    early_stop = read_json_or_raise_damaged(run.summary).get("stopped_early")
     stop_condition = recipe.train.stop_after
     if early_stop is None or stop_condition is None:
         return None
@@ -66,7 +66,7 @@ def _nothing_to_train_text_or_none(recipe: Recipe, run: RunDir) -> str | None:
     )
 
 
-def append_command_to_continue_training(
+def append_continue_command_if_train_was_typed(
     end_text: str,
     typed_arguments: Sequence[str],
     recipe: Recipe,
@@ -88,13 +88,15 @@ def append_command_to_continue_training(
     key, value = (
         ("", "")
         if was_stopped_before_last_step
-        else _override_key_and_value_to_train_longer(recipe, read_own_json(run.summary))
+        else _override_key_and_value_to_train_longer(
+            recipe, read_json_or_raise_damaged(run.summary)
+        )
     )
     change = [f"{key}={value}"] if key else []
     command = shlex.join(
         [
             "ortlaunch",
-            *_arguments_without_folder_and_key(typed_arguments, key),
+            *_arguments_to_type_again(typed_arguments, key),
             f"--run-dir={run}",
             *change,
         ]
@@ -117,9 +119,7 @@ def _override_key_and_value_to_train_longer(
     return "train.max_steps", str(2 * run_summary["steps"])
 
 
-def _arguments_without_folder_and_key(
-    typed_arguments: Sequence[str], changed_key: str
-) -> Iterator[str]:
+def _arguments_to_type_again(typed_arguments: Sequence[str], omitted_key: str) -> Iterator[str]:
     """Yield the typed arguments without the run's folder, the key that changes and `--dry-run`.
 
     Also without `--resume`: `--resume never` would train from the beginning again.
@@ -128,7 +128,7 @@ def _arguments_without_folder_and_key(
     """
     omitted_prefixes = (
         "--dry-run",
-        *((f"{changed_key}=", f"{changed_key}.") if changed_key else ()),
+        *((f"{omitted_key}=", f"{omitted_key}.") if omitted_key else ()),
     )
     arguments = iter(typed_arguments)
     for argument in arguments:

@@ -173,7 +173,7 @@ def command_end_sentence(failure: Failure) -> str:
     return _fill_sentence_template(_SENTENCES.get(failure.cause, "{detail}"), failure)
 
 
-def diagnosis_verdict(failure: Failure) -> str:
+def diagnosis_verdict_line(failure: Failure) -> str:
     """Return the verdict of a diagnosis, one line."""
     # `kind` is OUT_OF_MEMORY also for a process that the kernel ended for memory.
     if failure.cause_or_out_of_memory_if_killed is Cause.OUT_OF_MEMORY:

@@ -15,7 +15,9 @@ from ortlaunch.run_folder.folder import COMPLETE, RunDir
 
 
 @contextlib.contextmanager
-def lock_checkpoint_against_removal(run: RunDir, choose_step: Callable[[], int]) -> Iterator[int]:
+def lock_chosen_checkpoint_and_yield_step(
+    run: RunDir, choose_step: Callable[[], int]
+) -> Iterator[int]:
     """Hold the checkpoint of the step that `choose_step` returns, and yield that step.
 
     If the checkpoint is pruned before it is locked, `choose_step` is called again.

@@ -33,7 +33,9 @@ class MeasuredEngine:
     first_step_seconds: float | None = None
     """Seconds from the launch to the end of the first step, compilation or export included."""
 
-    def run_seconds(self, optimizer_steps_or_none: int | None, quantile_name: str) -> float:
+    def run_or_single_step_seconds(
+        self, optimizer_steps_or_none: int | None, quantile_name: str
+    ) -> float:
         """Return the seconds of a run; of one step if its length is unknown.
 
         Args:

@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import DamagedFile
-from ortlaunch.base.json_types import Json, value_fits_annotation
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.base.json_types import Json, value_fits_annotation_at_any_depth
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
 
 # Types of ends that only the supervisor saw. Their traceback is the end of the rank's own output.
@@ -80,7 +80,7 @@ class ErrorRecord:
         return self.type in _SEEN_BY_SUPERVISOR
 
     @property
-    def sort_key(self) -> tuple[bool, bool, int, float]:
+    def likeliest_cause_first_sort_key(self) -> tuple[bool, bool, int, float]:
         """The most likely cause of a run's end comes first.
 
         Original failures come before secondary ones. Of the latter, ranks come first that were
@@ -113,7 +113,7 @@ class ErrorRecord:
         write_json_atomically(record_path, self.to_json())
 
 
-def read_error_record(record_path: Path) -> ErrorRecord:
+def read_error_record_or_describe_damage(record_path: Path) -> ErrorRecord:
     """Read an error record of a rank or of the whole run.
 
     Returns:
@@ -124,7 +124,7 @@ def read_error_record(record_path: Path) -> ErrorRecord:
     rank_digits = record_path.stem.removeprefix("rank_")
     summary = f"{record_path} has no summary"
     try:
-        values = read_own_json(record_path)
+        values = read_json_or_raise_damaged(record_path)
     except DamagedFile as error:
         values = {}
         summary = f"the record of a rank's end cannot be read: {error}"
@@ -139,7 +139,9 @@ def read_error_record(record_path: Path) -> ErrorRecord:
     valid = {
         name: values[name]
         for name, annotation in get_type_hints(ErrorRecord).items()
-        if name in values and name != "cause" and value_fits_annotation(annotation, values[name])
+        if name in values
+        and name != "cause"
+        and value_fits_annotation_at_any_depth(annotation, values[name])
     }
     cause_text = values.get("cause")
     fields = {
@@ -152,9 +154,11 @@ def read_error_record(record_path: Path) -> ErrorRecord:
 
 def read_error_records(run: RunDir) -> list[ErrorRecord]:
     """Return the records of ranks, of a run that made no progress, and of a lost host."""
-    return [read_error_record(record_path) for record_path in run.error_record_paths]
+    return [
+        read_error_record_or_describe_damage(record_path) for record_path in run.error_record_paths
+    ]
 
 
 def most_likely_cause(records: list[ErrorRecord]) -> ErrorRecord | None:
     """Return the record of the failure that most likely caused the others; None without records."""
-    return min(records, key=lambda record: record.sort_key, default=None)
+    return min(records, key=lambda record: record.likeliest_cause_first_sort_key, default=None)

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.base.errors import DamagedFile
-from ortlaunch.base.json_types import parse_json, read_regular
+from ortlaunch.base.json_types import (
+    parse_json_or_raise_decode_error,
+    read_regular_file_bytes_or_refuse,
+)
 
 # Files of a checkpoint: its list of files with checksums, and the mark that it is complete.
 MANIFEST = "manifest.json"
@@ -234,7 +237,7 @@ class RunDir:
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
 
-    def append_rank_to_error_count(self, rank: int = -1) -> int:
+    def append_rank_and_return_earlier_error_count(self, rank: int = -1) -> int:
         """Count an error record that is about to be written.
 
         Args:
@@ -312,7 +315,10 @@ class RunDir:
         if not self.stop_request.exists():
             return False
         try:
-            return read_own_json(self.stop_request).get("by") not in signal.Signals.__members__
+            return (
+                read_json_or_raise_damaged(self.stop_request).get("by")
+                not in signal.Signals.__members__
+            )
         except DamagedFile:
             return True
 
@@ -439,21 +445,21 @@ def _non_finite_floats_as_strings(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_own_text(file_path: Path) -> str:
+def read_text_or_raise_damaged(file_path: Path) -> str:
     """Return the text of a file that ortlaunch wrote.
 
     Raises:
         DamagedFile: the file is not UTF-8, or no regular file.
     """
     try:
-        return read_regular(file_path).decode()
+        return read_regular_file_bytes_or_refuse(file_path).decode()
     except UnicodeDecodeError as error:
         raise DamagedFile(
             f"{file_path}: is damaged: not text ({error.reason} at byte {error.start})"
         ) from None
 
 
-def read_own_json(file_path: Path, value_type: type[Any] = dict) -> Any:
+def read_json_or_raise_damaged(file_path: Path, value_type: type[Any] = dict) -> Any:
     """Read JSON that `write_json_atomically` wrote.
 
     Args:
@@ -467,7 +473,7 @@ def read_own_json(file_path: Path, value_type: type[Any] = dict) -> Any:
         DamagedFile: the file is not JSON, or its value has another type.
     """
     try:
-        value = parse_json(read_own_text(file_path))
+        value = parse_json_or_raise_decode_error(read_text_or_raise_damaged(file_path))
     except json.JSONDecodeError as error:
         raise DamagedFile(
             f"{file_path}: is damaged: {_json_error_message(file_path, error)}"

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from ortlaunch.base.json_types import (
     Json,
     open_regular_file_or_refuse,
-    parse_json,
-    read_regular,
-    value_fits_annotation,
+    parse_json_or_raise_decode_error,
+    read_regular_file_bytes_or_refuse,
+    value_fits_annotation_at_any_depth,
 )
 from ortlaunch.run_folder.folder import json_text
 
@@ -33,7 +33,7 @@ def read_json_lines_with_keys(file_path: Path, *required_keys: str) -> JsonLines
     """Return every readable line that has these keys."""
     lines = JsonLines([], [])
     # The piece after the last newline is dropped: a line that is still being written.
-    data = read_regular(file_path) if file_path.exists() else b""
+    data = read_regular_file_bytes_or_refuse(file_path) if file_path.exists() else b""
     for line_number, line in enumerate(data.split(b"\n")[:-1], 1):
         parse_line_into_values_or_unreadable(
             lines, f"{file_path.name}:{line_number}", line, *required_keys
@@ -41,7 +41,7 @@ def read_json_lines_with_keys(file_path: Path, *required_keys: str) -> JsonLines
     return lines
 
 
-def read_json_lines_in_file_tail(
+def read_json_lines_in_tail_or_whole_if_damaged(
     file_path: Path, tail_bytes: int, *required_keys: str
 ) -> JsonLines:
     """Return the same for the lines in the last `tail_bytes` bytes of a file."""
@@ -71,7 +71,7 @@ def parse_line_into_values_or_unreadable(
 ) -> None:
     """Parse a line and add it to the lines found, or a sentence to those left out."""
     try:
-        value = parse_json(line_bytes)
+        value = parse_json_or_raise_decode_error(line_bytes)
     except json.JSONDecodeError:
         json_lines.unreadable.append(f"{line_location} is left out: no whole line of JSON")
         return
@@ -80,7 +80,11 @@ def parse_line_into_values_or_unreadable(
         if isinstance(value, dict)
         else ["mapping"]
     )
-    if not absent and "step" in required_keys and not value_fits_annotation(int, value["step"]):
+    if (
+        not absent
+        and "step" in required_keys
+        and not value_fits_annotation_at_any_depth(int, value["step"])
+    ):
         absent = ["step that is a number"]
     if absent:
         json_lines.unreadable.append(f"{line_location} is left out: it has no {', '.join(absent)}")

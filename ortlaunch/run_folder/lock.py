@@ -16,7 +16,7 @@ import stat
 import time
 
 from ortlaunch.base.errors import PlanError
-from ortlaunch.base.json_types import Json, parse_json
+from ortlaunch.base.json_types import Json, parse_json_or_raise_decode_error
 from ortlaunch.base.process import Process, ids_of_processes_holding_flock
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
@@ -39,7 +39,7 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
 
-    def acquire_or_refuse(
+    def lock_and_record_holder_or_refuse(
         self, run: RunDir, survives_exec: bool = False, living_holder_wait_seconds: float = 0.0
     ) -> None:
         """Take the lock of a run folder; do nothing if this object already has it.
@@ -58,7 +58,7 @@ class RunLock:
         self._file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise PlanError(f"--run-dir {run}: {run.lock} is no regular file; remove it")
-        if _take_exclusive_lock_if_supported(self._file, run, living_holder_wait_seconds):
+        if _take_exclusive_lock_or_refuse_if_supported(self._file, run, living_holder_wait_seconds):
             this_process = {
                 **Process.identity_of_this_process()._asdict(),
                 "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -85,7 +85,7 @@ def hold_shared_run_lock_until_exit(run: RunDir) -> None:
         fcntl.flock(os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _take_exclusive_lock_if_supported(
+def _take_exclusive_lock_or_refuse_if_supported(
     lock_descriptor: int, run: RunDir, living_holder_wait_seconds: float
 ) -> bool:
     """Take the lock exclusively, after ranks of a killed command have ended.
@@ -150,7 +150,7 @@ def _read_lock_holder_or_empty(lock_descriptor: int) -> dict[str, object]:
     """
     # OSError: it is no regular file.
     with contextlib.suppress(ValueError, OSError):
-        holder_record = parse_json(os.pread(lock_descriptor, 4096, 0))
+        holder_record = parse_json_or_raise_decode_error(os.pread(lock_descriptor, 4096, 0))
         if isinstance(holder_record, dict) and isinstance(holder_record.get("pid"), int):
             return {name: holder_record.get(name, "") for name in (*Process._fields, "since")}
     return {}

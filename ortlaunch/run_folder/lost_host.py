@@ -44,7 +44,7 @@ class LostHost(NamedTuple):
             message=self.reason,
             summary=self.summary,
             time=time.time(),
-            after=run.append_rank_to_error_count(),
+            after=run.append_rank_and_return_earlier_error_count(),
         )
         # The disk may have been on the lost host.
         with contextlib.suppress(OSError):

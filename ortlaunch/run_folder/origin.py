@@ -20,7 +20,7 @@ from ortlaunch.recipe.rules.resume_rules import (
     Change,
     changed_leaves_with_rules,
 )
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 
 ORIGIN = "training.json"
@@ -67,7 +67,7 @@ def origin_of_run_to_start(
 
 def read_origin_of_started_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     """Return the origin of the run in a folder, from the files written before its ranks started."""
-    environment = read_own_json(run.environment) if run.environment.exists() else {}
+    environment = read_json_or_raise_damaged(run.environment) if run.environment.exists() else {}
     git_states = [line["git"] for line in read_json_lines_with_keys(run.commands, "git").values]
     # The newest start is the one whose ranks write the checkpoint.
     git_state = git_states[-1] if git_states and isinstance(git_states[-1], dict) else None
@@ -85,7 +85,7 @@ def read_origin_of_started_run(run: RunDir, recipe: Recipe) -> dict[str, object]
 def read_checkpoint_origin_or_none(checkpoint_folder: Path) -> Json | None:
     """Return the origin of a checkpoint; None if it cannot be read or an old version wrote none."""
     try:
-        origin_record = read_own_json(checkpoint_folder / ORIGIN)
+        origin_record = read_json_or_raise_damaged(checkpoint_folder / ORIGIN)
     except (OSError, ValueError):
         return None
     return (
@@ -142,7 +142,7 @@ def may_fingerprints_be_of_same_data(
 
 def changes_affecting_evaluation(checkpoint: Path, origin_changes: list[Change]) -> list[Change]:
     """Return those changes that affect an evaluation of the checkpoint."""
-    return resume_rules.changes_that_concern_evaluation(
+    return resume_rules.changes_concerning_evaluation_with_own_rules(
         origin_changes, RunDir(checkpoint.parents[1]).vocabulary.exists()
     )
 
@@ -179,7 +179,7 @@ def _changes_of_main_packages_and_other_count(
     return reported_changes
 
 
-def planned_steps(run: RunDir) -> int | None:
+def planned_or_recorded_step_count_or_none(run: RunDir) -> int | None:
     """Return the number of steps that the run has at its end; None if unknown."""
     if not run.recipe.exists():
         return None
@@ -188,5 +188,5 @@ def planned_steps(run: RunDir) -> int | None:
     return (
         max_steps
         if max_steps is not None or not run.steps.exists()
-        else int(read_own_json(run.steps)["max_steps"])
+        else int(read_json_or_raise_damaged(run.steps)["max_steps"])
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from ortlaunch.base.json_types import value_fits_annotation
+from ortlaunch.base.json_types import value_fits_annotation_at_any_depth
 
 _T = TypeVar("_T")
 _TEXTS = "tuple[str, ...]"
@@ -55,7 +55,7 @@ def record_from_json_values(record_type: type[_T], value_by_field_name: Mapping[
     }
     hints = get_type_hints(record_type)
     for record_field in record_fields:
-        if record_field.name in values_by_name and not value_fits_annotation(
+        if record_field.name in values_by_name and not value_fits_annotation_at_any_depth(
             hints[record_field.name], values_by_name[record_field.name]
         ):
             raise TypeError(f"{record_field.name} is {values_by_name[record_field.name]!r:.80}")

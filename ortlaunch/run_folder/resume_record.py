@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ortlaunch.base.errors import DamagedFile
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record, record_from_json_values
 
 
@@ -43,7 +43,7 @@ class ResumeRecord:
         if not run.resume.exists():
             return FROM_THE_BEGINNING
         try:
-            return record_from_json_values(cls, read_own_json(run.resume))
+            return record_from_json_values(cls, read_json_or_raise_damaged(run.resume))
         # Valid JSON with a missing or mistyped field.
         except TypeError as error:
             raise DamagedFile(f"{run.resume}: is damaged: {error}") from None

@@ -93,7 +93,7 @@ class Scheduler(Protocol):
             LaunchError: the scheduler refused, with its own message.
         """
 
-    def states_of_user_jobs(self) -> dict[str, QueueState]:
+    def queue_state_by_id_of_user_jobs(self) -> dict[str, QueueState]:
         """Return the states of many jobs of this user at once; others are read by `state`."""
 
     def queue_state_or_none(self, job_id: str) -> QueueState | None:

@@ -23,9 +23,9 @@ from ortlaunch.schedulers import (
 
 __all__ = [
     "log_command_of_first_node",
+    "queue_state_by_id_of_user_jobs",
     "queue_state_or_none",
     "request_end_of_job",
-    "states_of_user_jobs",
     "submission_request_of_job",
     "write_files_and_queue_job",
 ]
@@ -164,7 +164,7 @@ def write_files_and_queue_job(request: LaunchRequest) -> str:
     return f"{option_values.get('--resource-group', '')}/{option_values.get('--workspace-name', '')}/{job_name}"
 
 
-def states_of_user_jobs() -> dict[str, QueueState]:
+def queue_state_by_id_of_user_jobs() -> dict[str, QueueState]:
     """Return no states: each job is asked for by its name."""
     return {}
 

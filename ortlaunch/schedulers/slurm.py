@@ -19,9 +19,9 @@ from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, run_scheduler_command
 
 __all__ = [
+    "queue_state_by_id_of_user_jobs",
     "queue_state_or_none",
     "request_end_of_job",
-    "states_of_user_jobs",
     "submission_request_of_job",
     "write_files_and_queue_job",
 ]
@@ -223,7 +223,7 @@ def write_files_and_queue_job(request: LaunchRequest) -> str:
     return completed.stdout.strip().partition(";")[0]
 
 
-def states_of_user_jobs() -> dict[str, QueueState]:
+def queue_state_by_id_of_user_jobs() -> dict[str, QueueState]:
     """Return the states of this user's jobs that the queue still has, by their ids."""
     user_option = f"--user={getpass.getuser()}"
     completed = run_scheduler_command(

@@ -51,7 +51,7 @@ class Picture(NamedTuple):
     bottom: int = _BOTTOM
 
 
-def parallel_coordinates_of_trials(
+def parallel_coordinates_picture_of_trials(
     sweep_section: Search,
     trials: Sequence[Trial],
     best_trials: Sequence[Trial],

@@ -93,7 +93,7 @@ class Study:
         assert recipe.sweep is not None
         self.sweep = recipe.sweep
         self._seed = recipe.seed
-        self._optuna = _require_and_import_optuna(self.sweep.sampler)
+        self._optuna = _import_quiet_optuna_or_refuse(self.sweep.sampler)
         if has_sweep_lock:
             _repair_journal(sweep_folder.journal)
         journal_module = importlib.import_module("optuna.storages.journal")
@@ -143,7 +143,7 @@ class Study:
             return importance_by_field
         return {}
 
-    def earlier_ended_trial_with_equal_fields(self, trial_number: int) -> Trial | None:
+    def earlier_complete_or_pruned_trial_with_equal_fields(self, trial_number: int) -> Trial | None:
         """Return an earlier trial with the same fields that was complete or pruned."""
         *earlier_trials, trial = self.read_trials()[: trial_number + 1]
         ended_trials = (
@@ -160,12 +160,18 @@ class Study:
             None,
         )
 
-    def draw_trial_values_and_return_number(self, trial_number: int | None = None) -> int:
+    def draw_trial_values_and_return_number(
+        self, unfinished_trial_number: int | None = None
+    ) -> int:
         """Draw the next trial, or complete the draw of an unfinished one, and return its number."""
         trials = self._study.get_trials(deepcopy=False)
-        drawn_number = len(trials) if trial_number is None else trial_number
+        drawn_number = len(trials) if unfinished_trial_number is None else unfinished_trial_number
         self._study.sampler = self._optuna_sampler_for_trial(drawn_number)
-        trial = self._study.ask() if trial_number is None else self._optuna_trial(trial_number)
+        trial = (
+            self._study.ask()
+            if unfinished_trial_number is None
+            else self._optuna_trial(unfinished_trial_number)
+        )
         chosen_values = dict[str, object]()
         for name, parameter in self.sweep.space.items():
             if parameter.applies_to_trial(chosen_values):
@@ -254,7 +260,7 @@ class Study:
         return pruner_by_name[self.sweep.pruner]()
 
 
-def _require_and_import_optuna(sampler_name: str) -> Any:
+def _import_quiet_optuna_or_refuse(sampler_name: str) -> Any:
     """Return the module of Optuna."""
     for package in ("optuna", *_PACKAGES_OF_SAMPLER.get(sampler_name, ())):
         if importlib.util.find_spec(package) is None:

@@ -101,7 +101,7 @@ def _living_processes_of_command(run: RunDir, command_process: Process) -> list[
 
 def _record_cancellation_if_unrecorded(run: RunDir, job: JobRecord, killed_count: int) -> None:
     """Record in job.json that the run was cancelled, if its command could not do so."""
-    recorded_job = JobRecord.read_or_none(run)
+    recorded_job = JobRecord.read_or_none_refusing_damaged(run)
     if (
         recorded_job is not None
         and recorded_job.process == job.process
@@ -116,7 +116,7 @@ def _record_cancellation_if_unrecorded(run: RunDir, job: JobRecord, killed_count
 
 
 def _recorded_cancellation_text(run: RunDir, job: JobRecord) -> str:
-    recorded_job = JobRecord.read_or_none(run)
+    recorded_job = JobRecord.read_or_none_refusing_damaged(run)
     if recorded_job is None or recorded_job.process != job.process:
         return f"ended process {job.id}, which had not started a run here"
     return (

@@ -19,13 +19,18 @@ from dataclasses import replace
 
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.launch import JobState
-from ortlaunch.launch.attempts import failed_job_record_unless_no_fault
+from ortlaunch.launch.attempts import failed_attempt_unless_good_stopped_or_restarted
 from ortlaunch.launch.failure import RunEnd, classify_run_end, first_error_record
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.restart_policy import reason_restart_is_refused, restarts_without_progress
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
-from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_own_text, write_text_atomically
+from ortlaunch.run_folder.folder import (
+    COMPLETE,
+    RunDir,
+    read_text_or_raise_damaged,
+    write_text_atomically,
+)
 from ortlaunch.schedulers.slurm import TURN_PREFIX
 from ortlaunch.started_runs.queued import has_rank0_prepared_run_folder
 
@@ -34,7 +39,7 @@ _FIRST_TASK = re.compile(r"task 0: Exited with exit code (\d+)")
 _ENDED_BY_SLURM = re.compile(r"Task launch for \S+ failed|CANCELLED AT .* DUE TO (?!TIME LIMIT)")
 
 
-def record_end_and_requeue() -> int:
+def record_and_print_end_and_request_requeue() -> int:
     """Print and record the verdict, and return the run's exit status."""
     run = RunDir(sys.argv[1])
     max_restarts = int(sys.argv[2])
@@ -45,7 +50,7 @@ def record_end_and_requeue() -> int:
         print("ortlaunch: a later turn of this job has the run", file=sys.stderr, flush=True)
         return exit_status
     run_end = _run_end_by_folder_or_job_output(run, exit_status)
-    record = JobRecord.for_starting_or_queued_command(run, "inside", JobState.RUNNING)
+    record = JobRecord.for_this_process_or_its_queued_job(run, "inside", JobState.RUNNING)
     if run_end.status == EXIT_SAVED and not run.was_stop_requested_by_user_or_hook():
         write_text_atomically(run.requeue_request, "")
     elif max_restarts:
@@ -103,7 +108,7 @@ def _output_lines_since_newest_requeue(run: RunDir) -> list[str]:
     """Return the lines that this turn of the job has printed so far."""
     output_path = run.logs / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
     # Turns append to one file.
-    lines = read_own_text(output_path).splitlines() if output_path.exists() else []
+    lines = read_text_or_raise_damaged(output_path).splitlines() if output_path.exists() else []
     turn_starts = [
         line_index for line_index, line in enumerate(lines) if line.startswith(TURN_PREFIX)
     ]
@@ -144,7 +149,7 @@ def _request_requeue_if_restarts_allow(
     """
     was_prepared = has_rank0_prepared_run_folder(run)
     start_time = run.job_script.stat().st_mtime
-    failed_attempt = failed_job_record_unless_no_fault(
+    failed_attempt = failed_attempt_unless_good_stopped_or_restarted(
         run, run_end, len(job_record.attempts) + 1, time.time() - start_time, was_prepared
     )
     if failed_attempt is None:
@@ -163,4 +168,4 @@ def _request_requeue_if_restarts_allow(
 
 
 if __name__ == "__main__":
-    sys.exit(record_end_and_requeue())
+    sys.exit(record_and_print_end_and_request_requeue())

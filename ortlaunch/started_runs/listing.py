@@ -45,7 +45,11 @@ def newest_statuses_that_match(
     state_names = [job_state.value for job_state in JobState]
     if state_name is not None and state_name not in state_names:
         raise InputError(f"state: got {state_name}; one of {', '.join(state_names)}")
-    is_within_limit = _metric_limit_predicate(metric_limit) if metric_limit else lambda status: True
+    is_within_limit = (
+        _parse_metric_limit_predicate_or_refuse(metric_limit)
+        if metric_limit
+        else lambda status: True
+    )
     queue = SharedQueue()
     matching_statuses = (
         status
@@ -66,7 +70,7 @@ def _status_if_readable(run: RunDir, queue: SharedQueue) -> Iterator[Status]:
         print(f"left out: {run}: {first_message_line(error)}", file=sys.stderr, flush=True)
 
 
-def _metric_limit_predicate(metric_limit: str) -> Callable[[Status], bool]:
+def _parse_metric_limit_predicate_or_refuse(metric_limit: str) -> Callable[[Status], bool]:
     """Return whether a run's newest value is within a limit."""
     limit_match = re.fullmatch(r"(\w+)\s*([<>]=?)\s*([-+.e\d]+)", metric_limit)
     limit = number_or_none(limit_match[3]) if limit_match else None

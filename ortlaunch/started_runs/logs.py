@@ -41,7 +41,9 @@ def iterate_rank_output_text(run: RunDir, rank: int, follows_until_end: bool) ->
     is_in_queue = is_queued(status.job)
     if is_in_queue and SCHEDULERS[status.job.backend].is_elsewhere:
         if not run.plan.exists():
-            yield from _iterate_scheduler_log_lines(status.job, rank, follows_until_end)
+            yield from _iterate_first_node_log_of_scheduler_command(
+                status.job, rank, follows_until_end
+            )
             return
         # The ranks' run folder is on a volume that this host can read, so their logs are read there.
         is_in_queue = False
@@ -49,7 +51,7 @@ def iterate_rank_output_text(run: RunDir, rank: int, follows_until_end: bool) ->
     next_status = 0.0
     while True:
         has_ended = status.state.is_end
-        yield from _read_text_appended_to_files(
+        yield from _read_appended_text_and_advance_positions(
             _output_files_of_rank_or_job(run, rank, is_in_queue), position_by_path
         )
         if has_ended or not follows_until_end:
@@ -60,7 +62,7 @@ def iterate_rank_output_text(run: RunDir, rank: int, follows_until_end: bool) ->
             next_status = time.monotonic() + _STATUS_SECONDS
 
 
-def _iterate_scheduler_log_lines(
+def _iterate_first_node_log_of_scheduler_command(
     job: JobRecord, rank: int, follows_until_end: bool
 ) -> Iterator[str]:
     """Yield the scheduler's logs of a job whose run folder this host cannot read."""
@@ -100,7 +102,7 @@ class _ReadPosition:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _read_text_appended_to_files(
+def _read_appended_text_and_advance_positions(
     output_paths: Iterable[Path], position_by_path: dict[Path, _ReadPosition]
 ) -> Iterator[str]:
     for path in output_paths:

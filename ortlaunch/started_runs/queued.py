@@ -14,7 +14,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import RunDir, read_own_text
+from ortlaunch.run_folder.folder import RunDir, read_text_or_raise_damaged
 from ortlaunch.schedulers import SCHEDULERS, QueueState, load_scheduler
 
 # A preempted job is not among them: the scheduler may queue it again.
@@ -62,7 +62,9 @@ class SharedQueue:
             raise self._failures[scheduler_name]
         try:
             if scheduler_name not in self._states:
-                self._states[scheduler_name] = load_scheduler(scheduler_name).states_of_user_jobs()
+                self._states[scheduler_name] = load_scheduler(
+                    scheduler_name
+                ).queue_state_by_id_of_user_jobs()
             queue_state = self._states[scheduler_name].get(job.id)
             # A run that saved, and is not in the queue, waits for its next submission.
             return (
@@ -73,7 +75,7 @@ class SharedQueue:
             raise
 
 
-def update_job_record_from_queue(
+def job_record_by_queue_recording_unrecorded_end(
     run: RunDir, job: JobRecord, ask_queue: Queue = ask_scheduler
 ) -> JobRecord:
     """Return the record with the queue's state, and with a verdict if none was recorded."""
@@ -90,7 +92,7 @@ def update_job_record_from_queue(
             job, state=queue_state.state, ended=None, exit_status=None, verdict=waiting_text
         )
     # The job's script may have recorded the end since `job` was read.
-    recorded_job = JobRecord.read_or_none(run)
+    recorded_job = JobRecord.read_or_none_refusing_damaged(run)
     if recorded_job is not None and recorded_job.id == job.id and recorded_job.state.is_end:
         was_cancelled_later = (
             recorded_job.state is JobState.PREEMPTED and queue_state.state is JobState.CANCELLED
@@ -106,7 +108,9 @@ def _refused_requeue_line_or_empty(run: RunDir) -> str:
     """Return a line on a requeue that the scheduler refused; "" if it refused none."""
     # The job's script writes the scheduler's words into the request.
     scheduler_message = (
-        read_own_text(run.requeue_request).strip() if run.requeue_request.exists() else ""
+        read_text_or_raise_damaged(run.requeue_request).strip()
+        if run.requeue_request.exists()
+        else ""
     )
     return (
         f"\n{scheduler_message}; `ortlaunch submit` with this run folder continues it"
@@ -145,7 +149,9 @@ def cancel_queued_job_and_wait(run: RunDir, job: JobRecord) -> JobRecord:
     # A job without a state was deleted; its folder is not on this host and gives no other state.
     if queue_state is None and SCHEDULERS[job.backend].is_elsewhere:
         job.copy_ended_now(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
-    return update_job_record_from_queue(run, JobRecord.read_or_none(run) or job)
+    return job_record_by_queue_recording_unrecorded_end(
+        run, JobRecord.read_or_none_refusing_damaged(run) or job
+    )
 
 
 def _write_job_end_from_queue_and_folder(
@@ -157,7 +163,7 @@ def _write_job_end_from_queue_and_folder(
     """
     if SCHEDULERS[job.backend].is_elsewhere and not run.plan.exists():
         return _write_job_end_from_queue_alone(run, job, queue_state)
-    run_end = _end_of_folder(run, job)
+    run_end = _run_end_recorded_in_folder(run, job)
     # The queue may have forgotten the job; the run folder then decides on its state.
     job_state, state_text = queue_state or QueueState(
         JobState.SUCCEEDED if run_end.status == 0 else JobState.FAILED, "unknown to the scheduler"
@@ -196,7 +202,7 @@ def _write_job_end_from_queue_alone(
     return record
 
 
-def _end_of_folder(run: RunDir, job: JobRecord) -> RunEnd:
+def _run_end_recorded_in_folder(run: RunDir, job: JobRecord) -> RunEnd:
     """Return the end that the ranks recorded in the run folder."""
     # A summary from before this job belongs to an earlier one.
     has_completed = (

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from ortlaunch.base.cache import create_private_cache_folder
+from ortlaunch.base.cache import create_private_cache_folder_or_refuse
 from ortlaunch.base.errors import DamagedFile, FileError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -24,7 +24,7 @@ def register_run_or_print_error(run: RunDir) -> None:
     try:
         # A hash of the path, so that any path makes a valid and unique file name.
         write_text_atomically(
-            create_private_cache_folder("runs")
+            create_private_cache_folder_or_refuse("runs")
             / hashlib.sha256(os.fsencode(run_path)).hexdigest()[:16],
             run_path,
         )
@@ -110,7 +110,7 @@ def list_runs_and_remove_stale_entries() -> list[RunDir]:
     Entries of the others are deleted.
     """
     start_times_and_runs = []
-    for entry_path in create_private_cache_folder("runs").iterdir():
+    for entry_path in create_private_cache_folder_or_refuse("runs").iterdir():
         # Another process may delete an entry at the same time.
         with contextlib.suppress(OSError, UnicodeDecodeError):
             run = RunDir(entry_path.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ def runs_table_text(statuses: Sequence[Status], terminal_columns: int) -> str:
     """
     if not statuses:
         return "no runs"
-    row_values = [_state_step_and_metric_cells(status) for status in statuses]
+    row_values = [_state_step_loss_evaluation_and_duration_cells(status) for status in statuses]
     # The folder has what the other columns leave.
     used_columns = len(
         aligned_table_lines([_TABLE_HEAD, *((*row, "") for row in row_values)])[0]
@@ -45,7 +45,7 @@ def runs_table_text(statuses: Sequence[Status], terminal_columns: int) -> str:
     )
 
 
-def _state_step_and_metric_cells(run_status: Status) -> tuple[str, ...]:
+def _state_step_loss_evaluation_and_duration_cells(run_status: Status) -> tuple[str, ...]:
     step_text = "-" if run_status.step is None else f"{run_status.step}/{run_status.steps or '?'}"
     newest_loss = number_or_none(run_status.metrics.get("loss"))
     # The process is on another host, so the recorded state may be out of date.
@@ -90,7 +90,7 @@ def _failure_fallback_or_best_line(run_status: Status, terminal_columns: int) ->
     """Return an indented line with the cause of a failure, else of a fallback or on the best step."""
     failure = run_status.job.failure if run_status.state.is_end else None
     reason = (
-        cause_text.diagnosis_verdict(failure)
+        cause_text.diagnosis_verdict_line(failure)
         if failure
         else run_status.fallback or run_status.best_line
     )

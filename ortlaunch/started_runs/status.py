@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ortlaunch.base.errors import DamagedFile, InputError, LaunchError, MissingDependency
 from ortlaunch.base.json_types import Json
-from ortlaunch.base.process import name_by_stopped_process_id
+from ortlaunch.base.process import name_by_stopped_process_id_in_tree
 from ortlaunch.base.units import clock_duration, count_with_noun, number_or_none
 from ortlaunch.launch import JobState, load_backend
 from ortlaunch.launch.failure import (
@@ -32,9 +32,14 @@ from ortlaunch.run_folder.cause_text import (
     VERDICT_PREFIX,
 )
 from ortlaunch.run_folder.engine_report import EngineChoice
-from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, read_own_text
-from ortlaunch.run_folder.lines import read_json_lines_in_file_tail
-from ortlaunch.run_folder.origin import planned_steps
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    json_text,
+    read_json_or_raise_damaged,
+    read_text_or_raise_damaged,
+)
+from ortlaunch.run_folder.lines import read_json_lines_in_tail_or_whole_if_damaged
+from ortlaunch.run_folder.origin import planned_or_recorded_step_count_or_none
 from ortlaunch.run_folder.records import record_from_json_values
 from ortlaunch.started_runs import queued, registry
 from ortlaunch.tables.launchers import LAUNCHERS
@@ -96,7 +101,12 @@ class Status:
     def __str__(self) -> str:
         """Return lines for a person: state, ranks, progress, verdict."""
         return "\n".join(
-            line for line in (self._state_and_location_headline(), *self._detail_lines()) if line
+            line
+            for line in (
+                self._state_and_location_headline(),
+                *self._doubt_rank_step_attempt_and_verdict_lines(),
+            )
+            if line
         )
 
     @property
@@ -143,7 +153,7 @@ class Status:
             f"(started {_time_text(self.job.started)}{end_text}; {location_text})"
         )
 
-    def _detail_lines(self) -> Iterator[str]:
+    def _doubt_rank_step_attempt_and_verdict_lines(self) -> Iterator[str]:
         if not self.certain:
             yield f"this is the last recorded state; {advice_for_other_host(self.job, self.run, 'status')}"
         if self.ranks is not None and self.hosts is not None:
@@ -248,7 +258,7 @@ def advice_for_other_host(job: JobRecord, run: RunDir | str, command_verb: str) 
 
 
 def _read_status_noting_damage(run: RunDir, ask_queue: queued.Queue) -> Status:
-    recorded_job = _job_record_of_folder_holder(run)
+    recorded_job = _job_record_of_lock_holder_or_recorded_one(run)
     error_texts = list[str]()
     is_certain = (
         recorded_job.state.is_end or queued.is_queued(recorded_job) or recorded_job.process.is_here
@@ -268,7 +278,9 @@ def _read_status_noting_damage(run: RunDir, ask_queue: queued.Queue) -> Status:
     plan = _read_or_note_error(
         error_texts, lambda: Plan.read(run.plan) if run.plan.exists() else None, None
     )
-    steps = _read_or_note_error(error_texts, lambda: planned_steps(run), None)
+    steps = _read_or_note_error(
+        error_texts, lambda: planned_or_recorded_step_count_or_none(run), None
+    )
     metrics = _newest_value_by_metric(run, error_texts)
     fallback = _read_or_note_error(error_texts, lambda: _engine_fallback_line_or_none(run), None)
     start_time = datetime.fromisoformat(job.started).timestamp()
@@ -310,7 +322,7 @@ def _read_status_noting_damage(run: RunDir, ask_queue: queued.Queue) -> Status:
 
 def _engine_fallback_line_or_none(run: RunDir) -> str | None:
     """Return the sentence on the engine that replaced the requested one; None if none did."""
-    engine_record = read_own_json(run.engine) if run.engine.exists() else {}
+    engine_record = read_json_or_raise_damaged(run.engine) if run.engine.exists() else {}
     try:
         return (
             record_from_json_values(EngineChoice, engine_record["engine"]).fallback
@@ -323,7 +335,7 @@ def _engine_fallback_line_or_none(run: RunDir) -> str | None:
 
 def _successful_result(job: JobRecord, result_path: Path) -> Json:
     return (
-        read_own_json(result_path)
+        read_json_or_raise_damaged(result_path)
         if job.state is JobState.SUCCEEDED and result_path.exists()
         else {}
     )
@@ -332,7 +344,7 @@ def _successful_result(job: JobRecord, result_path: Path) -> Json:
 def _read_or_note_error(
     error_texts: list[str], read_value: Callable[[], _T], fallback_value: _T
 ) -> _T:
-    """Return the result of `read_value_or_warning_markup`, or `fallback_value` after an error.
+    """Return the result of `read_value`, or `fallback_value` after an error.
 
     The error is appended to `error_texts`.
 
@@ -355,10 +367,10 @@ def require_existing_run_folder(run: RunDir) -> None:
         )
 
 
-def _job_record_of_folder_holder(run: RunDir) -> JobRecord:
+def _job_record_of_lock_holder_or_recorded_one(run: RunDir) -> JobRecord:
     """Return the job of the command that has the folder now, else the recorded one."""
     require_existing_run_folder(run)
-    job = JobRecord.read_or_none(run)
+    job = JobRecord.read_or_none_refusing_damaged(run)
     last_command = lock.process_that_last_locked_run(run)
     if job is not None and queued.is_queued(job):
         return job
@@ -375,7 +387,9 @@ def _job_record_of_folder_holder(run: RunDir) -> JobRecord:
         )
     if job is None and last_command is not None and run.output.exists():
         # It was started from Python, and ended before it wrote its own job.json.
-        last_output = "".join(read_own_text(run.output).splitlines(keepends=True)[-_VERDICT_LINES:])
+        last_output = "".join(
+            read_text_or_raise_damaged(run.output).splitlines(keepends=True)[-_VERDICT_LINES:]
+        )
         job = JobRecord(
             "local", str(last_command.pid), *last_command[1:], current_time_iso(), JobState.FAILED
         )
@@ -388,13 +402,13 @@ def _job_record_of_folder_holder(run: RunDir) -> JobRecord:
 def _job_record_with_live_state(run: RunDir, job: JobRecord, ask_queue: queued.Queue) -> JobRecord:
     """Return the record with the job's current state, and with a verdict if none was recorded."""
     if queued.is_queued(job):
-        return queued.update_job_record_from_queue(run, job, ask_queue)
+        return queued.job_record_by_queue_recording_unrecorded_end(run, job, ask_queue)
     # A job that no launcher of ours started (`inside`) is checked by its process alone.
     state = load_backend(job.backend if job.backend in LAUNCHERS else "local").job_state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)
     # The command may have recorded its end since the record was read.
-    recorded_job = JobRecord.read_or_none(run)
+    recorded_job = JobRecord.read_or_none_refusing_damaged(run)
     if (
         recorded_job is not None
         and recorded_job.process == job.process
@@ -439,7 +453,7 @@ def _has_finished_parity_comparison(run: RunDir) -> bool:
 
 def _stopped_processes(job: JobRecord) -> Mapping[int, str]:
     is_alive = not job.state.is_end and not queued.is_queued(job) and job.process.is_alive()
-    return name_by_stopped_process_id(job.process.pid) if is_alive else {}
+    return name_by_stopped_process_id_in_tree(job.process.pid) if is_alive else {}
 
 
 def _elapsed_seconds(job: JobRecord, start_time: float) -> float | None:
@@ -453,7 +467,7 @@ def _newest_value_by_metric(run: RunDir, error_texts: list[str]) -> Json:
     # A last line that is only half written is skipped without a report.
     if not run.metrics.exists():
         return {}
-    json_lines = read_json_lines_in_file_tail(run.metrics, _TAIL_BYTES, "step")
+    json_lines = read_json_lines_in_tail_or_whole_if_damaged(run.metrics, _TAIL_BYTES, "step")
     error_texts += json_lines.unreadable
     return {name: value for record in json_lines.values for name, value in record.items()}
 

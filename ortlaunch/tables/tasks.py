@@ -201,7 +201,7 @@ def run_task_alone(request: TaskRequest) -> int:
     return _run_task_with_request_as_input(request, None, None).returncode
 
 
-def run_task_and_capture_output(
+def run_task_and_return_stdout_or_raise(
     task_request: TaskRequest, inherited_streams: Collection[str] = ()
 ) -> str:
     """Run the process of a task without a plan, and return its standard output.

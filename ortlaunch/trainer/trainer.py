@@ -23,7 +23,7 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule import ORTModule, Settings, options, pass_counters
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
-from ortlaunch.ortmodule.fp16_optimizer import fuse_gradient_norm_by_ort_or_own
+from ortlaunch.ortmodule.fp16_optimizer import fuse_overflow_check_and_norm_by_ort_or_own
 from ortlaunch.ortmodule.fused_adam import reason_tensor_is_too_large_or_empty
 from ortlaunch.trainer.arguments import ADAMW_ORT_FUSED, ortmodule_settings
 from ortlaunch.trainer.report import training_report, write_and_print_report
@@ -77,7 +77,7 @@ class ORTTrainer(Trainer):
         if self.ort_module is None:
             return {}
         refusal = (
-            _reason_fused_adam_is_refused(self.args, self.model)
+            _reason_fused_adam_is_refused_or_empty(self.args, self.model)
             if _is_ort_fused_adam(self.args)
             else ""
         )
@@ -93,8 +93,8 @@ class ORTTrainer(Trainer):
             MissingDependency: ONNX Runtime Training or its extensions are not installed.
         """
         self._refuse_unsupported_parallelism()
-        options.import_ortmodule_with_settings(self._ortmodule_settings())
-        pass_counters.get_or_start_pass_counters().reset_pass_counters()
+        options.import_ortmodule_with_settings_or_refuse(self._ortmodule_settings())
+        pass_counters.get_or_start_pass_counters().reset_pass_fallback_and_torch_call_counts()
         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
         if self.is_world_process_zero():
             write_and_print_report(self.report(), self._get_output_dir(trial))
@@ -152,7 +152,7 @@ class ORTTrainer(Trainer):
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
         }
-        if refusal := _reason_fused_adam_is_refused(args, model):
+        if refusal := _reason_fused_adam_is_refused_or_empty(args, model):
             tally.add_end_note_once(
                 f"{ADAMW_ORT_FUSED}: torch's fused AdamW runs instead: {refusal}"
             )
@@ -195,7 +195,7 @@ class ORTTrainer(Trainer):
         wrapped_objects = [self.ort_module if item is self.model else item for item in objects]
         prepared = original_prepare(*wrapped_objects, **kwargs)
         if self.is_deepspeed_enabled:
-            self.fp16_optimizer = fuse_gradient_norm_by_ort_or_own(
+            self.fp16_optimizer = fuse_overflow_check_and_norm_by_ort_or_own(
                 prepared[0].optimizer, self.args.device.type
             )
         return prepared
@@ -229,7 +229,7 @@ def _is_ort_fused_adam(args: TrainingArguments) -> bool:
     return str(args.optim) == ADAMW_ORT_FUSED
 
 
-def _reason_fused_adam_is_refused(args: TrainingArguments, model: Any) -> str:
+def _reason_fused_adam_is_refused_or_empty(args: TrainingArguments, model: Any) -> str:
     """Return why ONNX Runtime's FusedAdam cannot train the model; empty if it can."""
     # By the arguments' device: DeepSpeed moves the parameters later.
     if args.device.type != "cuda":

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.base.errors import FileError, InputError, LaunchError, escape_control_characters
-from ortlaunch.base.file_errors import reraise_own_file_errors_as_file_error
+from ortlaunch.base.file_errors import explain_errors_on_run_folder_or_cache_files
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
@@ -31,7 +31,7 @@ from ortlaunch.worker.supervision.stall_rules import MEETING
 from ortlaunch.worker.supervision.watchdog import Watchdog
 
 
-def main() -> int:
+def supervise_rank_of_run_folder() -> int:
     """Detect the rank of this process, and run it under its supervisor; return the exit status."""
     run = RunDir(sys.argv[1])
     run = RunDir(run.path, run.start_number)
@@ -41,11 +41,11 @@ def main() -> int:
             raise LaunchError(
                 f"no {run.plan} on this host; is the run folder on a disk that all hosts share?"
             )
-        with reraise_own_file_errors_as_file_error(run.path):
+        with explain_errors_on_run_folder_or_cache_files(run.path):
             return fork_and_supervise_rank(
                 rank,
                 run,
-                reraise_own_file_errors_as_file_error(run.path)(
+                explain_errors_on_run_folder_or_cache_files(run.path)(
                     functools.partial(join_ranks_and_run_task, run, rank)
                 ),
             )
@@ -102,10 +102,10 @@ def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     from ortlaunch.worker import tasks
     from ortlaunch.worker.data import LoadedData
     from ortlaunch.worker.data.user_data import import_user_function, seed_all_random_generators
-    from ortlaunch.worker.data.vocabulary import vocabulary_of_start_checkpoint
-    from ortlaunch.worker.data_audit import require_no_severe_findings
+    from ortlaunch.worker.data.vocabulary import vocabulary_of_start_checkpoint_or_none
+    from ortlaunch.worker.data_audit import refuse_severe_findings_not_allowed
     from ortlaunch.worker.model.matmul_precision import use_matmul_precision
-    from ortlaunch.worker.model.model import build_transformers_config
+    from ortlaunch.worker.model.model import build_transformers_config_fitting_data_or_refuse
     from ortlaunch.worker.process_group import distributed
     from ortlaunch.worker.process_group.heartbeat_exchange import (
         connect_supervisors_and_count_collectives,
@@ -130,22 +130,22 @@ def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         data = LoadedData(
             recipe,
             progress.show_activity_detail,
-            vocabulary_of_start_checkpoint(run, recipe),
+            vocabulary_of_start_checkpoint_or_none(run, recipe),
             run.stream,
         )
         data.read_samples_needed_by(plan.traits)
         if plan.traits.saves:
-            require_no_severe_findings(data, audits_streams=False)
+            refuse_severe_findings_not_allowed(data, audits_streams=False)
         if not recipe.model.traits.is_own:
             # Only for its checks: tokenizer and labels must fit the model.
-            build_transformers_config(recipe, data)
+            build_transformers_config_fitting_data_or_refuse(recipe, data)
     if rank.world_size > 1:
         progress.begin_and_show_activity(MEETING)
     with (
-        distributed.join_process_group(plan, rank, run) as group,
+        distributed.join_process_group_until_end(plan, rank, run) as group,
         use_matmul_precision(recipe.engine.matmul_precision),
     ):
-        distributed.require_same_recipe_and_plan(group, run, file_texts)
+        distributed.require_same_recipe_and_plan_and_mark_ranks_met(group, run, file_texts)
         with connect_supervisors_and_count_collectives(group, watchdog):
             session = load_data_and_build_session(recipe, plan, run, group, progress, data)
             session.engine.record.freed_memory = freed_memory_text
@@ -157,4 +157,4 @@ def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(supervise_rank_of_run_folder())

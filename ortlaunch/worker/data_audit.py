@@ -20,7 +20,10 @@ from ortlaunch.recipe.fields.data import HeldOut, is_written_by_chat_template
 from ortlaunch.worker.data import ChatSamples, LabelledTexts, LoadedData, UserSamples
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.media.samples import LabelledImages, Recordings
-from ortlaunch.worker.data.mixture import indices_of_readable_samples, streamed_sources_of_samples
+from ortlaunch.worker.data.mixture import (
+    indices_of_all_or_first_streamed_samples,
+    streamed_sources_of_samples,
+)
 from ortlaunch.worker.data.samples import IGNORED
 
 if TYPE_CHECKING:
@@ -154,7 +157,7 @@ def audit_training_and_evaluation_samples(
         is_streamed = bool(streamed_sources_of_samples(samples))
         if is_streamed and not audits_streams:
             continue
-        available_indices = indices_of_readable_samples(samples)
+        available_indices = indices_of_all_or_first_streamed_samples(samples)
         audited_places = np.unique(
             np.linspace(
                 0, len(available_indices) - 1, min(max_samples, len(available_indices))
@@ -176,8 +179,10 @@ def audit_training_and_evaluation_samples(
             _unlearned_chat_findings(chats),
             _without_text(sources),
             _unknown_and_cut_token_findings(rows, length, data.tokenizer),
-            _duplicate_findings(rows, data.tokenizer, with_near=bool(finds_near)),
-            _faulty_answer_end_findings(rows, length, data.tokenizer) if chats else (),
+            _duplicate_conflicting_and_near_duplicate_findings(
+                rows, data.tokenizer, includes_near_duplicates=bool(finds_near)
+            ),
+            _cut_empty_or_unended_answer_findings(rows, length, data.tokenizer) if chats else (),
         )
         stream_text = (
             " of the stream's next window; later ones are not audited" if is_streamed else ""
@@ -185,7 +190,7 @@ def audit_training_and_evaluation_samples(
         # Several rows are packed into a sample.
         is_padded = (
             len(rows) == len(audited_places)
-            and not recipe.data.padding_lengths_below_sequence_length
+            and not recipe.data.padding_bucket_or_multiple_of_8_lengths
         )
         part_audits.append(
             PartAudit(
@@ -214,11 +219,13 @@ def audit_training_and_evaluation_samples(
         part_audits[0].findings.extend(
             _split_template_token_findings(data.tokenizer) if template else ()
         )
-        part_audits[0].findings.extend(_misspelt_class_findings(training_rows_by_class_name(data)))
+        part_audits[0].findings.extend(
+            _misspelt_class_findings(training_row_count_by_class_name(data))
+        )
     return part_audits
 
 
-def require_no_severe_findings(data: LoadedData, audits_streams: bool) -> None:
+def refuse_severe_findings_not_allowed(data: LoadedData, audits_streams: bool) -> None:
     """Refuse severe findings that the recipe does not allow.
 
     Args:
@@ -240,7 +247,7 @@ def require_no_severe_findings(data: LoadedData, audits_streams: bool) -> None:
             )
 
 
-def training_rows_by_class_name(data: LoadedData) -> Counter[str]:
+def training_row_count_by_class_name(data: LoadedData) -> Counter[str]:
     """Return the training rows of each class that has a name, for texts and images with a class."""
     counts = Counter[str]()
     for part in _samples_of_each_source(data.train):
@@ -327,10 +334,10 @@ def _unknown_and_cut_token_findings(
         yield AuditFinding("cut_rows", f"{text}; longer ones are cut")
 
 
-def _duplicate_findings(
-    rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase, with_near: bool
+def _duplicate_conflicting_and_near_duplicate_findings(
+    rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase, includes_near_duplicates: bool
 ) -> Iterator[AuditFinding]:
-    """Yield findings on equal and, with `with_near`, nearly equal rows."""
+    """Yield findings on equal and, with `includes_near_duplicates`, nearly equal rows."""
     first_rows = dict[bytes, AuditRow]()
     for row in rows:
         first_rows.setdefault(row.ids.tobytes(), row)
@@ -344,7 +351,9 @@ def _duplicate_findings(
         ),
         (
             "near_duplicates",
-            [*_rows_nearly_equal_to_earlier([*first_rows.values()])] if with_near else [],
+            [*_rows_nearly_equal_to_earlier([*first_rows.values()])]
+            if includes_near_duplicates
+            else [],
             "near duplicates of other rows",
         ),
     ):
@@ -389,7 +398,7 @@ def _shingle_hashes(token_ids: _Ints) -> NDArray[np.uint64]:
     return hashes
 
 
-def _faulty_answer_end_findings(
+def _cut_empty_or_unended_answer_findings(
     rows: Sequence[AuditRow], max_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[AuditFinding]:
     """Yield findings on answers: cut off, empty, or without an end mark."""
@@ -455,16 +464,16 @@ def _evaluation_rows_in_training_findings(
         yield AuditFinding("overlap", text + example, share, len(evaluation_rows))
 
 
-def _misspelt_class_findings(rows_by_class: dict[str, int]) -> Iterator[AuditFinding]:
+def _misspelt_class_findings(row_count_by_class: dict[str, int]) -> Iterator[AuditFinding]:
     """Yield rare classes whose name is nearly that of another one.
 
     Args:
-        rows_by_class: rows of each class.
+        row_count_by_class: rows of each class.
     """
-    names = sorted(rows_by_class, key=lambda name: -rows_by_class[name])[:_MOST_CLASSES]
+    names = sorted(row_count_by_class, key=lambda name: -row_count_by_class[name])[:_MOST_CLASSES]
     for class_index, name in enumerate(names):
         name_by_folded = {other.strip().lower(): other for other in names[:class_index]}
-        rare = rows_by_class[name] <= max(1, _RARE_SHARE * rows_by_class[names[0]])
+        rare = row_count_by_class[name] <= max(1, _RARE_SHARE * row_count_by_class[names[0]])
         close = difflib.get_close_matches(
             name.strip().lower(), name_by_folded, 1, 0.8 if rare else 1.0
         )
@@ -472,7 +481,8 @@ def _misspelt_class_findings(rows_by_class: dict[str, int]) -> Iterator[AuditFin
             other = name_by_folded[close[0]]
             yield AuditFinding(
                 "misspelt_class",
-                f"class {name!r} (rows: {rows_by_class[name]:,}) looks like {other!r} ({rows_by_class[other]:,})",
+                f"class {name!r} (rows: {row_count_by_class[name]:,}) looks like {other!r} "
+                f"({row_count_by_class[other]:,})",
             )
 
 

@@ -8,7 +8,7 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.worker.checkpoint import CompleteCheckpoint
 from ortlaunch.worker.data.skipped_positions import samples_trained_in_positions
 from ortlaunch.worker.data.streams.samples import ENDLESS
@@ -93,7 +93,7 @@ def _recorded_length_of_same_epochs(run: RunDir, epochs: float | None) -> Json |
     # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
         return None
-    length_record: Json = read_own_json(run.steps)
+    length_record: Json = read_json_or_raise_damaged(run.steps)
     return length_record if length_record["epochs"] == epochs else None
 
 

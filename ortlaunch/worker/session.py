@@ -15,34 +15,34 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.process_memory import cache_process_memory_if_writable
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
 from ortlaunch.worker.checkpoint import (
     CompleteCheckpoint,
-    choose_start_checkpoint_or_none,
-    print_and_refuse_changed_training,
+    print_training_changes_and_refuse_unallowed,
+    set_aside_damaged_and_choose_start_checkpoint,
 )
 from ortlaunch.worker.data import (
     Batches,
     LoadedData,
-    batch_function_of_recipe,
+    collate_function_of_recipe,
     load_data_and_print_notes,
     read_ahead_settings_of_recipe,
 )
 from ortlaunch.worker.data.identity import data_identity_record as of_data
 from ortlaunch.worker.data.vocabulary import (
-    vocabulary_of_start_checkpoint,
-    write_vocabulary_if_changed,
+    vocabulary_of_start_checkpoint_or_none,
+    write_vocabulary_and_tokenizer_if_changed,
 )
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
-from ortlaunch.worker.model.model import LossModule, build_loss_module
+from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.run_length import resolve_max_steps_and_write_length
-from ortlaunch.worker.supervision.gpus import export_phase_name
+from ortlaunch.worker.supervision.gpus import onnxruntime_export_phase_text
 from ortlaunch.worker.supervision.progress import Progress
 
 
@@ -137,14 +137,14 @@ def load_data_and_build_session(
         data: the data if they are already read. Custom data are not.
     """
     progress.begin_and_show_activity("reading checkpoints")
-    start_checkpoint = choose_start_checkpoint_or_none(run, group)
+    start_checkpoint = set_aside_damaged_and_choose_start_checkpoint(run, group)
     progress.begin_and_show_activity("reading data")
     data = load_data_and_print_notes(
-        recipe, group, data, vocabulary_of_start_checkpoint(run, recipe)
+        recipe, group, data, vocabulary_of_start_checkpoint_or_none(run, recipe)
     )
     data.read_samples_needed_by(plan.traits)
     progress.begin_and_show_activity("building the model")
-    model = build_loss_module(recipe, data)
+    model = seed_and_build_loss_module_on_cpu(recipe, data)
     # An evaluation needs no training data.
     is_evaluation = plan.traits.evaluates
     samples = data.evaluation if is_evaluation else data.train
@@ -156,9 +156,13 @@ def load_data_and_build_session(
             "data.evaluation", of_data(data.evaluation), recipe, group
         )
     if start_checkpoint is not None:
-        print_and_refuse_changed_training(run, recipe, start_checkpoint, trained_identity, group)
+        print_training_changes_and_refuse_unallowed(
+            run, recipe, start_checkpoint, trained_identity, group
+        )
     if group.rank == 0 and plan.traits.saves:
-        write_vocabulary_if_changed(run, recipe, data.tokenizer, data.class_names, data.classes)
+        write_vocabulary_and_tokenizer_if_changed(
+            run, recipe, data.tokenizer, data.class_names, data.classes
+        )
     # Before the engine is built, whose memory counts.
     memory = RankMemoryMeter(group.device, model)
     # Now, because this run may be one that runs out of memory.
@@ -169,8 +173,8 @@ def load_data_and_build_session(
         samples,
         plan.batch,
         recipe.seed,
-        recipe.data.padding_lengths_below_sequence_length,
-        batch_function_of_recipe(recipe),
+        recipe.data.padding_bucket_or_multiple_of_8_lengths,
+        collate_function_of_recipe(recipe),
     )
     first_step = 0
     if start_checkpoint is not None and batches.streams:
@@ -186,10 +190,16 @@ def load_data_and_build_session(
         recipe, plan, run, group, len(samples), start_checkpoint.step if start_checkpoint else 0
     )
     progress.begin_and_show_activity(
-        export_phase_name(group.device) if recipe.engine.name == "ort" else "building the engine"
+        onnxruntime_export_phase_text(group.device)
+        if recipe.engine.name == "ort"
+        else "building the engine"
     )
     engine = build_engine(
-        recipe, plan, model, group, batches.micro_batch(first_step, 0, group.rank)
+        recipe,
+        plan,
+        model,
+        group,
+        batches.read_micro_batch_and_count_tokens(first_step, 0, group.rank),
     )
     engine.memory_use = memory
     if start_checkpoint is not None:
@@ -197,7 +207,9 @@ def load_data_and_build_session(
         notes = notes_on_weights_not_loaded(model.loaded)
         engine.notes = tuple(note for note in engine.notes if note not in notes)
     if run.choice.exists():
-        engine.record.engine = replace(engine.record.engine, **read_own_json(run.choice))
+        engine.record.engine = replace(
+            engine.record.engine, **read_json_or_raise_damaged(run.choice)
+        )
     # An export has freed its copies of the model.
     trim_heap()
     return Session(

@@ -13,7 +13,7 @@ import sys
 import traceback
 from importlib import import_module
 
-from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
+from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit_if_ended
 from ortlaunch.base.errors import OrtlaunchError
 from ortlaunch.tables.tasks import TASKS
 from ortlaunch.worker.__main__ import silence_no_gpu_warning_on_cpu
@@ -24,9 +24,9 @@ from ortlaunch.worker.supervision.user_frames import (
 )
 
 
-def main() -> int:
+def run_requested_task_with_request_from_stdin() -> int:
     """Run a task that needs no plan; return its exit status, or that of its error."""
-    request_signal_at_parent_end_or_exit(signal.SIGTERM, os.getppid())
+    request_signal_at_parent_end_or_exit_if_ended(signal.SIGTERM, os.getppid())
     set_openmp_wait_policy_unless_set(os.environ)
     # Other libraries import DeepSpeed, which would guess the device and warn.
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -62,4 +62,4 @@ def is_pipe_reader_gone(write_end: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_requested_task_with_request_from_stdin())

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from ortlaunch.doctor.schema import findings_schema_text
+from ortlaunch.doctor.schema import findings_json_schema_text
 from tests.cluster.lab import LOGIN, Lab
 from tests.cluster.test_faults import RECIPE, SQUATTER
 from tests.e2e.runs import COMMAND
@@ -39,7 +39,7 @@ def wrong(
     )
     assert ended.stdout.startswith("["), ended.stderr
     findings = json.loads(ended.stdout)
-    jsonschema.validate(findings, json.loads(findings_schema_text()))
+    jsonschema.validate(findings, json.loads(findings_json_schema_text()))
     assert ended.returncode == any(one["verdict"] == "failed" for one in findings)
     return [one for one in findings if one["verdict"] != "ok"]
 

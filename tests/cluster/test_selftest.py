@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ortlaunch.doctor.schema import findings_schema_text
+from ortlaunch.doctor.schema import findings_json_schema_text
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import COMMAND, environment
 
@@ -28,7 +28,7 @@ def selftest(lab: Lab, folder: Path, *words: str, hosts: int = 2) -> list[dict[s
     ended = lab.run(LOGIN, str(COMMAND), *typed, cwd=folder, env=env, timeout=540)
     assert ended.stdout.startswith("["), ended.stderr
     findings: list[dict[str, Any]] = json.loads(ended.stdout)
-    jsonschema.validate(findings, json.loads(findings_schema_text()))
+    jsonschema.validate(findings, json.loads(findings_json_schema_text()))
     assert ended.returncode == any(one["verdict"] == "failed" for one in findings)
     return findings
 

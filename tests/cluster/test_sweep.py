@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from tests.cluster.home import RECIPE, Home
 from tests.cluster.lab import LOGIN
@@ -60,14 +60,16 @@ def test_trials_are_jobs(home: Home) -> None:
     )
     try:
         reach(runs[0], 2, first)
-        home.lab.run(LOGIN, "scancel", "--signal=USR1", read_own_json(runs[0].job)["id"])
+        home.lab.run(
+            LOGIN, "scancel", "--signal=USR1", read_json_or_raise_damaged(runs[0].job)["id"]
+        )
     finally:
         first.kill()
         first.communicate()
     printed = home.well("sweep", "recipe.yaml", "--run-dir=swept", timeout=200)
     found = states(home)
     assert (found[0], found[2]) == ("complete", "pruned"), printed
-    jobs = [read_own_json(run.job) for run in runs]
+    jobs = [read_json_or_raise_damaged(run.job) for run in runs]
     assert [one["backend"] for one in jobs] == ["slurm"] * 3
     assert listed_jobs(home) - earlier == {one["id"] for one in jobs}
     record = home.lab.run(LOGIN, "scontrol", "show", "job", jobs[0]["id"]).stdout

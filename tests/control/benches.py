@@ -44,4 +44,6 @@ def player(
 
 def rows(*players: VariantJob) -> list[dict[str, Any]]:
     """Return the figures of these variants."""
-    return report.variant_result_rows_with_ratios([each.variant for each in players], players)
+    return report.variant_result_rows_with_ratio_and_mfu(
+        [each.variant for each in players], players
+    )

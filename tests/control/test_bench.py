@@ -83,10 +83,14 @@ def test_an_engine_replaces_the_recipes() -> None:
     )
     base = resolved(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
     assert base.apply_overrides(
-        *Variant("eager", ()).overrides_that_make_variant(base.recipe_file.recipe.engine)
+        *Variant("eager", ()).overrides_that_make_variant_without_fallback(
+            base.recipe_file.recipe.engine
+        )
     ).recipe_file.recipe.engine == Engine(name="eager")
     ort = base.apply_overrides(
-        *Variant("ort", ()).overrides_that_make_variant(base.recipe_file.recipe.engine)
+        *Variant("ort", ()).overrides_that_make_variant_without_fallback(
+            base.recipe_file.recipe.engine
+        )
     ).recipe_file.recipe.engine
     assert (ort.memory_optimization, ort.allow_fallback) == (1, False)
 
@@ -112,7 +116,7 @@ def test_a_refused_variant_says_why() -> None:
     )
     assert resolve_variant_or_record_refusal(Variant("eager", ()), base).resolved_run is not None
     with pytest.raises(InputError) as caught:
-        measure.resolve_variants_or_refuse_all(base, ["ort"], ["seed=1,2"])
+        measure.resolve_variants_or_refuse_if_none_can_run(base, ["ort"], ["seed=1,2"])
     assert str(caught.value).count("ort seed=") == 2
 
 
@@ -207,7 +211,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingDependency,
         match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture',
     ):
-        command.measure_print_and_write_bench(
+        command.measure_print_and_write_bench_and_cache_engine(
             resolved(), ["eager"], (), MeasurementLength(), None, draws_picture=True
         )
     # The folder of results.
@@ -229,13 +233,17 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
     said: list[str] = []
     made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
     assert (
-        measure._measurement_length_that_fits_memory(MeasurementLength(), made, said.append)
+        measure._measurement_length_one_at_a_time_if_memory_lacks(
+            MeasurementLength(), made, said.append
+        )
         == MeasurementLength()
     )
     for each in made:
         each.variant = resolve_variant_or_record_refusal(each.variant, resolved(**BERT_ON_WORDS))
     assert (
-        measure._measurement_length_that_fits_memory(MeasurementLength(), made, said.append)
+        measure._measurement_length_one_at_a_time_if_memory_lacks(
+            MeasurementLength(), made, said.append
+        )
         == MeasurementLength()
     )
     monkeypatch.setattr(
@@ -243,7 +251,7 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
         "machine_and_control_group_memory_limits",
         lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)],
     )
-    assert measure._measurement_length_that_fits_memory(
+    assert measure._measurement_length_one_at_a_time_if_memory_lacks(
         MeasurementLength(), made, said.append
     ).one_at_a_time
     assert "1.0 MiB is free: running one at a time" in said[0]
@@ -256,20 +264,23 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             # On a machine that others keep busy, the process may need some time to be visible.
             deadline = time.monotonic() + 20
             while not any(
-                f"({busy.pid}): " in line for line in machine.watch_and_describe_busy_processes()
+                f"({busy.pid}): " in line
+                for line in machine.watch_and_describe_other_busy_processes()
             ):
                 assert time.monotonic() < deadline
         finally:
             busy.kill()
     said: list[str] = []
-    monkeypatch.setattr(machine, "watch_and_describe_busy_processes", list)
+    monkeypatch.setattr(machine, "watch_and_describe_other_busy_processes", list)
     measure._watch_and_warn_of_busy_machine(said.append, (0.0, 0.0, 0.0))
     # No other process and no load: no warning.
     assert said == []
     measure._watch_and_warn_of_busy_machine(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
     monkeypatch.setattr(
-        machine, "watch_and_describe_busy_processes", lambda: ["python (12468): 32% of a core"] * 9
+        machine,
+        "watch_and_describe_other_busy_processes",
+        lambda: ["python (12468): 32% of a core"] * 9,
     )
     measure._watch_and_warn_of_busy_machine(said.append, (10.0, 0.0, 0.0))
     assert max(map(len, said[1].splitlines())) <= 100

@@ -12,9 +12,9 @@ import pytest
 
 from ortlaunch.base.cache import (
     cache_root_without_creating,
-    create_private_cache_folder,
-    reason_files_differ_from_checksum_record,
-    write_checksum_record_and_protect_files,
+    create_private_cache_folder_or_refuse,
+    merge_into_checksum_record_and_protect_files,
+    reason_checksums_differ_refreshing_times_if_same,
 )
 from ortlaunch.base.errors import FileError
 
@@ -43,7 +43,7 @@ def test_folders_of_the_cache_are_the_users_alone(cache: Path) -> None:
     """
     before = os.umask(0)
     try:
-        folder = create_private_cache_folder("a", "b")
+        folder = create_private_cache_folder_or_refuse("a", "b")
     finally:
         os.umask(before)
     assert folder == cache / "a" / "b"
@@ -57,11 +57,11 @@ def test_a_folder_of_another_user_is_refused(
     names: tuple[str, ...], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every folder from the cache folder down is checked, and the message gives the remedy."""
-    create_private_cache_folder("a", "b")
+    create_private_cache_folder_or_refuse("a", "b")
     wrong = cache.joinpath(*names)
     other = give_away(wrong, monkeypatch)
     with pytest.raises(FileError) as caught:
-        create_private_cache_folder("a", "b")
+        create_private_cache_folder_or_refuse("a", "b")
     # Without root every folder seems to belong to another user, so the topmost one is reported.
     first = wrong if os.getuid() == 0 else cache
     assert str(caught.value) == (
@@ -73,9 +73,9 @@ def test_a_folder_of_another_user_is_refused(
 
 def test_a_folder_that_others_write_to_is_refused(cache: Path) -> None:
     """A folder that all users may write to is refused, with the command that removes it."""
-    create_private_cache_folder("a").chmod(0o757)
+    create_private_cache_folder_or_refuse("a").chmod(0o757)
     with pytest.raises(FileError) as caught:
-        create_private_cache_folder("a")
+        create_private_cache_folder_or_refuse("a")
     assert str(caught.value) == (
         f"{cache / 'a'}: is writable by others, who could place programs there that this user "
         f"({os.geteuid()}) runs; type: rm -r {cache / 'a'} (its contents are rebuilt)"
@@ -88,35 +88,35 @@ def test_a_private_group_may_write(cache: Path, monkeypatch: pytest.MonkeyPatch)
     Systems with umask 002 give each user such a private group.
     """
     user = pwd.getpwuid(os.geteuid())
-    folder = create_private_cache_folder("a")
+    folder = create_private_cache_folder_or_refuse("a")
     os.chown(folder, -1, user.pw_gid)
     folder.chmod(0o775)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((user.pw_name, "x", gid, [])))
-    assert create_private_cache_folder("a") == folder
+    assert create_private_cache_folder_or_refuse("a") == folder
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group(("staff", "x", gid, [])))
     with pytest.raises(FileError, match="is writable by others"):
-        create_private_cache_folder("a")
+        create_private_cache_folder_or_refuse("a")
 
 
 def sealed(cache: Path, text: str = "content") -> tuple[Path, Path]:
     """Write a file and its seal in the cache, and return both paths."""
-    folder = create_private_cache_folder("files")
+    folder = create_private_cache_folder_or_refuse("files")
     file = folder / "x.bin"
     record = folder / "x.seal"
     file.write_text(text)
-    write_checksum_record_and_protect_files(record, [file])
+    merge_into_checksum_record_and_protect_files(record, [file])
     return file, record
 
 
 def test_what_was_sealed_is_unchanged(cache: Path) -> None:
     """A file with its original content is accepted, also with another modification time."""
     file, record = sealed(cache)
-    assert reason_files_differ_from_checksum_record(record) == ""
+    assert reason_checksums_differ_refreshing_times_if_same(record) == ""
     os.utime(file, (1, 1))
     # The first call writes the seal anew with the new time, and the second one reads that seal.
     assert [
-        reason_files_differ_from_checksum_record(record),
-        reason_files_differ_from_checksum_record(record),
+        reason_checksums_differ_refreshing_times_if_same(record),
+        reason_checksums_differ_refreshing_times_if_same(record),
     ] == ["", ""]
 
 
@@ -132,14 +132,14 @@ def test_another_content_is_seen(text: str | None, reason: str, cache: Path) -> 
     """A file that was cut, changed or removed is reported with the difference."""
     file, record = sealed(cache)
     file.write_text(text) if text is not None else file.unlink()
-    assert reason_files_differ_from_checksum_record(record) == f"{file}: {reason}"
+    assert reason_checksums_differ_refreshing_times_if_same(record) == f"{file}: {reason}"
 
 
 def test_a_file_of_another_user_is_seen(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sealed file is refused if another user owns it, since that user can change it any time."""
     file, record = sealed(cache)
     other = give_away(file, monkeypatch)
-    assert reason_files_differ_from_checksum_record(record) in (
+    assert reason_checksums_differ_refreshing_times_if_same(record) in (
         f"{file}: belongs to user {other}",
         f"{record}: belongs to user {other}",
     )
@@ -151,7 +151,7 @@ def test_without_a_seal_nothing_is_taken(text: str | None, cache: Path) -> None:
     _, record = sealed(cache)
     record.write_text(text) if text is not None else record.unlink()
     assert (
-        reason_files_differ_from_checksum_record(record)
+        reason_checksums_differ_refreshing_times_if_same(record)
         == f"{record}: {'is gone' if text is None else 'is not a checksum file'}"
     )
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(
         FileError,
         match=r"^/proc/nocache: cannot be made: .*; set ORTLAUNCH_CACHE to another folder$",
     ):
-        create_private_cache_folder("tokens")
+        create_private_cache_folder_or_refuse("tokens")
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,4 +203,4 @@ def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -
         "ORTLAUNCH_CACHE to another folder"
     )
     with pytest.raises(FileError, match=f"^{mend}$"):
-        create_private_cache_folder("tokens")
+        create_private_cache_folder_or_refuse("tokens")

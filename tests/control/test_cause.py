@@ -15,7 +15,7 @@ from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.run_folder.cause_text import (
     advice_for_failure,
     command_end_sentence,
-    diagnosis_verdict,
+    diagnosis_verdict_line,
 )
 from ortlaunch.run_folder.library_messages import (
     is_lost_peer_message,
@@ -67,7 +67,11 @@ def rendered() -> set[str]:
     return {
         text
         for each in failures()
-        for text in (command_end_sentence(each), diagnosis_verdict(each), *advice_for_failure(each))
+        for text in (
+            command_end_sentence(each),
+            diagnosis_verdict_line(each),
+            *advice_for_failure(each),
+        )
     }
 
 
@@ -142,8 +146,8 @@ def test_every_cause_has_words() -> None:
     """Every cause has a sentence and a verdict, and all placeholders are filled in."""
     for each in failures():
         assert command_end_sentence(each).strip()
-        assert diagnosis_verdict(each).strip()
-        assert "{" not in command_end_sentence(each) + diagnosis_verdict(each)
+        assert diagnosis_verdict_line(each).strip()
+        assert "{" not in command_end_sentence(each) + diagnosis_verdict_line(each)
 
 
 def test_a_cause_of_another_version_is_unknown() -> None:

@@ -15,7 +15,7 @@ import pytest
 from ortlaunch import __version__, doctor
 from ortlaunch.base import machine, module_start
 from ortlaunch.base.errors import RunError
-from ortlaunch.cli import _print_error
+from ortlaunch.cli import _print_error_and_return_exit_status
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.manual.reference import recipe_manual_page_markdown
@@ -488,7 +488,7 @@ def test_the_installed_command(tmp_path: Path) -> None:
 
 def test_an_error_that_is_printed_already_adds_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     """`plan --predict` shows the message of its process, and has none of its own."""
-    assert _print_error("ortlaunch: ", RunError("", 3)) == 3
+    assert _print_error_and_return_exit_status("ortlaunch: ", RunError("", 3)) == 3
     assert capsys.readouterr().err == ""
 
 

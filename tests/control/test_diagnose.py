@@ -17,7 +17,7 @@ from ortlaunch.base.units import shorten_to_one_line
 from ortlaunch.cli import app
 from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose import memory as diagnose_memory
-from ortlaunch.diagnose.report import diagnose_run, end_text_with_verdict_and_advice
+from ortlaunch.diagnose.report import diagnose_run, failed_run_text_with_verdict_memory_and_advice
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd, first_error_record
 from ortlaunch.launch.record import JobRecord
@@ -286,7 +286,7 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
         Failure(Cause.INDEX_OUT_OF_RANGE),
         "Traceback\nIndexError: Target 7\n\n",
     )
-    lines = end_text_with_verdict_and_advice(run, end).splitlines()
+    lines = failed_run_text_with_verdict_memory_and_advice(run, end).splitlines()
     assert lines[0] == "Traceback"
     assert lines[2].startswith(
         "verdict: rank 1 on host a used a label, token or position outside the model's range: Index"
@@ -297,7 +297,10 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     by_signal = RunEnd.end_of_failure_detected_by_command(
         143, Failure(Cause.STOPPED, "stopped by SIGTERM")
     )
-    assert end_text_with_verdict_and_advice(stopped, by_signal) == "ortlaunch: stopped by SIGTERM"
+    assert (
+        failed_run_text_with_verdict_memory_and_advice(stopped, by_signal)
+        == "ortlaunch: stopped by SIGTERM"
+    )
 
 
 @pytest.mark.parametrize("kind", ["not-finite", "loss-spike"])
@@ -305,7 +308,7 @@ def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
     """Each sentence and each advice is printed once for a non-finite loss and for a loss spike."""
     message = f"{NAN}\nThe run ends here."
     run = made(tmp_path, cause=kind, detail=NAN)
-    lines = end_text_with_verdict_and_advice(
+    lines = failed_run_text_with_verdict_memory_and_advice(
         run, RunEnd(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")
     ).splitlines()
     assert lines[0] == f"verdict: {NAN}"
@@ -363,7 +366,7 @@ def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
     message = f"cannot run: {'word ' * 120}end"
     for detail, text in ((f"EngineError: {message}", f"{message}\nTry eager"), (message, message)):
         run = made(tmp_path / detail[:3], cause="raised", detail=detail)
-        lines = end_text_with_verdict_and_advice(
+        lines = failed_run_text_with_verdict_memory_and_advice(
             run, RunEnd(1, "rank 1 failed", None, f"{text}\n\n")
         ).splitlines()
         assert lines[: len(text.splitlines())] == f"verdict: {text}".splitlines()
@@ -409,7 +412,7 @@ def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
         f"rank 1 on host a {detail}",
     )
     assert (
-        end_text_with_verdict_and_advice(run, RunEnd(85, "rank 1 failed", stop))
+        failed_run_text_with_verdict_memory_and_advice(run, RunEnd(85, "rank 1 failed", stop))
         == "ortlaunch: rank 1 failed"
     )
     ended(run, "x", 137, failure=Failure(Cause.RANK_VANISHED, who="rank 0 on host a"))
@@ -427,8 +430,6 @@ def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Pat
     first = first_error_record(run)
     assert first is not None
     assert first.rank == 1
-    own_record = evidence.read_run_evidence(
-        run, "failed", 1, "", None
-    ).causing_error_record_or_empty
+    own_record = evidence.read_run_evidence(run, "failed", 1, "", None).causing_error_record_or_none
     assert own_record is not None
     assert own_record.rank == 1

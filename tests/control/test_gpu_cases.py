@@ -15,7 +15,7 @@ import pytest
 
 from ortlaunch.base import machine
 from ortlaunch.base.errors import RecipeError
-from ortlaunch.bench.measure import resolve_variants_or_refuse_all
+from ortlaunch.bench.measure import resolve_variants_or_refuse_if_none_can_run
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from tests.gpu import functions, smoke, verdicts
@@ -128,7 +128,7 @@ def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
             recipe, overrides, LaunchOptions(None, 1, planned_only=True), {}
         )
         assert resolved.plan.memory is not None
-        for variant in resolve_variants_or_refuse_all(
+        for variant in resolve_variants_or_refuse_if_none_can_run(
             resolved, options["engines"].split(","), [v for v in [options.get("vary")] if v]
         ):
             assert not variant.refusal or "engine ort" in variant.refusal, (

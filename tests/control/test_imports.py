@@ -591,7 +591,7 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
         ("launch/processes.py", "def f():\n    from ortlaunch.planning import world"),
         (
             "launch/processes.py",
-            "from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers",
+            "from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start",
         ),
         ("run_folder/folder.py", "from ortlaunch.launch import LaunchRequest"),
         ("run_folder/lock.py", "from ortlaunch.run.control import lock_folder_and_run_training"),

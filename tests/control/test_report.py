@@ -22,7 +22,7 @@ from ortlaunch.report.curves import axis_label, extremes_of_point_buckets, round
 from ortlaunch.run_folder.folder import (
     RunDir,
     json_text,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
     write_text_atomically,
 )
@@ -141,7 +141,7 @@ def test_a_failed_run_has_its_cause_and_a_remedy_once(tmp_path: Path) -> None:
     folder = made(tmp_path / "one", steps(3.0))
     detail = "IndexError: Target 7 is out of bounds."
     failure = Failure(Cause.INDEX_OUT_OF_RANGE, detail, 0, "box", status=1)
-    job = read_own_json(RunDir(folder).job)
+    job = read_json_or_raise_damaged(RunDir(folder).job)
     job |= {"state": "failed", "exit_status": 1, "failure": asdict(failure), "verdict": detail}
     write_json_atomically(RunDir(folder).job, job)
     text = "".join(page(folder, to=tmp_path / "r.html").itertext())

@@ -34,12 +34,12 @@ def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
 
 LETTERS = """
 import sys
-from ortlaunch.base.output import wrap_standard_streams_within_block
+from ortlaunch.base.output import tolerate_lost_output_streams_within_block
 print("größer")
 sys.stdout.flush()
 sys.stdout.reconfigure(errors="strict")
 # As the command does, which needs no start.py.
-with wrap_standard_streams_within_block():
+with tolerate_lost_output_streams_within_block():
     print("日本")
     print("ß", file=sys.stderr)
 """

@@ -131,11 +131,11 @@ def _be_rank(rank: int, ranks: int, words: list[str], cold: bool) -> NoReturn:
 
 def _become(_: str, argv: list[str], environment: dict[str, str]) -> NoReturn:
     """Run the rank in this process, in place of `os.execve`."""
-    from ortlaunch.worker.__main__ import main
+    from ortlaunch.worker.__main__ import supervise_rank_of_run_folder
 
     os.environ.update(environment)
     sys.argv = argv[argv.index("ortlaunch.worker") :]
-    sys.exit(main())
+    sys.exit(supervise_rank_of_run_folder())
 
 
 def _in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:

@@ -123,7 +123,9 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
         for group in optimizer.param_groups:
             group["lr"] = o.learning_rate * _factor(recipe, step)
         passes = []
-        taken = [batches.micro_batch(step, i, 0) for i in range(total // micro)]
+        taken = [
+            batches.read_micro_batch_and_count_tokens(step, i, 0) for i in range(total // micro)
+        ]
         # The mean is over the step's labels, and a short document has fewer masked words.
         counts = [int((batch["labels"] != -100).sum()) for batch in taken]
         for batch, count in zip(taken, counts):

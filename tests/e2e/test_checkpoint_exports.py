@@ -47,12 +47,14 @@ def difference_at(run: Run, step: int, monkeypatch: pytest.MonkeyPatch) -> float
     """Return the largest difference of a model.onnx from the model with the checkpoint's weights."""
     import onnxruntime
 
-    from ortlaunch.worker.export.export_checkpoint import load_trained_model_of_checkpoint
+    from ortlaunch.worker.export.export_checkpoint import (
+        load_recipe_trained_model_and_data_of_checkpoint,
+    )
 
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(run.folder.parent / "cache"))
     monkeypatch.chdir(run.folder.parent)
     found = RunDir(run.folder)
-    _, whole, _ = load_trained_model_of_checkpoint(found, step)
+    _, whole, _ = load_recipe_trained_model_and_data_of_checkpoint(found, step)
     session = onnxruntime.InferenceSession(str(found.export_folder(step, "onnx") / "model.onnx"))
     words = torch.randint(0, 60, (3, 9), generator=torch.Generator().manual_seed(step))
     batch = {"input_ids": words, "attention_mask": torch.ones_like(words)}

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.export.export_checkpoint import load_trained_model_of_checkpoint
+from ortlaunch.worker.export.export_checkpoint import (
+    load_recipe_trained_model_and_data_of_checkpoint,
+)
 from tests.e2e.runs import BERT, EAGER, SMALL, TWO_RANKS, Run, Train, ended_well, merged
 from tests.ort import needs_ort
 
@@ -77,7 +79,11 @@ def test_adapters_are_merged_on_export(
     ).state_dict()
     monkeypatch.chdir(home)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
-    start = load_trained_model_of_checkpoint(RunDir(eager.folder), 6)[1].model.unload().state_dict()
+    start = (
+        load_recipe_trained_model_and_data_of_checkpoint(RunDir(eager.folder), 6)[1]
+        .model.unload()
+        .state_dict()
+    )
     assert weights.keys() == start.keys()
     moved = {name for name in weights if not torch.equal(weights[name], start[name])}
     assert moved == {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in range(2) for p in "qv"}

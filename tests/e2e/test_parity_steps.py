@@ -156,7 +156,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     (home / "parity_toys.py").write_text(TOYS)
     (home / "cache").mkdir()
     # The build is slow, so that all tests share it.
-    if extensions.missing_or_damaged_extension_names():
+    if extensions.missing_or_damaged_buildable_extension_names():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
     (home / "cache" / "extensions").symlink_to(extensions.extension_cache_folder().parent.resolve())
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from tests.e2e.runs import TOY, TWO_RANKS, Train, ended_well, merged
 from tests.ort import needs_ort
 from tests.worker.training.test_profile import assert_nested
@@ -21,7 +21,7 @@ def test_two_ranks_on_ort(train: Train) -> None:
     run = ended_well(
         train("ort", merged(TOY, {"log": {"profile_steps": [3, 6]}}), *TWO_RANKS, timeout=300)
     )
-    found = read_own_json(run.folder / "profile.json")
+    found = read_json_or_raise_damaged(run.folder / "profile.json")
     assert (found["engine"], found["steps"]) == ("ort", [3, 5])
     assert found["kinds"]["communication"] > 0
     assert found["kinds"]["waiting"] >= 0
@@ -54,7 +54,7 @@ def test_inductor(train: Train) -> None:
     run = ended_well(
         train("inductor", merged(TOY, {"engine": engine, "log": {"profile_steps": [4, 6]}}))
     )
-    found = read_own_json(run.folder / "profile.json")
+    found = read_json_or_raise_damaged(run.folder / "profile.json")
     assert (found["engine"], found["steps"]) == ("inductor", [4, 6])
     with gzip.open(run.folder / "trace.json.gz") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import EvaluationLine, MetricsLine
 from ortlaunch.tables.metrics import METRICS
 from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT
@@ -168,7 +168,7 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
     write_json_atomically(
         job,
         {
-            **read_own_json(job),
+            **read_json_or_raise_damaged(job),
             "state": "running",
             "ended": None,
             "exit_status": None,
@@ -177,7 +177,10 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
     )
     # The record is now that of a command that was killed just before its ranks ended.
     ended_well(train("again", FULL))
-    assert (read_own_json(job)["state"], read_own_json(job)["exit_status"]) == ("succeeded", 0)
+    assert (
+        read_json_or_raise_damaged(job)["state"],
+        read_json_or_raise_damaged(job)["exit_status"],
+    ) == ("succeeded", 0)
 
 
 def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:

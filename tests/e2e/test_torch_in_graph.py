@@ -43,8 +43,10 @@ def net():
 def wrong_in_graphs():
     from ortlaunch.ortmodule.base import torch_calls
 
-    plain = torch_calls._contiguous_gradient_or_zeros
-    torch_calls._contiguous_gradient_or_zeros = lambda found, leaf, taken: plain(found, leaf, taken) * 1.01
+    plain = torch_calls._make_gradient_or_zeros_and_add_its_address
+    torch_calls._make_gradient_or_zeros_and_add_its_address = (
+    lambda found, leaf, taken: plain(found, leaf, taken) * 1.01
+)
     return Net()
 """
 RECIPE = merged(

@@ -14,7 +14,7 @@ from ortlaunch.recipe import parse_resolved_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.export.export_checkpoint import (
-    load_trained_model_of_checkpoint as checkpoint_model,
+    load_recipe_trained_model_and_data_of_checkpoint as checkpoint_model,
 )
 from tests.e2e.runs import (
     BERT,

@@ -28,7 +28,7 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
     if how == "ignore SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     requests = RankRequests()
-    requests.handle_signals_as_requests()
+    requests.handle_signals_as_requests_and_tell_supervisor()
     # As collectives do: no rank trains while another one cannot handle a request yet.
     _agree(run, rank, f"began-{os.environ.get(LAUNCHER_VARIABLE)}", 60)
     for step in range(1, recipe["train"]["max_steps"] + 1):
@@ -96,7 +96,7 @@ def _be_a_rank() -> int:
     from ortlaunch.worker import __main__ as worker
 
     worker.join_ranks_and_run_task = live
-    return worker.main()
+    return worker.supervise_rank_of_run_folder()
 
 
 def _be_the_command() -> None:

@@ -125,7 +125,7 @@ def test_a_launcher_that_outlives_its_last_rank(
     run = RunDir(tmp_path)
     job = limited(tmp_path)
     run.count_ended_rank(1)
-    assert processes._reason_to_end_launcher_or_none(job) is None
+    assert processes._reason_to_end_launcher_noting_if_all_ranks_began(job) is None
     run.count_ended_rank(0)
     assert (processes.forward_signals_until_job_ends(job), job.foreign_signal) == (0, None)
     assert capfd.readouterr().err == (
@@ -153,7 +153,7 @@ def test_a_launcher_that_starts_not_all_ranks(
         "and is ended\n"
     )
     write_text_atomically(run.rank_log_path(0, "err"), "")
-    assert processes._reason_to_end_launcher_or_none(job) is None
+    assert processes._reason_to_end_launcher_noting_if_all_ranks_began(job) is None
 
 
 def test_a_stopped_process_is_reported(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.base.output import ERASE, wrap_standard_streams_within_block
+from ortlaunch.base.output import ERASE, tolerate_lost_output_streams_within_block
 from tests.launch.tiny import ORTLAUNCH
 from tests.makers import CUSTOM
 
@@ -17,7 +17,7 @@ from tests.makers import CUSTOM
 def test_what_a_terminal_would_obey_is_printed_as_text(capfd: pytest.CaptureFixture[str]) -> None:
     """Escape characters are printed as text, but for the command's own progress line."""
     # They may come from an exception or a variable, and would be executed by the terminal.
-    with wrap_standard_streams_within_block():
+    with tolerate_lost_output_streams_within_block():
         print("a\x1b]0;t\x07\r\nb\r\x9b1m\u202ec\td", end=ERASE)
         print("\x1b[2J", file=sys.stderr)
     assert capfd.readouterr() == (f"a\\x1b]0;t\\x07\r\nb\\r\\x9b1m\\u202ec\td{ERASE}", "\\x1b[2J\n")

@@ -29,7 +29,10 @@ from ortlaunch.launch import (
     torchrun,
 )
 from ortlaunch.launch.failure import classify_run_end
-from ortlaunch.launch.private import private_folder_path_in_tmp, recreate_empty_private_folder
+from ortlaunch.launch.private import (
+    private_folder_path_in_tmp,
+    recreate_empty_private_folder_or_refuse_unsafe,
+)
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.hosts import Host
@@ -271,21 +274,21 @@ def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     # Without a umask, mkdir alone would let everybody in.
     before = os.umask(0)
     try:
-        recreate_empty_private_folder(folder)
+        recreate_empty_private_folder_or_refuse_unsafe(folder)
         (folder / "rendezvous").write_text("of a command that was killed")
-        recreate_empty_private_folder(folder)
+        recreate_empty_private_folder_or_refuse_unsafe(folder)
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
     assert list(folder.iterdir()) == []
     folder.parent.chmod(0o777)
     with pytest.raises(LaunchError, match=r"must be a folder of user .*drwxrwxrwx.*or set TMPDIR"):
-        recreate_empty_private_folder(folder)
+        recreate_empty_private_folder_or_refuse_unsafe(folder)
     # A link in its place could lead to another user's folder.
     shutil.rmtree(folder.parent)
     folder.parent.symlink_to(tmp_path)
     with pytest.raises(LaunchError, match="must be a folder of user"):
-        recreate_empty_private_folder(folder)
+        recreate_empty_private_folder_or_refuse_unsafe(folder)
 
 
 @pytest.mark.parametrize(("task", "seconds"), [("train", "302"), ("parity", "10")])

@@ -59,8 +59,8 @@ def with_ort():
     os.dup2(2, 1)
     from ortlaunch.ortmodule.base import repair_registry
     from ortlaunch.ortmodule.tracing import import_repairs
-    repair_registry.apply_fitting_repairs_once(import_repairs._BEFORE_IMPORT)
-    import_repairs._import_ortmodule_and_await_deepspeed()
+    repair_registry.apply_fitting_repairs_and_record_others_once(import_repairs._BEFORE_IMPORT)
+    import_repairs._import_ortmodule_and_hook_deepspeed_import()
     import tests.ortmodule.modules
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     run(served(os.fdopen(requests), os.fdopen(answers, "w")))

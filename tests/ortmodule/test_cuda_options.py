@@ -102,7 +102,7 @@ def test_triton_config() -> None:
         # ORT's package imports Triton for its kernels.
         for name in ("triton", "triton.language"):
             patch.setitem(sys.modules, name, MagicMock())
-        options.set_runtime_options_of_both_managers(
+        options.set_manager_options_and_triton_config_variable(
             stepped(Words()), Settings(triton=True, triton_config={"min_nodes": 3})
         )
         read = importlib.import_module("onnxruntime.training.ort_triton").get_config()
@@ -130,7 +130,9 @@ def test_efficient_attention(witness: PassAndGraphCounters) -> None:
     with pytest.raises(
         EngineError, match=r"Settings\.efficient_attention: ONNX Runtime found nothing to replace"
     ):
-        options.refuse_settings_without_effect(Settings(efficient_attention=True), witness.graphs)
+        options.refuse_attention_or_triton_settings_without_effect(
+            Settings(efficient_attention=True), witness.graphs
+        )
 
 
 def registered_in_a_new_process(**settings: Any) -> str:
@@ -138,7 +140,7 @@ def registered_in_a_new_process(**settings: Any) -> str:
     # A new process, because ORT registers its optimizers once, at its import.
     script = (
         "from ortlaunch.ortmodule import Settings, options\n"
-        f"options.import_ortmodule_with_settings(Settings(**{settings!r}))\n"
+        f"options.import_ortmodule_with_settings_or_refuse(Settings(**{settings!r}))\n"
         "from onnxruntime.training.ortmodule.graph_optimizer_registry import "
         "GraphOptimizerRegistry as Registry\n"
         "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() "

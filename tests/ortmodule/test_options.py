@@ -400,10 +400,12 @@ def test_training_sessions_are_those_that_are_needed(
 
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
     """Free memory is shared by the ranks of a host, because each rank exports its own copy."""
-    alone = options._tightest_memory_limit_of_device(Words(), 1).free_bytes
+    alone = options._device_memory_limit_with_free_bytes_per_process(Words(), 1).free_bytes
     # More than 1 MiB, so that the comparison below means something.
     assert alone > 2**20
-    assert options._tightest_memory_limit_of_device(Words(), 4).free_bytes < alone / 2
+    assert (
+        options._device_memory_limit_with_free_bytes_per_process(Words(), 4).free_bytes < alone / 2
+    )
 
 
 def test_a_variable_from_outside_changes_nothing(

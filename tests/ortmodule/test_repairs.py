@@ -160,10 +160,10 @@ def test_autocast_is_part_of_a_call() -> None:
     manager = manager_of(model)
     key = manager._ortlaunch_key
     call = graph_cache._collect_pass_properties(manager, (X,), {})
-    assert key.name_of_difference_from_pass_or_empty(manager, call) == ""
+    assert key.find_and_note_difference_from_pass_or_empty(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert (
-            key.name_of_difference_from_pass_or_empty(
+            key.find_and_note_difference_from_pass_or_empty(
                 manager, graph_cache._collect_pass_properties(manager, (X,), {})
             )
             == "the call"
@@ -223,7 +223,7 @@ def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> Non
     same(model, eager)
     assert level(module) == (asked or 1)
     assert any(
-        "memory_optimization: 1" in note for note in ort_engine.repair_and_export_notes()
+        "memory_optimization: 1" in note for note in ort_engine.unapplied_repair_and_export_notes()
     ) == (asked == 0)
 
 
@@ -307,9 +307,9 @@ WITHOUT = {
 }
 RUN = """
 import sys, pytest
-from ortlaunch.ortmodule.import_ortmodule import import_repaired_ortmodule
+from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 from ortlaunch.ortmodule.repairs import apply_repairs
-import_repaired_ortmodule()
+import_ortmodule_with_repairs_and_export_steps()
 apply_repairs(sys.argv[1])
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 """

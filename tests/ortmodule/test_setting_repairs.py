@@ -17,7 +17,7 @@ import json, sys
 from ortlaunch.ortmodule import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule import ORTModule, Settings
-import_ortmodule.import_repaired_ortmodule()
+import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
 apply_repairs(sys.argv[1])
 import torch
 model = torch.nn.Linear(4, 1)

@@ -15,7 +15,7 @@ from torch import nn
 from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule import pass_counters as witnesses
 from ortlaunch.ortmodule.base.placement import count_nodes_by_execution_provider
-from ortlaunch.ortmodule.module import _create_agent_and_refuse_cpu_session
+from ortlaunch.ortmodule.module import _create_agent_and_refuse_cpu_session_of_cuda_model
 from ortlaunch.ortmodule.native import cuda_libraries
 from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from tests.ort import needs_ort
@@ -137,7 +137,7 @@ def test_a_restart_keeps_what_was_built(witness: PassAndGraphCounters) -> None:
     """A restart resets the passes and keeps the graphs."""
     module = stepped(Words())
     # As after the trial pass of a run, which is not a step.
-    witness.reset_pass_counters()
+    witness.reset_pass_fallback_and_torch_call_counts()
     counts = witness.pass_and_graph_counts_record()
     assert (counts["forward_passes"], counts["nodes_run"]) == (0, 0)
     module(IDS)
@@ -179,7 +179,7 @@ def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.Monke
     """A CUDA model's session on the CPU is an error with the missing library and the command."""
     monkeypatch.setattr(
         cuda_libraries,
-        "reason_ort_fails_on_gpu_or_empty",
+        "run_relu_on_gpu_and_get_failure_reason_or_empty",
         lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"',
     )
     # In place of a session whose CUDA provider was not loaded.
@@ -191,4 +191,4 @@ def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.Monke
     with pytest.raises(
         EngineError, match=r"session runs on CPUExecutionProvider: libcudnn.so.8. Type: pip install"
     ):
-        _create_agent_and_refuse_cpu_session(lambda manager: None, manager)
+        _create_agent_and_refuse_cpu_session_of_cuda_model(lambda manager: None, manager)

@@ -37,7 +37,7 @@ def main(rank: int, folder: Path) -> None:
             agreed.start_request_all_reduce()
             # The step's own communication, on the first group.
             dist.all_reduce(torch.ones(1000))
-            asked = agreed.wait_for_agreed_request()
+            asked = agreed.handle_signals_and_wait_for_agreed_request()
             if asked is RankRequest.SAVE:
                 agreed.clear_save_request_and_agree()
             decided.append(asked.name)

@@ -18,7 +18,7 @@ from torch import nn
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint.background import BackgroundTask
-from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state
+from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.checkpoint.transaction import (
     take_snapshot_on_all_ranks,
@@ -191,7 +191,7 @@ def resumed(
 ) -> tuple[list[float], list[float]]:
     """Resume a training, and return its losses and weights."""
     second = build(way, group)
-    state = load_checkpoint_and_return_loop_state(folder, second.named_state(), group)
+    state = load_checkpoint_print_notes_and_return_loop_state(folder, second.named_state(), group)
     after = steps(second, group, range(state["step"], STEPS))
     now = weights(second)
     close(second)

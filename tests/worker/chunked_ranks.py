@@ -75,7 +75,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     from ortlaunch.worker.engine.engine import build_engine
     from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
-    from ortlaunch.worker.tasks.train import TrainState, train_step
+    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
     from tests.makers import host, plan, recipe
 
     torch._dynamo.reset()
@@ -94,10 +94,12 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     module = model(family)
     before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
     trained = LossModule(module)
-    engine = build_engine(made, planned, trained, group, batches.micro_batch(0, 0, group.rank))
+    engine = build_engine(
+        made, planned, trained, group, batches.read_micro_batch_and_count_tokens(0, 0, group.rank)
+    )
     nothing: Any = None
     session = Session(made, planned, nothing, group, nothing, batches, trained, engine)
-    loss, *_ = train_step(session, TrainState(0))
+    loss, *_ = train_step_and_return_loss_outcome_and_rate(session, TrainState(0))
     true_loss, gradients = exact(family, rows)
     # A step of SGD subtracts RATE times the gradient.
     after = dict(module.named_parameters())
@@ -127,10 +129,10 @@ def main() -> None:
     """Run every requested case, and write the results on rank 0."""
     file, *asked = sys.argv[1:]
     if any(text.startswith("ort") for text in asked):
-        from ortlaunch.ortmodule.options import import_ortmodule_with_settings
+        from ortlaunch.ortmodule.options import import_ortmodule_with_settings_or_refuse
         from tests.makers import recipe
 
-        import_ortmodule_with_settings(recipe(engine={"name": "ort"}).engine)
+        import_ortmodule_with_settings_or_refuse(recipe(engine={"name": "ort"}).engine)
     import deepspeed
 
     from ortlaunch.rank import Rank

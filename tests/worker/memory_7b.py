@@ -25,7 +25,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.model import matmul_precision
-from ortlaunch.worker.model.model import build_loss_module
+from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 from tests.worker.memory_ranks import NoData
@@ -103,7 +103,7 @@ def count(sections: dict[str, Any]) -> dict[str, int]:
 
     engine._move_model_or_buffers_under_zero_3 = move
     with FakeTensorMode(allow_non_fake_inputs=True), counted:
-        built = build_loss_module(recipe, NoData())  # type: ignore[arg-type]
+        built = seed_and_build_loss_module_on_cpu(recipe, NoData())  # type: ignore[arg-type]
         size = counted.now
         made = engine.build_engine(recipe, settled, built, group, sample)
     found = {"built": size, "start": counted.peak, "left": counted.now}

@@ -25,7 +25,7 @@ from ortlaunch.worker.checkpoint.snapshot import BUFFER, snapshot_of_this_rank
 from ortlaunch.worker.data import Batches, samples_of_source_for_task  # noqa: F401  (imported before the fork)
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
-from ortlaunch.worker.model.model import build_loss_module
+from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 
@@ -59,7 +59,7 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     settled = plan(recipe, [Host("localhost", RANKS, tuple(range(RANKS)))], "torchrun")
     words = torch.arange(64).reshape(2, 32)
     sample = {"input_ids": words, "labels": words}
-    model = build_loss_module(recipe, NoData())  # type: ignore[arg-type]
+    model = seed_and_build_loss_module_on_cpu(recipe, NoData())  # type: ignore[arg-type]
     memory = RankMemoryMeter(group.device, model)
     engine = build_engine(recipe, settled, model, group, sample)
     for _ in range(2):

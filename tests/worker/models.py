@@ -9,7 +9,7 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.model.model import LossModule, build_loss_module
+from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from tests import makers
 
 # Small enough that a test's model is built in a moment.
@@ -45,7 +45,7 @@ def built(
 ) -> Any:
     """Return the transformers model."""
     chosen = recipe(task, {"config": config, **more}, data)
-    return build_loss_module(chosen, LoadedData(chosen)).model
+    return seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen)).model
 
 
 def first_loss(model: LossModule, data: LoadedData) -> torch.Tensor:

@@ -48,7 +48,7 @@ def main() -> None:
     rank = Rank.from_environ(os.environ)
     found = []
     folder = Path(sys.argv[1])
-    joined = distributed.join_process_group
+    joined = distributed.join_process_group_until_end
     runs = [
         (name, word, RunDir(folder / f"{name}-{i}"))
         for name in sys.argv[3:]
@@ -80,7 +80,7 @@ def main() -> None:
             yield group
 
         # A process can join its group only once.
-        distributed.join_process_group = again
+        distributed.join_process_group_until_end = again
         tasks.run = look
         for _, _, run in runs:
             worker.join_ranks_and_run_task(run, rank, Watchdog(rank, run))

@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
 from tests.worker.data import test_stream
 
 
@@ -21,17 +21,19 @@ def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier) ->
     checkpoint = folder / "checkpoint.json"
     begin: Any = {"step": 0, "positions": []}
     if checkpoint.exists():
-        begin = read_own_json(checkpoint)
+        begin = read_json_or_raise_damaged(checkpoint)
     of.begin_step_after_positions(begin["step"], begin["step"] * test_stream.GLOBAL)
     of.seek_streams(begin["positions"])
     meet.wait()
     with (folder / f"rank{rank}.jsonl").open("a") as taken:
         for step in itertools.count(begin["step"]):
-            ids = of.micro_batch(step, 0, rank)["input_ids"].tolist()
+            ids = of.read_micro_batch_and_count_tokens(step, 0, rank)["input_ids"].tolist()
             found = [*zip(of.sample_indices_of_micro_batch(step, 0, rank), ids)]
             # As the sum of the gradients.
             meet.wait()
-            positions = of.release_streamed_samples_before(of.positions_before_step(step + 1))
+            positions = of.release_streamed_samples_and_return_positions(
+                of.positions_before_step(step + 1)
+            )
             taken.write(json.dumps({"step": step, "world": world, "taken": found}) + "\n")
             taken.flush()
             if rank == 0 and step % 3 == 2:

@@ -29,7 +29,7 @@ from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data_audit import (
     audit_training_and_evaluation_samples,
-    require_no_severe_findings,
+    refuse_severe_findings_not_allowed,
 )
 from ortlaunch.worker.tasks import show_data
 from ortlaunch.worker.tasks.show_data import system_message_and_role_findings
@@ -176,7 +176,7 @@ def test_each_fault_is_named(
 def checked(recipe: Recipe) -> str:
     """Return the lines of a training on its data, if it may start."""
     data = LoadedData(recipe)
-    require_no_severe_findings(data, audits_streams=True)
+    refuse_severe_findings_not_allowed(data, audits_streams=True)
     return "\n".join(
         line
         for part in audit_training_and_evaluation_samples(data)
@@ -312,8 +312,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
             own.setattr("sys.path", [*sys.path])
             own.setattr("sys.stdin", io.StringIO(json.dumps(request._asdict())))
             own.setattr(os, "environ", {**os.environ})
-            own.setattr(single_process, "request_signal_at_parent_end_or_exit", lambda *_: None)
-            status = single_process.main()
+            own.setattr(
+                single_process, "request_signal_at_parent_end_or_exit_if_ended", lambda *_: None
+            )
+            status = single_process.run_requested_task_with_request_from_stdin()
         return subprocess.CompletedProcess(command, status, *capsys.readouterr())
 
     monkeypatch.setattr(tasks, "_run_task_with_request_as_input", run)

@@ -12,7 +12,7 @@ import torch
 from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest_complete_checkpoint
 from ortlaunch.worker.data import Batches, UserSamples
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -50,7 +50,11 @@ def test_epochs_are_as_many_steps_as_they_take(
     """Every sample is seen at least as often as requested; a part of a step is a whole one."""
     run = RunDir(tmp_path)
     assert steps(run, samples, train={"epochs": epochs}) == expected
-    assert read_own_json(run.steps) == {"epochs": epochs, "samples": samples, "max_steps": expected}
+    assert read_json_or_raise_damaged(run.steps) == {
+        "epochs": epochs,
+        "samples": samples,
+        "max_steps": expected,
+    }
 
 
 def test_intervals_in_epochs_are_recorded_in_steps(tmp_path: Path) -> None:
@@ -61,7 +65,7 @@ def test_intervals_in_epochs_are_recorded_in_steps(tmp_path: Path) -> None:
         "checkpoint": {"every_epochs": 2},
     }
     assert steps(run, 160, **sections) == 9
-    assert read_own_json(run.steps) == {
+    assert read_json_or_raise_damaged(run.steps) == {
         "epochs": None,
         "samples": 160,
         "max_steps": 9,
@@ -122,7 +126,7 @@ def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_pa
     # Three epochs of 160 samples: 80 of them in 10 steps of 8, the other 400 in 25 steps of 16.
     checkpoint(run, 10, 80)
     assert steps(run, 160, **three) == 35
-    assert read_own_json(run.steps)["max_steps"] == 35
+    assert read_json_or_raise_damaged(run.steps)["max_steps"] == 35
     checkpoint(run, 20, 240)
     assert steps(run, 160, **three) == 35
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.order import SampleOrder
 from ortlaunch.worker.data.user_data import batch_in_original_form, collate_to_named_tensors
@@ -132,7 +132,7 @@ def test_losses_are_lightnings(tmp_path: Path, model: str, data: str, engine: st
     ours = [line["loss"] for line in records(run)]
     assert len(ours) == len(theirs) == 6
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    assert read_own_json(run.engine)["engine"]["used"] == engine
+    assert read_json_or_raise_damaged(run.engine)["engine"]["used"] == engine
     weights = load_file(run.export / "model.safetensors")
     assert set(weights) == set(module.state_dict())
     for name, value in module.state_dict().items():
@@ -146,7 +146,7 @@ def test_inductor_compiles_once(tmp_path: Path) -> None:
     run = run_here(tmp_path / "run", made("Digits", "images", "inductor"))
     theirs, _ = by_lightning("Digits", "images")
     assert [line["loss"] for line in records(run)] == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    assert read_own_json(run.engine)["inductor"]["graphs"] == 1
+    assert read_json_or_raise_damaged(run.engine)["inductor"]["graphs"] == 1
 
 
 def test_a_state_between_passes_is_lightnings(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_logged_values_hooks_and_evaluation(tmp_path: Path) -> None:
     scores = module.trainer.callback_metrics
     assert last["evaluation_val_accuracy"] == pytest.approx(float(scores["val_accuracy"]))
     run_here(run.path, recipe, "evaluate")
-    assert read_own_json(run.evaluation)["own"]["val_loss"] == pytest.approx(
+    assert read_json_or_raise_damaged(run.evaluation)["own"]["val_loss"] == pytest.approx(
         last["evaluation_val_loss"]
     )
 
@@ -208,7 +208,7 @@ def test_the_recipes_optimizer(tmp_path: Path) -> None:
     optimizer = {"name": "adamw", "learning_rate": 0.05}
     schedule = {"name": "linear", "warmup_steps": 2}
     run = run_here(tmp_path, made("BoringModel", "rows", optimizer=optimizer, schedule=schedule))
-    assert read_own_json(run.engine)["optimizer"]["used"] == "torch.optim.AdamW"
+    assert read_json_or_raise_damaged(run.engine)["optimizer"]["used"] == "torch.optim.AdamW"
     assert [line["learning_rate"] for line in records(run)][:2] == [0.025, 0.05]
 
 
@@ -220,11 +220,15 @@ def test_rates_of_an_earlier_step() -> None:
     config: Any = SimpleNamespace(scheduler=cycle, interval="step", frequency=1)
     rates = TorchScheduler(optimizer, config)
     (group,) = optimizer.param_groups
-    first = [(rates.advance_and_read_rates(step, 0), group["momentum"]) for step in range(8)]
+    first = [
+        (rates.advance_or_restart_and_read_learning_rates(step, 0), group["momentum"])
+        for step in range(8)
+    ]
     # A run may multiply them by its own factor.
     group["lr"] = 5.0
     assert [
-        (rates.advance_and_read_rates(step, 0), group["momentum"]) for step in range(3, 8)
+        (rates.advance_or_restart_and_read_learning_rates(step, 0), group["momentum"])
+        for step in range(3, 8)
     ] == first[3:]
     assert len({momentum for _, momentum in first}) > 3
     assert group["params"][0] is layer.weight

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.run_folder.reference import run_folder_manual_page_markdown
 from ortlaunch.tables.metrics import METRICS, BuiltInMetric, Measure
 from ortlaunch.tables.model_tasks import MODEL_TASKS, ModelTask
@@ -80,11 +80,11 @@ def test_a_metric(
     (count,) = {line["evaluation_label_count"] for line in lines if "evaluation_loss" in line}
     assert count > 0
     assert f"labels {count:.0f}" in capsys.readouterr().out
-    best = read_own_json(run.summary)["best"]
+    best = read_json_or_raise_damaged(run.summary)["best"]
     # The count is the same in every evaluation, and only a larger one would be better.
     assert (best["metric"], best["value"], best["step"]) == ("label_count", count, 1)
     run_here(run.path, recipe, "evaluate")
-    assert read_own_json(run.evaluation)["label_count"] == count
+    assert read_json_or_raise_damaged(run.evaluation)["label_count"] == count
     assert (
         "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |"
         in run_folder_manual_page_markdown()
@@ -98,6 +98,8 @@ def test_a_model_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         small(tmp_path, "cloze")
     monkeypatch.setitem(MODEL_TASKS, "cloze", ModelTask("AutoModelForMaskedLM", predicts="masked"))
     run = run_here(tmp_path / "run", small(tmp_path, "cloze"))
-    assert read_own_json(run.summary)["steps"] == 3
-    assert read_own_json(run.export / "config.json")["architectures"] == ["BertForMaskedLM"]
+    assert read_json_or_raise_damaged(run.summary)["steps"] == 3
+    assert read_json_or_raise_damaged(run.export / "config.json")["architectures"] == [
+        "BertForMaskedLM"
+    ]
     assert Plan.read(run.plan).memory is not None

@@ -112,7 +112,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     from ortlaunch.worker.engine.engine import build_engine
     from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
-    from ortlaunch.worker.tasks.train import TrainState, train_step
+    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
     from tests.makers import host, plan, recipe
 
     torch._dynamo.reset()
@@ -133,12 +133,14 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     )
     batches = Batches(UserSamples(samples()), planned.batch, made.seed)
     trained = LossModule(model())
-    engine = build_engine(made, planned, trained, group, batches.micro_batch(0, 0, group.rank))
+    engine = build_engine(
+        made, planned, trained, group, batches.read_micro_batch_and_count_tokens(0, 0, group.rank)
+    )
     nothing: Any = None
     session = Session(made, planned, nothing, group, nothing, batches, trained, engine)
     found: dict[str, Any] = {"loss": [], "norm": []}
     for state in map(TrainState, range(STEPS)):
-        loss, stepped, _ = train_step(session, state)
+        loss, stepped, _ = train_step_and_return_loss_outcome_and_rate(session, state)
         found["loss"].append(group.mean(float(loss)))
         found["norm"].append(stepped.gradient_norm)
     truth = engine.engine_report_so_far().to_json()

@@ -81,7 +81,9 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
         model=net, optimizer=optimizer, config=config, dist_init_required=False
     )
     applied = (
-        gradient_norm.fuse_deepspeed_overflow_check_and_norm(engine.optimizer) if ours else None
+        gradient_norm.replace_overflow_check_and_norm_if_supported(engine.optimizer)
+        if ours
+        else None
     )
     measured = counted(gradient_norm)
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32

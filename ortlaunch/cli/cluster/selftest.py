@@ -47,7 +47,7 @@ def selftest(
     """
     from ortlaunch.base.process import signals_to_handle
     from ortlaunch.commands.selftest import SelftestRequest
-    from ortlaunch.commands.selftest import train_with_each_launcher_and_compare as run
+    from ortlaunch.commands.selftest import check_hosts_and_train_with_each_launcher as run
     from ortlaunch.doctor.finding import FAILED, findings_json, summarize_findings
 
     # Exits as after Ctrl-C: `finally` blocks end all that was started, and cancel a Slurm job.

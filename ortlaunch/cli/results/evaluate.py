@@ -8,7 +8,7 @@ import typer
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.output import continue_without_output
 from ortlaunch.cli.options import CheckpointStepOption, DryRun, Overrides, add_launch_options
-from ortlaunch.cli.runs.status import resolve_and_print_run
+from ortlaunch.cli.runs.status import resolve_run_folder_and_print_if_by_name
 
 
 @add_launch_options
@@ -20,7 +20,7 @@ def evaluate(
             help="A run folder; or a model, which one CPU process evaluates: a model.onnx, its "
             "folder, or the folder of a transformers model.",
             show_default=False,
-            callback=resolve_and_print_run,
+            callback=resolve_run_folder_and_print_if_by_name,
         ),
     ],
     overrides: Overrides = None,

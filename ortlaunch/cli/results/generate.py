@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ortlaunch.cli.options import CheckpointStepOption, exit_with_status_of_process
-from ortlaunch.cli.runs.status import resolve_and_print_run
+from ortlaunch.cli.runs.status import resolve_run_folder_and_print_if_by_name
 
 
 def generate(
@@ -16,7 +16,7 @@ def generate(
             metavar="RUN|MODEL",
             help="Run folder or name, or a folder of a transformers model.",
             show_default=False,
-            callback=resolve_and_print_run,
+            callback=resolve_run_folder_and_print_if_by_name,
         ),
     ],
     prompt: Annotated[

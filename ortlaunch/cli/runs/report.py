@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.runs.status import resolve_and_print_run
+from ortlaunch.cli.runs.status import resolve_run_folder_and_print_if_by_name
 
 
 def report(
@@ -33,4 +33,6 @@ def report(
     from ortlaunch.api.runs import write_report
 
     # Typer calls a callback once for the whole list, so names are resolved here.
-    typer.echo(f"report: {write_report([resolve_and_print_run(run) for run in runs], to)}")
+    typer.echo(
+        f"report: {write_report([resolve_run_folder_and_print_if_by_name(run) for run in runs], to)}"
+    )

@@ -10,7 +10,7 @@ import typer
 import ortlaunch
 
 
-def resolve_and_print_run(name_or_path: Path) -> Path:
+def resolve_run_folder_and_print_if_by_name(name_or_path: Path) -> Path:
     """Return the folder of a run that is given by name; a path is returned unchanged."""
     from ortlaunch.api.runs import run_folder_by_name_or_path
 
@@ -28,7 +28,7 @@ RunFolder = Annotated[
         help="Run folder, as `ortlaunch train` prints it; `latest`: the newest training "
         "in this folder or below it; a run's name: the newest run of that name; or the beginning of one folder's name.",
         show_default=False,
-        callback=resolve_and_print_run,
+        callback=resolve_run_folder_and_print_if_by_name,
     ),
 ]
 

@@ -20,7 +20,7 @@ def schema(
     """Print the recipe's JSON schema, for editors: every field with its manual."""
     # Only the module of the chosen page is imported.
     if doctor:
-        from ortlaunch.doctor.schema import findings_schema_text as text
+        from ortlaunch.doctor.schema import findings_json_schema_text as text
     elif run_folder:
         from ortlaunch.run_folder.reference import run_folder_manual_page_markdown as text
     elif markdown:

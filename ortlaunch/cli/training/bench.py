@@ -68,7 +68,7 @@ def bench(
     # Hours of measurements must not end because the reader of the output has.
     continue_without_output()
     raise typer.Exit(
-        command.measure_print_and_write_bench(
+        command.measure_print_and_write_bench_and_cache_engine(
             resolved_run, engine_names, vary or (), length, out, picture
         )
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, add_launch_options
-from ortlaunch.cli.training.train import start
+from ortlaunch.cli.training.train import train_or_print_dry_run_and_exit
 
 
 @add_launch_options
@@ -23,4 +23,6 @@ def parity(
     differ."""
     options = options._replace(task="parity")
     # Last, so that --steps wins over an override of the same key.
-    start(recipe, [*(overrides or ()), f"engine.parity_steps={steps}"], options, run_dir, dry_run)
+    train_or_print_dry_run_and_exit(
+        recipe, [*(overrides or ()), f"engine.parity_steps={steps}"], options, run_dir, dry_run
+    )

@@ -41,7 +41,7 @@ def plan(
 
     planned_run = resolve_run_for_planning(recipe, tuple(overrides or ()), options, {})
     if predict:
-        planned_run.predict_step_cost_into_cache()
+        planned_run.predict_step_cost_of_all_engines_into_cache()
     if diff is not None:
         changes = planned_run.differences_from(diff)
         typer.echo("\n".join(changes) if changes else f"same plan as {diff}")

@@ -52,7 +52,7 @@ def run(
     # A sweep must not end because the reader of its output has.
     continue_without_output()
     raise typer.Exit(
-        foreground.run_sweep_and_print_result(recipe, overrides or (), options, run_dir)
+        foreground.handle_signals_and_run_and_print_sweep(recipe, overrides or (), options, run_dir)
     )
 
 

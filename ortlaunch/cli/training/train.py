@@ -40,7 +40,7 @@ def train(
     profiled = []
     if profile_steps is not None:
         profiled = [f"log.profile_steps=[{','.join(filter(None, profile_steps.split(':')))}]"]
-    start(
+    train_or_print_dry_run_and_exit(
         recipe,
         (*(overrides or ()), *profiled),
         options,
@@ -50,23 +50,23 @@ def train(
     )
 
 
-def start(
+def train_or_print_dry_run_and_exit(
     recipe: Path,
     overrides: Sequence[str],
     options: Any,
     run_dir: Path | None,
     dry_run: bool,
-    resume: tuple[str, tuple[str, ...]] = ("auto", ()),
+    resume_choice_and_allowed_changes: tuple[str, tuple[str, ...]] = ("auto", ()),
 ) -> None:
-    """Run the ranks and exit with the run's status; with `evaluation_request_text` only print the command.
+    """Run the ranks and exit with the run's status; with `evaluation_launch_request_text` only print the command.
 
     Args:
         recipe: its path, or the name of a shipped one.
         overrides: KEY.PATH=VALUE of the command line.
         options: launcher, hosts and ranks.
         run_dir: the run folder; None: a new one.
-        evaluation_request_text: whether to print the command instead of running it.
-        resume: values of --resume and --allow.
+        evaluation_launch_request_text: whether to print the command instead of running it.
+        resume_choice_and_allowed_changes: values of --resume and --allow.
     """
     from ortlaunch.api import foreground
     from ortlaunch.api.starts import ResumeOptions
@@ -74,7 +74,7 @@ def start(
     if not dry_run:
         # A training must not end because the reader of its output has (`| head`).
         continue_without_output()
-    values = ResumeOptions(*resume)
+    values = ResumeOptions(*resume_choice_and_allowed_changes)
     raise typer.Exit(
         foreground.train_or_print_dry_run(recipe, overrides, options, run_dir, values, dry_run)
     )

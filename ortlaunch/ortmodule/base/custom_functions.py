@@ -41,10 +41,12 @@ _SCHEMA_METHODS = ("infer_shape", "alias_input")
 def patch_ort_export_of_custom_functions() -> None:
     """Pass boolean tensors to custom functions as booleans, and copy the arguments that they save."""
     exporter: Any = importlib.import_module(_EXPORTER_MODULE)
-    exporter._default_export = _wrap_export_with_boolean_variants(exporter._default_export)
+    exporter._default_export = _wrap_ort_export_for_booleans_and_saved_tensors(
+        exporter._default_export
+    )
 
 
-def _wrap_export_with_boolean_variants(ort_default_export: AnyFunction) -> AnyFunction:
+def _wrap_ort_export_for_booleans_and_saved_tensors(ort_default_export: AnyFunction) -> AnyFunction:
     @functools.wraps(ort_default_export)
     def export_boolean_and_copying_variant(g: Any, /, *arguments: Any, **keywords: object) -> Any:
         name, function_class, convention, result_count, result_types, ranks, *inputs = arguments
@@ -66,7 +68,7 @@ def _wrap_export_with_boolean_variants(ort_default_export: AnyFunction) -> AnyFu
             namesakes.append(function_class)
         if namesake_index := namesakes.index(function_class):
             name = f"{name}[{namesake_index + 1}]"
-        function_class = _create_function_class_for_ort(
+        function_class = _create_ort_function_class_with_uint8_booleans(
             function_class, boolean_arguments, boolean_results, saves_ort_tensors
         )
         if boolean_arguments or boolean_results:
@@ -99,7 +101,7 @@ def _wrap_export_with_boolean_variants(ort_default_export: AnyFunction) -> AnyFu
     return export_boolean_and_copying_variant
 
 
-def _create_function_class_for_ort(
+def _create_ort_function_class_with_uint8_booleans(
     autograd_function_class: Any,
     boolean_argument_positions: frozenset[int],
     boolean_result_positions: frozenset[int],
@@ -168,7 +170,7 @@ def _create_function_class_for_ort(
             *(output for result, output in pairs if id(result) in marked_ids)
         )
         record_output_sizes_for_zero_filling(ctx, outputs)
-        if may_save_ort_tensors and _copy_saved_and_detect_own_graph(ctx, args):
+        if may_save_ort_tensors and _copy_shared_saved_tensors_and_detect_own_graph(ctx, args):
             keeps_graph.append(True)
         return boolean_results_to_uint8(outputs)
 
@@ -179,7 +181,7 @@ def _create_function_class_for_ort(
         )
         record_output_sizes_for_zero_filling(ctx, output)
         if may_save_ort_tensors:
-            _copy_saved_and_detect_own_graph(ctx, inputs)
+            _copy_shared_saved_tensors_and_detect_own_graph(ctx, inputs)
 
     @torch_calls.record_and_reraise_errors()
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -251,7 +253,9 @@ def _record_zero_filling(ctx: Any, value: bool) -> None:
     ctx._ortlaunch_fills = value
 
 
-def _copy_saved_and_detect_own_graph(ctx: Any, forward_arguments: tuple[Any, ...]) -> bool:
+def _copy_shared_saved_tensors_and_detect_own_graph(
+    ctx: Any, forward_arguments: tuple[Any, ...]
+) -> bool:
     """Copy the tensors that a forward pass saved and that share the memory of its arguments.
 
     ORT gives that memory to other nodes before the backward pass. From the second pass on, ORT's
@@ -333,16 +337,16 @@ _inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default
 
 
 @contextlib.contextmanager
-def inline_or_call_custom_functions(is_inlined: bool) -> Iterator[None]:
+def set_custom_function_inlining_temporarily(are_inlined: bool) -> Iterator[None]:
     """Set how exports in this with-block treat custom autograd functions.
 
     Args:
-        is_inlined: True: ORT derives their forward pass; False: ORT's graph calls them.
+        are_inlined: True: ORT derives their forward pass; False: ORT's graph calls them.
     """
     support_module = importlib.import_module(_CALLS_MODULE)
     were_called = support_module.custom_autograd_function_enabler.state
-    token = _inline.set(is_inlined)
-    if is_inlined:
+    token = _inline.set(are_inlined)
+    if are_inlined:
         # The exporter inlines no function that ORT exports as a call.
         support_module.enable_custom_autograd_support(False)
     try:
@@ -352,8 +356,8 @@ def inline_or_call_custom_functions(is_inlined: bool) -> Iterator[None]:
         support_module.enable_custom_autograd_support(were_called)
 
 
-def wrap_export_with_inlining_choice(torch_export: AnyFunction) -> AnyFunction:
-    """Return an export that inlines only inside of `inline_or_call_custom_functions(True)`.
+def wrap_export_with_current_inlining_flag(torch_export: AnyFunction) -> AnyFunction:
+    """Return an export that inlines only inside of `set_custom_function_inlining_temporarily(True)`.
 
     Where it cannot export a call, it raises the reason.
     """

@@ -60,7 +60,7 @@ INPUTS_WITHOUT_GRADIENT: dict[str, Sequence[int]] = {
 # Inputs for which torch computes a gradient and ORT does not: the exponent, the bounds.
 _WRONG_INPUTS: dict[str, Sequence[int]] = {"Pow": (1,), "Clip": (1, 2)}
 # Gradients of a scatter are right or wrong by its `reduction` (see
-# GradientPaths._inputs_with_missing_or_wrong_gradient).
+# GradientPaths._inputs_whose_ort_gradient_is_missing_or_wrong).
 _PARTLY_CORRECT = {*_WRONG_INPUTS, "ScatterElements", "ScatterND"}
 SILENTLY_WRONG = {*_PARTLY_CORRECT, "LeakyRelu"}
 """Operators whose gradient may be wrong without an error from ORT."""
@@ -121,7 +121,7 @@ class GradientPaths:
         output_values: results of these nodes.
         """
         if all(
-            _ort_derives_correctly(node, self._device)
+            _ort_computes_correct_gradient(node, self._device)
             and _operator_name(node) not in _PARTLY_CORRECT
             for node in new_graph_nodes
         ):
@@ -141,8 +141,8 @@ class GradientPaths:
             visited_ids.add(value.unique())
             input_values = list(_inputs_that_gradient_passes_to(value))
             lost_inputs = (
-                self._inputs_with_missing_or_wrong_gradient(value.node())
-                if _ort_derives_correctly(value.node(), self._device)
+                self._inputs_whose_ort_gradient_is_missing_or_wrong(value.node())
+                if _ort_computes_correct_gradient(value.node(), self._device)
                 else input_values
             )
             if any(map(self.depends_on_trained_input, lost_inputs)):
@@ -150,7 +150,9 @@ class GradientPaths:
             pending += input_values
         return ""
 
-    def _inputs_with_missing_or_wrong_gradient(self, graph_node: torch.Node) -> list[torch.Value]:
+    def _inputs_whose_ort_gradient_is_missing_or_wrong(
+        self, graph_node: torch.Node
+    ) -> list[torch.Value]:
         """Return the inputs of a derived operator whose gradient ORT omits or computes wrongly."""
         name = _operator_name(graph_node)
         inputs = list(graph_node.inputs())
@@ -167,7 +169,7 @@ class GradientPaths:
         ]
 
 
-def is_valid_onnx_transpose_or_norm(graph_node: torch.Node) -> bool:
+def is_valid_if_transpose_or_layer_norm(graph_node: torch.Node) -> bool:
     """Return whether a node that the exporter wrote is valid ONNX.
 
     The exporter also writes a LayerNormalization without weights, and negative dimensions.
@@ -179,7 +181,7 @@ def is_valid_onnx_transpose_or_norm(graph_node: torch.Node) -> bool:
     )
 
 
-def _ort_derives_correctly(graph_node: torch.Node, device_type: str) -> bool:
+def _ort_computes_correct_gradient(graph_node: torch.Node, device_type: str) -> bool:
     """Return whether ORT derives a node correctly, by its operator, attributes and rank.
 
     ORT's gradient builders and kernels ignore some attributes of their operators.
@@ -194,7 +196,9 @@ def _ort_derives_correctly(graph_node: torch.Node, device_type: str) -> bool:
         return _text_attribute_or_default(graph_node, "direction", "forward") == "forward"
     # Without a bias the gradient node has two outputs of one name.
     if name == "LayerNormalization":
-        return len(list(graph_node.inputs())) > 2 and is_valid_onnx_transpose_or_norm(graph_node)
+        return len(list(graph_node.inputs())) > 2 and is_valid_if_transpose_or_layer_norm(
+            graph_node
+        )
     # Without keepdims their gradient uses an Unsqueeze of an older opset.
     if name in ("ReduceL2", "ReduceLogSumExp"):
         return "keepdims" not in graph_node.attributeNames() or bool(graph_node.i("keepdims"))

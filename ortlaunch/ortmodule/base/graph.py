@@ -88,7 +88,7 @@ class GraphNodeCounts:
         }
 
 
-def count_nodes_of_both_passes(
+def count_graph_nodes_by_pass_and_operator(
     saved_onnx_model: onnx.ModelProto, is_training: bool, uses_memory_efficient_order: bool
 ) -> GraphNodeCounts:
     """Count the nodes of an executed graph.
@@ -101,7 +101,9 @@ def count_nodes_of_both_passes(
     names = [node.op_type for node in nodes]
     forward_indices = set(range(len(nodes)))
     if is_training and uses_memory_efficient_order:
-        forward_indices = _needed_and_shape_reading_node_indices(nodes, names.index(_YIELD))
+        forward_indices = _forward_node_indices_in_memory_efficient_order(
+            nodes, names.index(_YIELD)
+        )
     elif is_training:
         forward_indices = set(range(names.index(_YIELD)))
     backward_indices = set(range(len(nodes))) - forward_indices
@@ -115,7 +117,7 @@ def count_nodes_of_both_passes(
     )
 
 
-def _needed_and_shape_reading_node_indices(
+def _forward_node_indices_in_memory_efficient_order(
     onnx_nodes: Sequence[onnx.NodeProto], yield_index: int
 ) -> set[int]:
     """Return `yield_index`, the nodes that it needs, and the nodes that read the shapes of their results.

@@ -21,11 +21,13 @@ def fix_deepcopy_and_pickle() -> None:
     exist.
     """
     replace_method_by_wrapper(
-        owning_class_or_module(MANAGER), "__getstate__", _state_without_graph_attributes
+        owning_class_or_module(MANAGER),
+        "__getstate__",
+        _set_missing_addresses_and_get_graphless_state,
     )
 
 
-def _state_without_graph_attributes(
+def _set_missing_addresses_and_get_graphless_state(
     original_getstate: AnyFunction, manager: Manager
 ) -> dict[str, object]:
     for name in _ALLOCATOR_ADDRESSES:

@@ -25,7 +25,9 @@ class Repair(NamedTuple):
     """Applies the changes beyond an export's steps (pipeline.py); False: nothing was to be done."""
 
 
-def apply_fitting_repairs_once(repairs: Sequence[Repair], *omitted_names: str) -> None:
+def apply_fitting_repairs_and_record_others_once(
+    repairs: Sequence[Repair], *omitted_names: str
+) -> None:
     """Apply each repair once in a process, where all of its sources are known.
 
     omitted_names: names of repairs to omit, for tests.
@@ -48,7 +50,7 @@ def apply_fitting_repairs_once(repairs: Sequence[Repair], *omitted_names: str) -
 def applied_repair_names() -> tuple[str, ...]:
     """Return the names of the repairs in force, in the order of application.
 
-    Empty before `import_repaired_ortmodule`.
+    Empty before `import_ortmodule_with_repairs_and_export_steps`.
     """
     return tuple(_applied)
 

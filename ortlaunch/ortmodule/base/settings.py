@@ -133,7 +133,7 @@ _VALID_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
-def module_and_qualified_name(function_or_callable: Callable[..., object]) -> str:
+def module_and_qualified_name_text(function_or_callable: Callable[..., object]) -> str:
     """Return `module:function`; of a callable object, its class."""
     named_object = (
         function_or_callable

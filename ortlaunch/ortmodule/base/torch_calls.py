@@ -120,13 +120,13 @@ def record_and_reraise_errors() -> Iterator[None]:
         raise
 
 
-def create_torch_call_function_class(
+def create_counted_torch_function_class_for_ort(
     counted_name: str,
     tensor_operation: TensorFunction,
     unchanged_input_positions: frozenset[int],
     unlisted_weights: Sequence[torch.Tensor] = (),
     open_forward_context: Any = contextlib.nullcontext,
-    copies: bool = False,
+    saves_only_copies: bool = False,
 ) -> Any:
     """Return a torch.autograd.Function with a unique name, for ORT to call.
 
@@ -137,7 +137,8 @@ def create_torch_call_function_class(
         passed as the last inputs,
         so that they get their gradients.
     open_forward_context: returns a context for each forward pass.
-    copies: whether `tensor_operation` saves nothing of its inputs but copies. The outputs are then copied, too,
+    saves_only_copies: whether `tensor_operation` saves nothing of its inputs but copies. The
+        outputs are then copied, too,
         and no hook sees what torch saves: a transform of torch.func allows no hooks.
     """
     call_counts = counts_by_name.setdefault(counted_name, TorchCallCounts())
@@ -156,7 +157,7 @@ def create_torch_call_function_class(
                 ctx,
                 tensor_operation,
                 inputs,
-                None if copies else unchanged_input_positions,
+                None if saves_only_copies else unchanged_input_positions,
                 unlisted_weights,
             )
             ctx.mark_non_differentiable(
@@ -165,7 +166,7 @@ def create_torch_call_function_class(
         return outputs if len(outputs) > 1 else outputs[0]
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        with count_and_measure_torch_call(counted_name, is_backward=True):
+        with count_and_time_torch_call_and_record_error(counted_name, is_backward=True):
             input_gradients = _derive_input_gradients_and_drop_graph(ctx, gradients)
         return input_gradients if len(input_gradients) > 1 else input_gradients[0]
 
@@ -178,7 +179,9 @@ def create_torch_call_function_class(
 
 
 @contextlib.contextmanager
-def count_and_measure_torch_call(counted_name: str, is_backward: bool = False) -> Iterator[None]:
+def count_and_time_torch_call_and_record_error(
+    counted_name: str, is_backward: bool = False
+) -> Iterator[None]:
     """Count and measure one call of torch from a graph, and note its error."""
     call_counts = counts_by_name.setdefault(counted_name, TorchCallCounts())
     call_counts.forward += not is_backward
@@ -205,7 +208,7 @@ def _run_detached_and_keep_graph(
 ) -> tuple[torch.Tensor, ...]:
     """Run the function on detached inputs, and keep its graph for the backward pass.
 
-    unchanged_input_positions: as in `create_torch_call_function_class`; None if `tensor_operation`
+    unchanged_input_positions: as in `create_counted_torch_function_class_for_ort`; None if `tensor_operation`
         saves nothing of its inputs but copies.
     """
     operand_count = len(input_tensors) - len(unlisted_weights)
@@ -223,7 +226,7 @@ def _run_detached_and_keep_graph(
         if not any(gradient_flags):
             with torch.no_grad():
                 return tuple(
-                    _contiguous_output_in_own_memory(result, input_addresses)
+                    _make_output_contiguous_and_add_its_address(result, input_addresses)
                     for result in tensor_operation(*input_tensors[:operand_count])
                 )
         leaves = [
@@ -248,7 +251,9 @@ def _run_detached_and_keep_graph(
             input_addresses |= saved_copies.saved_addresses
     ctx.leaves = [*leaves, *unlisted_weights]
     ctx.results = results
-    return tuple(_contiguous_output_in_own_memory(result, input_addresses) for result in results)
+    return tuple(
+        _make_output_contiguous_and_add_its_address(result, input_addresses) for result in results
+    )
 
 
 class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
@@ -284,7 +289,7 @@ def _storage_address_or_tensor_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
-def _contiguous_output_in_own_memory(
+def _make_output_contiguous_and_add_its_address(
     result_tensor: torch.Tensor, used_addresses: set[int]
 ) -> torch.Tensor:
     """Return a tensor in the form that ORT requires of an output: contiguous, in memory of its own.
@@ -329,19 +334,19 @@ def _derive_input_gradients_and_drop_graph(
         _storage_address_or_tensor_id(g) for g in output_gradients if g is not None
     } | set(map(_storage_address_or_tensor_id, ctx.leaves))
     return tuple(
-        _contiguous_gradient_or_zeros(next(gradient_iterator), leaf, used_addresses)
+        _make_gradient_or_zeros_and_add_its_address(next(gradient_iterator), leaf, used_addresses)
         if needs_gradient
         else None
         for leaf, needs_gradient in zip(ctx.leaves, ctx.wanted)
     )
 
 
-def _contiguous_gradient_or_zeros(
+def _make_gradient_or_zeros_and_add_its_address(
     gradient: torch.Tensor | None, leaf: torch.Tensor, used_addresses: set[int]
 ) -> torch.Tensor:
     """Return a gradient for ORT, which requires zeros in place of None."""
     return (
         torch.zeros_like(leaf, memory_format=torch.contiguous_format)
         if gradient is None
-        else _contiguous_output_in_own_memory(gradient, used_addresses)
+        else _make_output_contiguous_and_add_its_address(gradient, used_addresses)
     )

@@ -27,7 +27,7 @@ def input_names_besides_frozen_weights(
     return [name for name in input_names if name not in frozen]
 
 
-def input_names_reached_or_unused(
+def input_names_reached_by_gradient_or_unused(
     export_context: ExportContext, onnx_model: onnx.ModelProto, input_names: list[str]
 ) -> list[str]:
     """Return the names without those that are used but that no gradient reaches.
@@ -35,13 +35,13 @@ def input_names_reached_or_unused(
     ORT fails where a weight is used and has no gradient: under no_grad, before an argmax, behind
     detach.
     """
-    reached_names = value_names_reached_from_outputs(onnx_model.graph)
+    reached_names = value_names_reached_by_gradient_of_outputs(onnx_model.graph)
     used_names = {name for node in onnx_model.graph.node for name in node.input}
     # ORT itself handles a weight that no node uses.
     return [name for name in input_names if name in reached_names or name not in used_names]
 
 
-def value_names_reached_from_outputs(
+def value_names_reached_by_gradient_of_outputs(
     onnx_graph: onnx.GraphProto, output_names: Iterable[str] | None = None
 ) -> set[str]:
     """Return the names through which a gradient of these outputs (default: all) may pass."""
@@ -73,7 +73,7 @@ def trained_input_and_weight_names(export_context: ExportContext) -> set[str]:
     }.union(export_context.info.onnx_graph_input_names_require_grad)
 
 
-def names_of_values_depending_on_trained(
+def names_of_trained_inputs_and_dependent_values(
     export_context: ExportContext, onnx_graph: onnx.GraphProto
 ) -> set[str]:
     """Return the names of all values that depend on an input or a weight with a gradient."""

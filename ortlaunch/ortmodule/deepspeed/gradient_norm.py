@@ -40,7 +40,7 @@ class GradientNormProvider(NamedTuple):
     why: str
 
 
-def fuse_deepspeed_overflow_check_and_norm(
+def replace_overflow_check_and_norm_if_supported(
     deepspeed_optimizer: ZeroOneOrTwoOptimizer,
 ) -> GradientNormProvider:
     """Replace those methods of this optimizer that read all gradients.
@@ -137,7 +137,7 @@ class _FusedNormMethods:
             gradients = [
                 gradient for gradient in optimizer.averaged_gradients[i] if gradient is not None
             ]
-            norm_gradients, other_gradients = _split_into_counted_and_padding_gradients(
+            norm_gradients, other_gradients = _counted_gradients_and_padding_or_surplus(
                 gradients, optimizer.params_in_partition[i]
             )
             squares = [
@@ -178,7 +178,7 @@ class _FusedNormMethods:
             return norm
         import deepspeed.comm as dist
 
-        norm_gradients, _ = _split_into_counted_and_padding_gradients(gradients, params)
+        norm_gradients, _ = _counted_gradients_and_padding_or_surplus(gradients, params)
         total = self._take_kept_or_compute_sum_of_squares(norm_gradients).float()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
         total = total.sqrt()
@@ -219,7 +219,7 @@ class _TensorVersions:
         )
 
 
-def _split_into_counted_and_padding_gradients(
+def _counted_gradients_and_padding_or_surplus(
     gradients: Sequence[Tensor], partition_parameters: Sequence[torch.nn.Parameter]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return (counted gradients, others: padding and surplus).

@@ -58,7 +58,7 @@ _CHANGES = {
 }
 
 
-def known_function_hashes_by_release() -> dict[str, dict[str, str]]:
+def known_hash_by_function_name_by_release() -> dict[str, dict[str, str]]:
     """Return release -> function -> fingerprint, with all functions for each release."""
     hashes_by_release: dict[str, dict[str, str]] = {}
     release_hashes: dict[str, str] = {}
@@ -69,7 +69,7 @@ def known_function_hashes_by_release() -> dict[str, dict[str, str]]:
 
 def reason_deepspeed_source_is_unknown_or_empty(optimizer_class: type) -> str:
     """Return why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
-    hashes_by_release = known_function_hashes_by_release()
+    hashes_by_release = known_hash_by_function_name_by_release()
     installed_hashes = installed_hash_by_function_name(
         optimizer_class, set().union(*hashes_by_release.values())
     )
@@ -123,7 +123,7 @@ if __name__ == "__main__":
 
     for name, value in sorted(
         installed_hash_by_function_name(
-            DeepSpeedZeroOptimizer, set().union(*known_function_hashes_by_release().values())
+            DeepSpeedZeroOptimizer, set().union(*known_hash_by_function_name_by_release().values())
         ).items()
     ):
         print(name, value)

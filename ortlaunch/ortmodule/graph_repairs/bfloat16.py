@@ -38,7 +38,7 @@ _ATEN_CALLS: dict[str, tuple[str, tuple[object, ...]]] = {
     "SigmoidGrad": ("sigmoid_backward", ()),
     "QuickGelu": ("silu", ()),
 }
-# ORT's session fuses nodes after `give_every_bfloat16_node_a_kernel` has run; these fusions make
+# ORT's session fuses nodes after `replace_bfloat16_nodes_without_kernel_or_refuse` has run; these fusions make
 # operators without a kernel.
 _FUSIONS = "QuickGeluFusion;GeluFusion;BiasSoftmaxFusion;SkipLayerNormFusion"
 
@@ -49,12 +49,12 @@ def install_bfloat16_repairs_for_gpu_graphs() -> None:
         replace_method_by_wrapper(
             owning_class_or_module(manager),
             "_build_graph",
-            _build_graph_and_complete_kernels_on_gpu,
+            _build_graph_and_repair_bfloat16_nodes_on_gpu,
         )
     replace_method_by_wrapper(
         owning_class_or_module(MANAGER),
         "_get_session_config",
-        _session_config_without_kernelless_fusions,
+        _session_config_without_bfloat16_fusions_on_gpu,
     )
 
 
@@ -70,23 +70,23 @@ def correct_type_code_of_bfloat16_casts(exported_model: onnx.ModelProto) -> None
                 attribute.i = TensorProto.BFLOAT16
 
 
-def _build_graph_and_complete_kernels_on_gpu(
+def _build_graph_and_repair_bfloat16_nodes_on_gpu(
     original_build: AnyFunction, manager: Manager, *args: object
 ) -> None:
     original_build(manager, *args)
     # Only after ORT has built the graph, because its gradient brings new nodes.
     if manager._device.type == "cuda":
-        give_every_bfloat16_node_a_kernel(manager._onnx_models.optimized_model)
+        replace_bfloat16_nodes_without_kernel_or_refuse(manager._onnx_models.optimized_model)
 
 
-def _session_config_without_kernelless_fusions(
+def _session_config_without_bfloat16_fusions_on_gpu(
     original_get_config: AnyFunction, manager: Manager
 ) -> object:
     config = original_get_config(manager)
     if (
         manager._device.type == "cuda"
         and _TYPE_NAME
-        in cuda_kernels.inferred_type_by_tensor_name(
+        in cuda_kernels.declared_or_inferred_type_by_tensor_name(
             manager._onnx_models.optimized_model.graph
         ).values()
     ):
@@ -94,7 +94,7 @@ def _session_config_without_kernelless_fusions(
     return config
 
 
-def give_every_bfloat16_node_a_kernel(
+def replace_bfloat16_nodes_without_kernel_or_refuse(
     onnx_model: onnx.ModelProto,
     has_cuda_kernel: Callable[..., bool] = cuda_kernels.has_cuda_kernel_for_types,
 ) -> None:
@@ -110,7 +110,7 @@ def give_every_bfloat16_node_a_kernel(
         for opset_entry in onnx_model.opset_import
         if opset_entry.domain in ("", "ai.onnx")
     )
-    type_by_name = cuda_kernels.inferred_type_by_tensor_name(onnx_model.graph)
+    type_by_name = cuda_kernels.declared_or_inferred_type_by_tensor_name(onnx_model.graph)
     rewriting = Rewriting(onnx_model.graph)
     replaced_operators = set()
     for node in onnx_model.graph.node:

@@ -51,17 +51,21 @@ def keep_broadcast_sizes() -> None:
         "onnxruntime.tools.symbolic_shape_infer"
     ).SymbolicShapeInference
     patching.replace_method_by_wrapper(
-        inference, "_broadcast_shapes", _broadcast_shape_or_new_symbols
-    )
-    patching.replace_method_by_wrapper(inference, "_check_merged_dims", _merge_sizes_if_known_equal)
-    patching.replace_method_by_wrapper(
-        inference, "_onnx_infer_single_node", _infer_node_and_set_broadcast_sizes
+        inference, "_broadcast_shapes", _broadcast_shape_with_new_symbols_if_may_differ
     )
     patching.replace_method_by_wrapper(
-        inference, "_infer_PythonOp", _infer_python_op_with_separate_sizes
+        inference, "_check_merged_dims", _merge_sizes_unless_broadcast_may_differ
     )
     patching.replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION), "_infer_shapes", _infer_shapes_and_hide_ambiguous_ones
+        inference, "_onnx_infer_single_node", _infer_node_and_set_open_broadcast_sizes
+    )
+    patching.replace_method_by_wrapper(
+        inference, "_infer_PythonOp", _infer_python_op_and_rename_later_output_sizes
+    )
+    patching.replace_method_by_wrapper(
+        owning_class_or_module(TRANSITION),
+        "_infer_shapes",
+        _infer_shapes_and_hide_those_that_may_broadcast,
     )
 
 
@@ -84,7 +88,7 @@ def write_export_batch_sizes_into_metadata(
     exported_model.metadata_props.add(key=_SIZES_KEY, value=json.dumps(sizes))
 
 
-def _broadcast_shape_or_new_symbols(
+def _broadcast_shape_with_new_symbols_if_may_differ(
     original_broadcast: AnyFunction,
     inference: ShapeInference,
     first_shape: Sequence[object],
@@ -105,7 +109,7 @@ def _broadcast_shape_or_new_symbols(
     ]
 
 
-def _merge_sizes_if_known_equal(
+def _merge_sizes_unless_broadcast_may_differ(
     original_merge: AnyFunction,
     inference: ShapeInference,
     sizes_to_merge: Sequence[object],
@@ -118,7 +122,7 @@ def _merge_sizes_if_known_equal(
         original_merge(inference, sizes_to_merge, allow_broadcast=allow_broadcast)
 
 
-def _infer_node_and_set_broadcast_sizes(
+def _infer_node_and_set_open_broadcast_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer a node, then set the sizes that the single node's inference leaves open.
@@ -141,7 +145,7 @@ def _infer_node_and_set_broadcast_sizes(
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
 
 
-def _infer_python_op_with_separate_sizes(
+def _infer_python_op_and_rename_later_output_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer a function's outputs, and name the sizes of each: ORT names those of all alike."""
@@ -166,7 +170,7 @@ def _size_in_export_batch_or_none(inference: ShapeInference, symbolic_size: Any)
     """Return the value of a size in the batch of the export, or None if it is unknown."""
     if not isinstance(symbolic_size, str):
         return None if symbolic_size is None else int(symbolic_size)
-    size_by_name = _read_or_cache_size_by_dim_name(inference)
+    size_by_name = _read_and_cache_export_batch_size_by_dim_name(inference)
     if symbolic_size in size_by_name:
         return size_by_name[symbolic_size]
     # A computed size is a SymPy formula; its symbols are sizes of inputs.
@@ -176,7 +180,7 @@ def _size_in_export_batch_or_none(inference: ShapeInference, symbolic_size: Any)
     return int(formula.subs({symbol: size_by_name[str(symbol)] for symbol in formula.free_symbols}))
 
 
-def _read_or_cache_size_by_dim_name(inference: ShapeInference) -> dict[str, int]:
+def _read_and_cache_export_batch_size_by_dim_name(inference: ShapeInference) -> dict[str, int]:
     size_by_name: dict[str, int] | None = vars(inference).get("_ortlaunch_sizes")
     if size_by_name is None:
         metadata = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
@@ -204,7 +208,7 @@ def _create_or_get_symbol_for_either_size(
 # -------------------------------------------------------------------------------------------- in the graph
 
 
-def _infer_shapes_and_hide_ambiguous_ones(
+def _infer_shapes_and_hide_those_that_may_broadcast(
     original_infer: AnyFunction, model: onnx.ModelProto
 ) -> object:
     """Hide shapes from ORT's gradient builder where sizes that may differ meet.
@@ -215,7 +219,9 @@ def _infer_shapes_and_hide_ambiguous_ones(
     graph = inferred.graph
     nodes = []
     values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
-    shape_by_name = {name: _sizes_or_none_without_shape(value) for name, value in values.items()}
+    shape_by_name = {
+        name: _size_numbers_or_names_or_none_without_shape(value) for name, value in values.items()
+    }
     shape_by_name.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
     constant_names = {tensor.name for tensor in graph.initializer if tensor.name not in values}
     for node in graph.node:
@@ -224,22 +230,22 @@ def _infer_shapes_and_hide_ambiguous_ones(
             node.input and constant_names.issuperset(node.input)
         ):
             constant_names.update(node.output)
-        for position in _positions_of_inputs_to_hide_shape_of(node, shape_by_name):
-            nodes += read_input_through_reshape_nodes(node, position)
+        for position in _positions_whose_shape_must_be_hidden_from_ort(node, shape_by_name):
+            nodes += redirect_input_and_create_reshape_nodes(node, position)
         positions = [
             position
-            for position in _positions_where_may_broadcast(node, shape_by_name)
+            for position in _positions_of_where_inputs_that_may_broadcast(node, shape_by_name)
             if node.input[position] not in constant_names
         ]
         if positions:
-            nodes += _expand_where_inputs_by_nodes(node, positions, shape_by_name)
+            nodes += _redirect_where_inputs_and_create_expand_nodes(node, positions, shape_by_name)
         nodes.append(node)
     if len(nodes) != len(graph.node):
         replace_and_name_graph_nodes(graph, nodes)
     return inferred
 
 
-def read_input_through_reshape_nodes(
+def redirect_input_and_create_reshape_nodes(
     reading_node: onnx.NodeProto, input_position: int
 ) -> list[onnx.NodeProto]:
     """Pass an input of a node through a Reshape to the shape that it has in each pass.
@@ -262,7 +268,7 @@ def read_input_through_reshape_nodes(
     ]
 
 
-def _positions_where_may_broadcast(
+def _positions_of_where_inputs_that_may_broadcast(
     onnx_node: onnx.NodeProto, shape_by_value_name: ShapeByName
 ) -> list[int]:
     """Return the inputs that a Where broadcasts or may broadcast.
@@ -281,7 +287,7 @@ def _positions_where_may_broadcast(
     ]
 
 
-def _expand_where_inputs_by_nodes(
+def _redirect_where_inputs_and_create_expand_nodes(
     where_node: onnx.NodeProto, input_positions: Sequence[int], shape_by_value_name: ShapeByName
 ) -> list[onnx.NodeProto]:
     """Broadcast these inputs of a Where before it, by a node whose gradient ORT sums up correctly."""
@@ -307,14 +313,16 @@ def _expand_where_inputs_by_nodes(
         nodes[-1].name = full_size_name
     nodes.append(helper.make_node("Shape", [full_size_name], [shape_name]))
     for position in input_positions:
-        nodes += read_input_through_reshape_nodes(where_node, position)
+        nodes += redirect_input_and_create_reshape_nodes(where_node, position)
         name = f"{where_node.input[position]}_expanded"
         nodes.append(helper.make_node("Expand", [where_node.input[position], shape_name], [name]))
         where_node.input[position] = name
     return nodes
 
 
-def _sizes_or_none_without_shape(value_info: onnx.ValueInfoProto) -> list[str | int] | None:
+def _size_numbers_or_names_or_none_without_shape(
+    value_info: onnx.ValueInfoProto,
+) -> list[str | int] | None:
     """Return the sizes of a value by number or name, "" for an unknown one; None without a shape."""
     tensor_type = value_info.type.tensor_type
     return (
@@ -324,7 +332,7 @@ def _sizes_or_none_without_shape(value_info: onnx.ValueInfoProto) -> list[str | 
     )
 
 
-def _positions_of_inputs_to_hide_shape_of(
+def _positions_whose_shape_must_be_hidden_from_ort(
     onnx_node: onnx.NodeProto, shape_by_value_name: ShapeByName
 ) -> list[int]:
     """Return the inputs whose shapes must be hidden because they may be broadcast.
@@ -372,7 +380,7 @@ def _may_need_broadcast(*shapes: Sequence[object]) -> bool:
 # ------------------------------------------------------------------------------------------- in later batches
 
 
-def batch_breaks_assumed_size_equality(
+def batch_has_one_where_graph_assumes_equal_sizes(
     graph_execution_manager: Manager, batch_args: Args, batch_kwargs: Kwargs
 ) -> bool:
     """Return whether this batch breaks an equality of sizes that the graph assumes.
@@ -382,12 +390,12 @@ def batch_breaks_assumed_size_equality(
     """
     info = graph_execution_manager._graph_transition_manager._post_export_processed_model_info
     return any(
-        _equal_dims_differ_in_batch(info, group, batch_args, batch_kwargs)
-        for group in _find_or_cache_dims_assumed_equal(info)
+        _some_but_not_all_equal_sizes_are_one_in_batch(info, group, batch_args, batch_kwargs)
+        for group in _find_and_cache_input_dims_assumed_equal(info)
     )
 
 
-def _equal_dims_differ_in_batch(
+def _some_but_not_all_equal_sizes_are_one_in_batch(
     graph_info: GraphInfo,
     input_names_and_axes: Sequence[tuple[str, int]],
     batch_args: Args,
@@ -408,7 +416,7 @@ def _equal_dims_differ_in_batch(
     return any(are_sizes_one) and (len(input_names_and_axes) == 1 or not all(are_sizes_one))
 
 
-def _find_or_cache_dims_assumed_equal(graph_info: GraphInfo) -> list[list[tuple[str, int]]]:
+def _find_and_cache_input_dims_assumed_equal(graph_info: GraphInfo) -> list[list[tuple[str, int]]]:
     """Return the groups of dimensions of the model's inputs that its graph assumes to be equal.
 
     A dimension that it assumes to be equal to a number is a group of its own.

@@ -14,7 +14,7 @@ from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 
 
-def compute_constant_outputs_by_unfoldable_nodes(
+def make_constant_training_outputs_unfoldable(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:
     """Let a node that ORT cannot fold compute each constant output of a training graph."""

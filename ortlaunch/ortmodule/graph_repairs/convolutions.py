@@ -15,7 +15,7 @@ from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 
 
-def rewrite_grouped_convolutions_for_cpu_training(
+def rewrite_or_refuse_grouped_convs_for_cpu_training(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:
     """Rewrite grouped convolutions on the CPU, whose gradient overwrites other tensors.

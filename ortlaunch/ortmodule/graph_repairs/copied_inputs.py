@@ -10,7 +10,7 @@ from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 from ortlaunch.ortmodule.base.trained_names import trained_input_and_weight_names
 
 
-def copy_weights_repeated_in_one_node(
+def copy_trained_inputs_repeated_in_one_node(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:
     """Let a node use a weight once; further uses read a copy.
@@ -22,7 +22,7 @@ def copy_weights_repeated_in_one_node(
     for node in exported_model.graph.node:
         for position, name in enumerate(node.input):
             if name in trained_names and name in node.input[:position]:
-                nodes += _replace_input_by_copy_of_two_negations(node, position)
+                nodes += _redirect_input_and_create_double_negation_nodes(node, position)
         nodes.append(node)
     replace_and_name_graph_nodes(exported_model.graph, nodes)
 
@@ -41,12 +41,12 @@ def copy_loss_scores_that_no_node_computes(
             node.op_type == "SoftmaxCrossEntropyLossInternal"
             and node.input[0] not in computed_names
         ):
-            nodes += _replace_input_by_copy_of_two_negations(node, 0)
+            nodes += _redirect_input_and_create_double_negation_nodes(node, 0)
         nodes.append(node)
     replace_and_name_graph_nodes(exported_model.graph, nodes)
 
 
-def _replace_input_by_copy_of_two_negations(
+def _redirect_input_and_create_double_negation_nodes(
     reading_node: onnx.NodeProto, input_position: int
 ) -> list[onnx.NodeProto]:
     """Let the node read a copy of this input, and return the nodes that compute the copy."""

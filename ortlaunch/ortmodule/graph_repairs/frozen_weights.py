@@ -34,7 +34,7 @@ _FLOATS = (1, 10, 11, 16)
 
 def name_frozen_gradients() -> None:
     """Name these outputs in each training graph that ORT builds from now on."""
-    own_operators.define_own_operators_once()
+    own_operators.define_gelu_gather_conv_norm_operators_once()
     module: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._custom_gradient_registry"
     )
@@ -66,10 +66,10 @@ def _build_graph_and_name_computed_gradients(
     original_build(manager, *args)
     graph = manager._onnx_models.optimized_model.graph
     for node in graph.node:
-        _name_unnamed_computed_outputs(graph, node)
+        _name_and_declare_unnamed_computed_outputs(graph, node)
 
 
-def _name_unnamed_computed_outputs(
+def _name_and_declare_unnamed_computed_outputs(
     onnx_graph: onnx.GraphProto, gradient_node: onnx.NodeProto
 ) -> None:
     from onnx import helper

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 
 from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
-from ortlaunch.ortmodule.base.trained_names import names_of_values_depending_on_trained
+from ortlaunch.ortmodule.base.trained_names import names_of_trained_inputs_and_dependent_values
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
 _GRADIENT_INPUTS = {
@@ -46,11 +46,11 @@ def slice_repeated_constants(
     if not export_context.training:
         return
     graph = exported_model.graph
-    trained_names = names_of_values_depending_on_trained(export_context, graph)
-    value_numbers = _value_number_by_untrained_name(graph, trained_names)
+    trained_names = names_of_trained_inputs_and_dependent_values(export_context, graph)
+    value_numbers = _computation_and_output_index_by_untrained_name(graph, trained_names)
     gradient_uses = [
         (node, position)
-        for node, position in _inputs_whose_gradients_ort_names(graph)
+        for node, position in _nodes_and_positions_of_listed_and_norm_inputs(graph)
         if node.input[position] not in trained_names
         and (node.op_type in _NORM_STARTS or trained_names.intersection(node.output))
     ]
@@ -71,13 +71,13 @@ def slice_repeated_constants(
     if len(gradient_uses) > 1 and positions_to_slice:
         replace_and_name_graph_nodes(
             graph,
-            _nodes_reading_slices_at_positions(
+            _redirect_inputs_to_slices_and_list_all_nodes(
                 graph, positions_to_slice, export_context.info.onnx_graph_input_names[0]
             ),
         )
 
 
-def _value_number_by_untrained_name(
+def _computation_and_output_index_by_untrained_name(
     onnx_graph: onnx.GraphProto, trained_names: set[str]
 ) -> dict[str, tuple[int, int]]:
     """Return the value number of each computed tensor without a gradient, by name.
@@ -99,7 +99,7 @@ def _value_number_by_untrained_name(
     return number_by_name
 
 
-def _inputs_whose_gradients_ort_names(
+def _nodes_and_positions_of_listed_and_norm_inputs(
     onnx_graph: onnx.GraphProto,
 ) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes and positions of inputs for which ORT names a gradient."""
@@ -121,7 +121,7 @@ def _inputs_whose_gradients_ort_names(
                 is_scale_or_bias = (
                     other in scaled_names
                     if node.op_type == "Add"
-                    else _is_quotient_by_root(node_by_output, other)
+                    else _is_or_multiplies_quotient_by_square_root(node_by_output, other)
                 )
                 if is_scale_or_bias and name in vector_names:
                     scaled_names.update(node.output)
@@ -133,7 +133,7 @@ def _inputs_whose_gradients_ort_names(
             vector_names.update(node.output)
 
 
-def _is_quotient_by_root(
+def _is_or_multiplies_quotient_by_square_root(
     node_by_output: Mapping[str, onnx.NodeProto], checked_value_name: str
 ) -> bool:
     """Return whether a value is a tensor divided by a root, which a Cast may follow."""
@@ -154,7 +154,7 @@ def _is_quotient_by_root(
     )
 
 
-def _nodes_reading_slices_at_positions(
+def _redirect_inputs_to_slices_and_list_all_nodes(
     onnx_graph: onnx.GraphProto, positions_to_slice: set[tuple[str, int]], size_input_name: str
 ) -> list[onnx.NodeProto]:
     constant_nodes = [
@@ -182,13 +182,13 @@ def _nodes_reading_slices_at_positions(
                         _create_int64_constant_node(
                             f"{sliced_name}_begin", _SLICE_BEGIN - len(nodes)
                         ),
-                        *_create_slice_to_end_nodes(name, sliced_name, sliced_name),
+                        *_create_axis_0_slice_to_end_nodes(name, sliced_name, sliced_name),
                     ]
         nodes.append(node)
     return nodes
 
 
-def _create_slice_to_end_nodes(
+def _create_axis_0_slice_to_end_nodes(
     source_name: str, sliced_name: str, output_name: str
 ) -> list[onnx.NodeProto]:
     slice_inputs = [
@@ -221,7 +221,7 @@ def _create_unfoldable_constant_slice_nodes(
         helper.make_node(
             "Add", [f"{sliced_name}_size", f"{sliced_name}_before"], [f"{sliced_name}_begin"]
         ),
-        *_create_slice_to_end_nodes(constant_name, sliced_name, f"{sliced_name}_slice"),
+        *_create_axis_0_slice_to_end_nodes(constant_name, sliced_name, f"{sliced_name}_slice"),
         _create_int64_constant_node(f"{sliced_name}_dims", *constant_dims),
         helper.make_node(
             "Reshape", [f"{sliced_name}_slice", f"{sliced_name}_dims"], [sliced_name], allowzero=1

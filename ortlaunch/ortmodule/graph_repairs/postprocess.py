@@ -8,12 +8,12 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.settings import (
     SettingError,
-    module_and_qualified_name,
+    module_and_qualified_name_text,
     settings_of_ort_object_or_defaults,
 )
 
 
-def apply_and_check_user_postprocess(
+def apply_check_and_record_user_postprocess_if_set(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> onnx.ModelProto:
     """Return the graph as the user's function changed it; without a function, the same graph.
@@ -28,7 +28,7 @@ def apply_and_check_user_postprocess(
     nodes_before = len(exported_model.graph.node)
     original_names = _input_and_output_names(exported_model)
     model_class = type(exported_model)
-    name = module_and_qualified_name(function)
+    name = module_and_qualified_name_text(function)
     try:
         exported_model = function(exported_model)
     # The user's code may raise anything.

@@ -41,11 +41,13 @@ def keep_sizes_of_one() -> None:
     ORT's gradient of the former and its value of the latter are wrong, without an error.
     """
     patching.replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION), "_infer_shapes", _infer_shapes_and_keep_sizes_of_one
+        owning_class_or_module(TRANSITION),
+        "_infer_shapes",
+        _infer_shapes_and_rewrite_nodes_losing_dimension,
     )
 
 
-def _infer_shapes_and_keep_sizes_of_one(
+def _infer_shapes_and_rewrite_nodes_losing_dimension(
     original_infer: AnyFunction, model: onnx.ModelProto
 ) -> object:
     """Infer the shapes, then rewrite the nodes that lose a dimension."""
@@ -65,7 +67,7 @@ def _infer_shapes_and_keep_sizes_of_one(
     }
     for node in graph.node:
         if node.op_type == "MatMul":
-            nodes += _unsqueeze_vectors_around_matmul(node, rank_by_name)
+            nodes += _rewrite_matmul_with_unsqueezed_vectors(node, rank_by_name)
         elif (
             node.op_type == "Gather"
             and node.input[0] in computed_names
@@ -87,7 +89,7 @@ def _infer_shapes_and_keep_sizes_of_one(
     return inferred
 
 
-def _unsqueeze_vectors_around_matmul(
+def _rewrite_matmul_with_unsqueezed_vectors(
     matmul_node: onnx.NodeProto, rank_by_name: Mapping[str, int]
 ) -> list[onnx.NodeProto]:
     """Return a product between nodes that add a size of 1 to each vector and remove it again."""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import replace_and_name_graph_nodes
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owning_class_or_module
-from ortlaunch.ortmodule.base.trained_names import value_names_reached_from_outputs
-from ortlaunch.ortmodule.graph_repairs.broadcasts import read_input_through_reshape_nodes
+from ortlaunch.ortmodule.base.trained_names import value_names_reached_by_gradient_of_outputs
+from ortlaunch.ortmodule.graph_repairs.broadcasts import redirect_input_and_create_reshape_nodes
 
 if TYPE_CHECKING:
     import onnx
@@ -34,11 +34,13 @@ _END = 2**63 - 1
 def slice_partly_derived_splits() -> None:
     """Install the repair: it runs after ORT infers the shapes of an exported model."""
     patching.replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION), "_infer_shapes", _infer_shapes_and_slice_unequal_parts
+        owning_class_or_module(TRANSITION),
+        "_infer_shapes",
+        _infer_shapes_and_rewrite_partly_derived_splits,
     )
 
 
-def _infer_shapes_and_slice_unequal_parts(
+def _infer_shapes_and_rewrite_partly_derived_splits(
     original_infer: AnyFunction, model: onnx.ModelProto
 ) -> object:
     """Infer the shapes, then replace nodes that select parts of which only some have a gradient."""
@@ -51,20 +53,22 @@ def _infer_shapes_and_slice_unequal_parts(
         if v.type.tensor_type.HasField("shape")
     }
     # Names of tensors that may have a gradient.
-    names_with_gradient = value_names_reached_from_outputs(graph)
+    names_with_gradient = value_names_reached_by_gradient_of_outputs(graph)
     readers_by_name: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         if node.op_type in ("Slice", "Gather"):
             readers_by_name.setdefault(node.input[0], []).append(node)
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        nodes += _nodes_replacing_unequal_parts(node, ranks, names_with_gradient, readers_by_name)
+        nodes += _nodes_replacing_split_if_partly_derived(
+            node, ranks, names_with_gradient, readers_by_name
+        )
     if len(nodes) != len(graph.node):
         replace_and_name_graph_nodes(graph, nodes)
     return inferred
 
 
-def _nodes_replacing_unequal_parts(
+def _nodes_replacing_split_if_partly_derived(
     onnx_node: onnx.NodeProto,
     rank_by_name: Mapping[str, int],
     names_with_gradient: set[str],
@@ -88,7 +92,7 @@ def _nodes_replacing_unequal_parts(
         return (
             [onnx_node]
             if _have_all_or_no_gradient(sibling_names, names_with_gradient)
-            else [*read_input_through_reshape_nodes(onnx_node, 0), onnx_node]
+            else [*redirect_input_and_create_reshape_nodes(onnx_node, 0), onnx_node]
         )
     return [onnx_node]
 
@@ -107,7 +111,7 @@ def _create_slice_nodes_for_split(
     nodes = _create_zero_start_nodes_that_check_sizes(split_node, axis % input_rank, start)
     for part_number, part in enumerate(split_node.output, 1):
         end = f"{split_node.output[0]}_ortlaunch_{part_number}"
-        nodes += _create_size_sum_nodes(split_node, part_number, end)
+        nodes += _create_sum_nodes_of_first_part_sizes(split_node, part_number, end)
         nodes += _create_slice_nodes_over_two_axes(
             split_node.input[0], part, axis % input_rank, input_rank, start, end
         )
@@ -125,7 +129,9 @@ def _create_zero_start_nodes_that_check_sizes(
     the node that fails, `..._filled`.
     """
     return [
-        *_create_size_sum_nodes(split_node, len(split_node.output), f"{output_name}_total"),
+        *_create_sum_nodes_of_first_part_sizes(
+            split_node, len(split_node.output), f"{output_name}_total"
+        ),
         _create_node_named_by_output("Shape", [split_node.input[0]], f"{output_name}_shape"),
         _create_int64_constant_node(f"{output_name}_axis", [split_axis]),
         _create_node_named_by_output(
@@ -147,7 +153,7 @@ def _create_zero_start_nodes_that_check_sizes(
     ]
 
 
-def _create_size_sum_nodes(
+def _create_sum_nodes_of_first_part_sizes(
     split_node: onnx.NodeProto, summed_part_count: int, output_name: str
 ) -> list[onnx.NodeProto]:
     """Return nodes that add up the sizes of the first `summed_part_count` parts."""

@@ -24,29 +24,35 @@ def infer_symbolic_sizes() -> None:
     every output of an operator that it does not know the type of the first input.
     """
     inference = _shape_inference_module().SymbolicShapeInference
-    patching.replace_method_by_wrapper(inference, "__init__", _construct_and_add_own_operators)
+    patching.replace_method_by_wrapper(
+        inference, "__init__", _construct_inference_and_add_own_operators
+    )
     patching.replace_method_by_wrapper(
         inference, "_infer_aten_upsample", _infer_upsample_to_computed_size
     )
-    patching.replace_method_by_wrapper(inference, "_infer_Slice", _infer_slice_or_set_new_sizes)
     patching.replace_method_by_wrapper(
-        inference, "_infer_Split_Common", _infer_split_or_set_new_sizes
+        inference, "_infer_Slice", _infer_slice_or_set_new_symbolic_sizes
     )
     patching.replace_method_by_wrapper(
-        inference, "_get_int_or_float_values", _constant_values_or_none_if_not_finite
+        inference, "_infer_Split_Common", _infer_split_or_set_new_symbolic_sizes
+    )
+    patching.replace_method_by_wrapper(
+        inference, "_get_int_or_float_values", _constant_values_or_nones_if_not_finite
     )
     # The last two only name the operator in errors.
     patching.replace_method_by_wrapper(
         inference, "_onnx_infer_single_node", _record_node_and_infer_it
     )
-    patching.replace_method_by_wrapper(inference, "_infer_impl", _infer_and_name_operator_in_errors)
+    patching.replace_method_by_wrapper(
+        inference, "_infer_impl", _infer_or_raise_error_that_names_operator
+    )
 
 
 def _shape_inference_module() -> Any:
     return importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
 
 
-def _construct_and_add_own_operators(
+def _construct_inference_and_add_own_operators(
     original_init: AnyFunction, inference: ShapeInference, *args: object, **kwargs: object
 ) -> None:
     original_init(inference, *args, **kwargs)
@@ -127,7 +133,7 @@ def _infer_upsample_to_computed_size(
         original_infer(inference, node)
 
 
-def _infer_slice_or_set_new_sizes(
+def _infer_slice_or_set_new_symbolic_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer a slice up to a computed size, of which SymPy cannot determine the sign."""
@@ -137,7 +143,7 @@ def _infer_slice_or_set_new_sizes(
         _set_new_symbolic_sizes_on_axes(inference, node, 0, inference._try_get_value(node, 3))
 
 
-def _infer_split_or_set_new_sizes(
+def _infer_split_or_set_new_symbolic_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object
 ) -> None:
     """Infer the parts of a computed size, such as a batch in two."""
@@ -172,7 +178,7 @@ def _set_new_symbolic_sizes_on_axes(
     )
 
 
-def _constant_values_or_none_if_not_finite(
+def _constant_values_or_nones_if_not_finite(
     original_get_values: AnyFunction,
     inference: ShapeInference,
     node: onnx.NodeProto,
@@ -190,12 +196,12 @@ def _constant_values_or_none_if_not_finite(
 def _record_node_and_infer_it(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
-    """Record the node that is inferred next, for `_infer_and_name_operator_in_errors`."""
+    """Record the node that is inferred next, for `_infer_or_raise_error_that_names_operator`."""
     inference._ortlaunch_node = node
     original_infer(inference, node)
 
 
-def _infer_and_name_operator_in_errors(
+def _infer_or_raise_error_that_names_operator(
     original_infer: AnyFunction, inference: ShapeInference, *args: object
 ) -> Any:
     """Add the operator's name to an error of ORT's shape inference.

@@ -47,13 +47,13 @@ def has_cuda_kernel_for_types(
     return any(
         first_version <= version <= (last_version or version)
         and any("any" in kernel or required_types <= kernel for kernel in kernels)
-        for first_version, last_version, kernels in _read_versioned_kernel_types_by_operator().get(
+        for first_version, last_version, kernels in _first_last_version_and_kernel_types_by_operator().get(
             (onnx_node.domain, onnx_node.op_type), ()
         )
     )
 
 
-def inferred_type_by_tensor_name(onnx_graph: onnx.GraphProto) -> dict[str, str]:
+def declared_or_inferred_type_by_tensor_name(onnx_graph: onnx.GraphProto) -> dict[str, str]:
     """Return the types of the tensors of an onnx.GraphProto, by tensor name."""
     type_by_name = {
         value.name: _lower_case_type_name(value.type.tensor_type.elem_type)
@@ -99,7 +99,7 @@ def _lower_case_type_name(type_code: int) -> str:
 
 
 @functools.cache
-def _read_versioned_kernel_types_by_operator() -> dict[
+def _first_last_version_and_kernel_types_by_operator() -> dict[
     tuple[str, str], list[tuple[int, int, list[set[str]]]]
 ]:
     """Return the kernels by (domain, operator name).

@@ -79,7 +79,7 @@ def load_installed_cuda_libraries() -> None:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-def reason_ort_fails_on_gpu_or_empty() -> str:
+def run_relu_on_gpu_and_get_failure_reason_or_empty() -> str:
     """Return why ONNX Runtime does not run on this process's GPU; empty if it does."""
     if absent := missing_cuda_libraries():
         names = ", ".join(library.name for library in absent)
@@ -181,7 +181,7 @@ def _serialized_relu_model() -> bytes:
     return serialized
 
 
-def compute_one_relu_on_cuda() -> int:
+def compute_relu_on_cuda_print_and_get_exit_status() -> int:
     """Compute one Relu on CUDA; return 0 if ONNX Runtime ran it there."""
     load_installed_cuda_libraries()
     import numpy
@@ -197,4 +197,4 @@ def compute_one_relu_on_cuda() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(compute_one_relu_on_cuda())
+    sys.exit(compute_relu_on_cuda_print_and_get_exit_status())

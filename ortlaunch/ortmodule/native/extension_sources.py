@@ -81,7 +81,9 @@ static at::Tensor tensor_from_capsule(PyObject* capsule) {
 _INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "custom_function_fw")
 
 
-def _replacements_that_silence_errors(forward_or_backward: str) -> tuple[tuple[str, str], ...]:
+def _old_and_new_texts_that_stop_error_printing(
+    forward_or_backward: str,
+) -> tuple[tuple[str, str], ...]:
     """Return the changes after which an error in a function is raised alone, and not printed too."""
     printing_line = (
         f'    std::cerr << "custom_function_{forward_or_backward}_runner failed with '
@@ -155,7 +157,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         "custom_function_bw.cc": (
             ("#include <torch/extension.h>", ""),
             ("torch::utils::tensor_fromDLPack(", "tensor_from_capsule("),
-            *_replacements_that_silence_errors("backward"),
+            *_old_and_new_texts_that_stop_error_printing("backward"),
         ),
         "custom_function_fw.h": (("#include <torch/extension.h>", ""),),
         "custom_function_fw.cc": (
@@ -209,7 +211,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
                 'and mark_dirty infos." << std::endl;',
                 "",
             ),
-            *_replacements_that_silence_errors("forward"),
+            *_old_and_new_texts_that_stop_error_printing("forward"),
         ),
         "torch_interop_utils.cc": (
             (
@@ -253,7 +255,7 @@ class UnknownSource(ValueError):
     """An installed source file differs from the one that the changes were written for."""
 
 
-def replace_texts_in_copied_sources(extension_name: str, source_folder: Path) -> None:
+def adapt_copied_sources_and_append_loading_code(extension_name: str, source_folder: Path) -> None:
     """Change the copy of an extension's sources in `source_folder` so that it builds on every torch.
 
     Raises:
@@ -261,7 +263,7 @@ def replace_texts_in_copied_sources(extension_name: str, source_folder: Path) ->
     """
     for file, replacements in _CHANGES.get(extension_name, {}).items():
         path = source_folder / file
-        path.write_text(_replaced_text_or_refuse(path, replacements))
+        path.write_text(_text_with_each_old_text_replaced_or_refuse(path, replacements))
     if extension_name in _LOADING_CODE:
         with open(source_folder / "setup.py", "a") as setup:
             setup.write(_LOADING_CODE[extension_name])
@@ -272,7 +274,7 @@ def checksum_of_source_changes() -> str:
     return f"{zlib.crc32(Path(__file__).read_bytes()):08x}"
 
 
-def _replaced_text_or_refuse(
+def _text_with_each_old_text_replaced_or_refuse(
     source_path: Path, old_and_new_texts: tuple[tuple[str, str], ...]
 ) -> str:
     text = source_path.read_text() if source_path.is_file() else ""

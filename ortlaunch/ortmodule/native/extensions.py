@@ -26,10 +26,10 @@ from pathlib import Path
 from ortlaunch.base import machine
 from ortlaunch.base.cache import (
     cache_root_without_creating,
-    create_private_cache_folder,
-    reason_files_differ_from_checksum_record,
+    create_private_cache_folder_or_refuse,
+    merge_into_checksum_record_and_protect_files,
+    reason_checksums_differ_refreshing_times_if_same,
     require_not_writable_by_others,
-    write_checksum_record_and_protect_files,
 )
 from ortlaunch.base.errors import MissingDependency, OrtlaunchError
 from ortlaunch.ortmodule.native import cuda_libraries, extension_sources
@@ -52,14 +52,14 @@ def installed_ort_package_name_or_refuse() -> str:
         MissingDependency: no wheel is installed, its version is wrong, or several wheels provide
             the module `onnxruntime`. The message has the command to type.
     """
-    training = installed_versions(EXTRA_BY_PACKAGE)
-    others = installed_versions(_OTHER_WHEELS)
+    training = installed_version_by_package_name(EXTRA_BY_PACKAGE)
+    others = installed_version_by_package_name(_OTHER_WHEELS)
     if not training:
-        raise MissingDependency(_ort_install_hint())
+        raise MissingDependency(_ort_install_or_older_python_hint())
     name, found_version = next(iter(training.items()))
     if len(training) + len(others) > 1:
         raise MissingDependency(
-            _clashing_packages_hint({**training, **others}, EXTRA_BY_PACKAGE[name])
+            _clashing_packages_uninstall_hint({**training, **others}, EXTRA_BY_PACKAGE[name])
         )
     if found_version != ORT_VERSION:
         raise MissingDependency(
@@ -78,7 +78,7 @@ def installed_version_or_none(package_name: str) -> str | None:
         return None
 
 
-def installed_versions(package_names: Iterable[str]) -> dict[str, str]:
+def installed_version_by_package_name(package_names: Iterable[str]) -> dict[str, str]:
     """Return those of the packages that are installed, with their versions."""
     return {
         package_name: package_version
@@ -100,7 +100,7 @@ def required_extension_names() -> list[str]:
     return names
 
 
-def missing_or_damaged_extension_names() -> list[str]:
+def missing_or_damaged_buildable_extension_names() -> list[str]:
     """Return the names of the required extensions that are absent from the cache or damaged.
 
     torch_interop_utils is left out if its build failed for this torch.
@@ -128,7 +128,9 @@ def reason_interop_is_unbuildable_or_empty() -> str:
 def _unbuilt_or_damaged_extension_names() -> list[str]:
     """Return the names of all required extensions that are absent from the cache or damaged."""
     return [
-        name for name in required_extension_names() if _reason_extension_is_unsafe_or_empty(name)
+        name
+        for name in required_extension_names()
+        if _extension_damage_reason_or_refuse_writable_cache(name)
     ]
 
 
@@ -138,11 +140,11 @@ def damaged_extension_descriptions() -> list[str]:
         description
         for name in required_extension_names()
         if (extension_cache_folder() / f"{name}.so").exists()
-        and (description := _reason_extension_is_unsafe_or_empty(name))
+        and (description := _extension_damage_reason_or_refuse_writable_cache(name))
     ]
 
 
-def _reason_extension_is_unsafe_or_empty(extension_name: str) -> str:
+def _extension_damage_reason_or_refuse_writable_cache(extension_name: str) -> str:
     """Return why an extension must not be loaded; empty if it may be.
 
     Loading a truncated library would end the process by SIGBUS.
@@ -154,10 +156,10 @@ def _reason_extension_is_unsafe_or_empty(extension_name: str) -> str:
     # Folders that do not exist yet cannot belong to another user.
     for path in filter(Path.is_dir, (cache_root_without_creating(), folder.parent, folder)):
         require_not_writable_by_others(path)
-    return reason_files_differ_from_checksum_record(folder / f"{extension_name}.seal")
+    return reason_checksums_differ_refreshing_times_if_same(folder / f"{extension_name}.seal")
 
 
-def build_missing_extensions_under_lock() -> list[str]:
+def build_missing_extensions_under_lock_and_list_them() -> list[str]:
     """Build the missing extensions into the cache and return their names.
 
     A file lock makes two builders of one cache wait for each other.
@@ -172,14 +174,16 @@ def build_missing_extensions_under_lock() -> list[str]:
     _require_build_tools()
     folder = extension_cache_folder()
     try:
-        create_private_cache_folder("extensions", folder.name)
+        create_private_cache_folder_or_refuse("extensions", folder.name)
         with filelock.FileLock(folder / ".lock"):
             # Another process may have built them while this one waited for the lock.
             names = _unbuilt_or_damaged_extension_names()
-            _compile_extensions_into_folder(names, folder)
+            _compile_extensions_or_write_interop_refusal(names, folder)
             for library in (folder / f"{name}.so" for name in names):
                 if library.exists():
-                    write_checksum_record_and_protect_files(library.with_suffix(".seal"), [library])
+                    merge_into_checksum_record_and_protect_files(
+                        library.with_suffix(".seal"), [library]
+                    )
     except OSError as error:
         raise MissingDependency(
             f"cannot write the cache folder {folder}: {error}. "
@@ -188,17 +192,17 @@ def build_missing_extensions_under_lock() -> list[str]:
     return names
 
 
-def build_extensions_and_print_errors() -> int:
+def build_extensions_print_progress_and_get_status() -> int:
     """Run the build of `ortlaunch setup`, in a process of its own; return the exit status."""
     try:
-        _build_and_print_progress()
+        _build_missing_extensions_and_print_progress()
     except OrtlaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     return 0
 
 
-def _build_and_print_progress() -> None:
+def _build_missing_extensions_and_print_progress() -> None:
     names = _unbuilt_or_damaged_extension_names()
     folder = extension_cache_folder()
     start = time.monotonic()
@@ -213,7 +217,7 @@ def _build_and_print_progress() -> None:
         f"{ORT_VERSION} ...",
         flush=True,
     )
-    build_missing_extensions_under_lock()
+    build_missing_extensions_under_lock_and_list_them()
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")
     if reason_interop_is_unbuildable_or_empty():
         print(
@@ -232,7 +236,7 @@ def _installed_torch_version_or_refuse() -> str:
     return torch_version
 
 
-def _ort_install_hint() -> str:
+def _ort_install_or_older_python_hint() -> str:
     if sys.version_info[:2] > NEWEST_PYTHON:
         return (
             "onnxruntime-training has no wheel for a Python newer than 3.11, and this is "
@@ -244,7 +248,7 @@ def _ort_install_hint() -> str:
     )
 
 
-def _clashing_packages_hint(version_by_package: dict[str, str], pip_extra: str) -> str:
+def _clashing_packages_uninstall_hint(version_by_package: dict[str, str], pip_extra: str) -> str:
     packages_text = " and ".join(
         f"{name} {version}" for name, version in version_by_package.items()
     )
@@ -254,7 +258,7 @@ def _clashing_packages_hint(version_by_package: dict[str, str], pip_extra: str) 
     )
 
 
-def _installed_package_folder(package_name: str) -> Path:
+def _installed_package_folder_or_refuse(package_name: str) -> Path:
     """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(package_name)
     folders = spec.submodule_search_locations if spec else None
@@ -279,10 +283,10 @@ def _cuda_versions_of_torch_and_ort_or_none() -> tuple[str, str] | None:
     if installed_ort_package_name_or_refuse() != "onnxruntime-training":
         return None
     torch_cuda = _read_string_constant_or_none(
-        _installed_package_folder("torch") / "version.py", "cuda"
+        _installed_package_folder_or_refuse("torch") / "version.py", "cuda"
     )
     ort_cuda = _read_string_constant_or_none(
-        _installed_package_folder("onnxruntime") / "capi" / "build_and_package_info.py",
+        _installed_package_folder_or_refuse("onnxruntime") / "capi" / "build_and_package_info.py",
         "cuda_version",
     )
     return (torch_cuda, ort_cuda) if torch_cuda and ort_cuda else None
@@ -347,7 +351,9 @@ def _missing_build_tool_hints() -> Iterator[str]:
         )
 
 
-def _compile_extensions_into_folder(extension_names: list[str], cache_folder: Path) -> None:
+def _compile_extensions_or_write_interop_refusal(
+    extension_names: list[str], cache_folder: Path
+) -> None:
     """Compile the extensions in parallel in a temporary folder, then copy each into `cache_folder`."""
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as temporary:
         build_folder_by_name = {name: Path(temporary) / name for name in extension_names}
@@ -357,7 +363,7 @@ def _compile_extensions_into_folder(extension_names: list[str], cache_folder: Pa
             if (problem := _copy_and_adapt_sources_or_error_text(name, build_folder))
         }
         process_by_name = {
-            name: _start_build_process(build_folder)
+            name: _start_build_process_writing_log(build_folder)
             for name, build_folder in build_folder_by_name.items()
             if name not in problem_by_name
         }
@@ -390,13 +396,13 @@ def _compile_extensions_into_folder(extension_names: list[str], cache_folder: Pa
 def _copy_and_adapt_sources_or_error_text(extension_name: str, build_folder: Path) -> str:
     """Copy an extension's sources out of the wheel and adapt them; return an error, or ""."""
     source_folder = next(
-        _installed_package_folder("onnxruntime").glob(
+        _installed_package_folder_or_refuse("onnxruntime").glob(
             f"training/ortmodule/torch_cpp_extensions/*/{extension_name}"
         )
     )
     shutil.copytree(source_folder, build_folder, ignore=shutil.ignore_patterns("__pycache__"))
     try:
-        extension_sources.replace_texts_in_copied_sources(extension_name, build_folder)
+        extension_sources.adapt_copied_sources_and_append_loading_code(extension_name, build_folder)
     except extension_sources.UnknownSource as error:
         return (
             f"{error}. Type: pip install --force-reinstall --no-deps "
@@ -405,7 +411,7 @@ def _copy_and_adapt_sources_or_error_text(extension_name: str, build_folder: Pat
     return ""
 
 
-def _start_build_process(build_folder: Path) -> subprocess.Popen[bytes]:
+def _start_build_process_writing_log(build_folder: Path) -> subprocess.Popen[bytes]:
     with open(build_folder / "build.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "setup.py", "build"],
@@ -490,4 +496,4 @@ def _write_refusal_log_and_get_summary(problem_text: str, log_file: Path) -> str
 
 
 if __name__ == "__main__":
-    sys.exit(build_extensions_and_print_errors())
+    sys.exit(build_extensions_print_progress_and_get_status())

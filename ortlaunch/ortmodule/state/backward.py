@@ -18,7 +18,7 @@ import torch
 
 from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
-from ortlaunch.ortmodule.base.trained_names import value_names_reached_from_outputs
+from ortlaunch.ortmodule.base.trained_names import value_names_reached_by_gradient_of_outputs
 
 if TYPE_CHECKING:
     import onnx
@@ -55,14 +55,14 @@ def follow_autograd_rules() -> None:
     replace_method_by_wrapper(
         owning_class_or_module(TRAINING),
         "_create_autofunction_class",
-        _subclass_ort_autograd_function,
+        _subclass_ort_function_to_follow_autograd_rules,
     )
 
 
 OptionalGradients = Sequence["torch.Tensor | None"]
 
 
-class _GradientReach(NamedTuple):
+class _NeededPositionsAndReachedNames(NamedTuple):
     """Facts about one training graph."""
 
     needed_positions: list[int]
@@ -78,7 +78,9 @@ class _SavedTensor(NamedTuple):
     address: int
 
 
-def _subclass_ort_autograd_function(original_create_class: AnyFunction, manager: Manager) -> object:
+def _subclass_ort_function_to_follow_autograd_rules(
+    original_create_class: AnyFunction, manager: Manager
+) -> object:
     ort_function = original_create_class(manager)
 
     class _ORTModuleFunction(ort_function):  # type: ignore[misc,valid-type]
@@ -93,8 +95,10 @@ def _subclass_ort_autograd_function(original_create_class: AnyFunction, manager:
             ctx.mark_non_differentiable(*(outputs[position] for position in constant_positions))
             names = list(_post_export_graph_info(manager).onnx_graph_input_names)
             ctx.ortlaunch_saved = list(
-                _tensors_with_version_and_address(
-                    names, inputs, _compute_or_cache_gradient_reach(manager).needed_positions
+                _saved_tensors_at_positions_besides_inference(
+                    names,
+                    inputs,
+                    _compute_and_cache_gradient_reach_of_graph(manager).needed_positions,
                 )
             )
             return outputs
@@ -115,7 +119,7 @@ def _subclass_ort_autograd_function(original_create_class: AnyFunction, manager:
                 manager, gradients, input_gradients
             )
             return (
-                _gradients_that_refuse_derivation(input_gradients)
+                _gradients_whose_own_derivative_is_refused(input_gradients)
                 if torch.is_grad_enabled()
                 else input_gradients
             )
@@ -139,13 +143,15 @@ def _post_export_graph_info(manager: Manager) -> GraphInfo:
     return manager._graph_transition_manager._post_export_processed_model_info
 
 
-def _compute_or_cache_gradient_reach(manager: Manager) -> _GradientReach:
+def _compute_and_cache_gradient_reach_of_graph(manager: Manager) -> _NeededPositionsAndReachedNames:
     """Return the facts about the current graph, computed once for each graph."""
     info = _post_export_graph_info(manager)
     graph = manager._onnx_models.optimized_model.graph
-    cached_facts: tuple[object, _GradientReach] | None = vars(manager).get("_ortlaunch_facts")
+    cached_facts: tuple[object, _NeededPositionsAndReachedNames] | None = vars(manager).get(
+        "_ortlaunch_facts"
+    )
     if cached_facts is None or cached_facts[0] is not graph:
-        needed_names = set(_input_names_read_in_backward(graph))
+        needed_names = set(_input_names_whose_values_backward_reads(graph))
         positions = [
             position
             for position, name in enumerate(info.onnx_graph_input_names)
@@ -154,12 +160,12 @@ def _compute_or_cache_gradient_reach(manager: Manager) -> _GradientReach:
         exported_graph = info._post_export_processed_model.graph
         # Of the exported graph, because optimizations may rename or merge values.
         reached_by_output = [
-            value_names_reached_from_outputs(exported_graph, [output.name])
+            value_names_reached_by_gradient_of_outputs(exported_graph, [output.name])
             for output in exported_graph.output
         ]
         cached_facts = vars(manager)["_ortlaunch_facts"] = (
             graph,
-            _GradientReach(positions, reached_by_output),
+            _NeededPositionsAndReachedNames(positions, reached_by_output),
         )
     return cached_facts[1]
 
@@ -173,7 +179,7 @@ def _gradients_with_none_for_unused_inputs(
     """Return the gradients, with None where only outputs without a gradient depend on the input."""
     if all(gradient is not None for gradient in output_gradients):
         return tuple(input_gradients)
-    reached_by_output = _compute_or_cache_gradient_reach(manager).reached_by_output
+    reached_by_output = _compute_and_cache_gradient_reach_of_graph(manager).reached_by_output
     used_names = set[str]().union(
         *(
             names
@@ -190,7 +196,7 @@ def _gradients_with_none_for_unused_inputs(
 # ----------------------------------------------------------------------------------------------- changed tensors
 
 
-def _tensors_with_version_and_address(
+def _saved_tensors_at_positions_besides_inference(
     input_names: Sequence[str], input_tensors: Sequence[torch.Tensor], positions: Sequence[int]
 ) -> Iterator[_SavedTensor]:
     """Yield the tensors at these positions with their current version and address."""
@@ -217,7 +223,7 @@ def _require_unchanged_since_forward(saved_tensors: Sequence[_SavedTensor]) -> N
             )
 
 
-def _input_names_read_in_backward(training_graph: onnx.GraphProto) -> Iterator[str]:
+def _input_names_whose_values_backward_reads(training_graph: onnx.GraphProto) -> Iterator[str]:
     """Yield the names of the inputs whose values the backward pass reads, in any shape."""
     nodes = list(training_graph.node)
     # ORT's YieldOp separates the forward from the backward pass.
@@ -265,7 +271,7 @@ def _ids_of_nodes_needed_by(
 # -------------------------------------------------------------------------------------------- second derivatives
 
 
-def _gradients_that_refuse_derivation(
+def _gradients_whose_own_derivative_is_refused(
     gradients: OptionalGradients,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, marked so that their own derivative raises an error."""

@@ -53,7 +53,7 @@ def keep_buffers_exact() -> None:
         owning_class_or_module(PROCESSED), "restore_outputs", _store_all_outputs_and_restore
     )
     replace_method_by_wrapper(
-        owning_class_or_module(TRAINING), "forward", _run_and_correct_batch_norm_statistics
+        owning_class_or_module(TRAINING), "forward", _run_pass_and_correct_batch_norm_statistics
     )
 
 
@@ -61,28 +61,30 @@ def keep_buffers_exact() -> None:
 
 
 @contextlib.contextmanager
-def restore_modes_and_buffers_after_export(export_context: ExportContext) -> Iterator[None]:
+def restore_modes_and_buffers_and_record_updated_norms(
+    export_context: ExportContext,
+) -> Iterator[None]:
     """Restore modes and buffers after the export; changes by a pass are recorded or refused."""
     change_counts: dict[str, int] = {}
     try:
         with (
             restore_layer_modes_after_block(export_context.module),
-            restore_and_compare_buffers_after_block(export_context.module, change_counts),
-            _write_out_evaluation_mode_norms(export_context.training),
+            restore_buffers_after_block_and_count_changes(export_context.module, change_counts),
+            _export_frozen_norms_as_arithmetic_if_training(export_context.training),
         ):
             yield
     except Exception:
         # The failure may come from a layer that changes a buffer; that layer may then run as torch
         # (RepeatExportWithTorchLayer).
         with contextlib.suppress(EngineError):
-            _paths_of_updated_norms_or_refuse(export_context, change_counts)
+            _paths_of_updated_norms_or_refuse_buffer_changes(export_context, change_counts)
         raise
-    norm_paths = _paths_of_updated_norms_or_refuse(export_context, change_counts)
+    norm_paths = _paths_of_updated_norms_or_refuse_buffer_changes(export_context, change_counts)
     if export_context.training:
         export_context.facts["batch_norms"] = norm_paths
 
 
-def add_norm_size_outputs_to_cpu_training_graph(
+def refuse_frozen_norms_and_output_norm_sizes_on_cpu(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:
     """Add outputs to a training graph: the number of values behind each BatchNorm's statistics."""
@@ -94,7 +96,7 @@ def add_norm_size_outputs_to_cpu_training_graph(
         _add_size_output_for_each_norm(export_context, exported_model)
 
 
-def wrap_export_preserving_modes(torch_export: AnyFunction) -> AnyFunction:
+def wrap_export_preserving_layer_and_grad_modes(torch_export: AnyFunction) -> AnyFunction:
     """Return an export that keeps each layer's own mode and the current grad mode.
 
     ORT's training export would set every layer to training, also a BatchNorm that the user froze by
@@ -123,7 +125,7 @@ def wrap_export_preserving_modes(torch_export: AnyFunction) -> AnyFunction:
 
 
 @contextlib.contextmanager
-def _write_out_evaluation_mode_norms(is_training_export: bool) -> Iterator[None]:
+def _export_frozen_norms_as_arithmetic_if_training(is_training_export: bool) -> Iterator[None]:
     """Export a BatchNorm in evaluation mode as plain arithmetic.
 
     In a training graph ORT would run it as if it were in training mode.
@@ -165,10 +167,10 @@ class _SavedBuffer(NamedTuple):
 
 
 @contextlib.contextmanager
-def restore_and_compare_buffers_after_block(
-    model: nn.Module, collected_change_counts: dict[str, int] | None = None
+def restore_buffers_after_block_and_count_changes(
+    model: nn.Module, filled_change_count_by_buffer: dict[str, int] | None = None
 ) -> Iterator[None]:
-    """Restore every buffer's object and value; fill `collected_change_counts`, at the end, with their counts.
+    """Restore every buffer's object and value; fill `filled_change_count_by_buffer`, at the end, with their counts.
 
     A count is the number of times that one pass added 1 to a single integer, as BatchNorm does; it
     is 0 for other changes.
@@ -189,15 +191,17 @@ def restore_and_compare_buffers_after_block(
         yield
     finally:
         hook.remove()
-        if collected_change_counts is not None:
-            collected_change_counts.update(_counts_of_changed_buffers(buffer_by_name, len(passes)))
+        if filled_change_count_by_buffer is not None:
+            filled_change_count_by_buffer.update(
+                _names_and_change_counts_of_changed_buffers(buffer_by_name, len(passes))
+            )
         with torch.no_grad():
             for buffer in buffer_by_name.values():
                 buffer.layer._buffers[buffer.name] = buffer.tensor
                 buffer.tensor.copy_(buffer.value_before)
 
 
-def _counts_of_changed_buffers(
+def _names_and_change_counts_of_changed_buffers(
     saved_buffer_by_name: dict[str, _SavedBuffer], pass_count: int
 ) -> Iterator[tuple[str, int]]:
     for name, buffer in saved_buffer_by_name.items():
@@ -225,7 +229,7 @@ def _differs_in_equal_shape(old_value: torch.Tensor, new_value: torch.Tensor | N
     )
 
 
-def _paths_of_updated_norms_or_refuse(
+def _paths_of_updated_norms_or_refuse_buffer_changes(
     export_context: ExportContext, change_count_by_buffer: dict[str, int]
 ) -> list[str]:
     """Return the BatchNorm layers that a pass updates, each once.
@@ -234,7 +238,7 @@ def _paths_of_updated_norms_or_refuse(
         EngineError: a pass changes a buffer that ONNX Runtime's graph would not change.
         RepeatExportWithTorchLayer: the layer of such a buffer can run as torch.
     """
-    outer_paths = torch_modules.paths_of_outermost_torch_layers(export_context)
+    outer_paths = torch_modules.paths_of_outermost_torch_layers_or_refuse(export_context)
     change_count_by_buffer = {
         name: count
         for name, count in change_count_by_buffer.items()
@@ -253,7 +257,7 @@ def _paths_of_updated_norms_or_refuse(
             reason = (
                 f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not"
             )
-            raise torch_modules.mark_layer_for_torch_and_create_exception(
+            raise torch_modules.mark_layer_for_torch_if_auto_and_create_exception(
                 export_context, path, reason
             )
         if layer.momentum is None:
@@ -261,14 +265,14 @@ def _paths_of_updated_norms_or_refuse(
                 f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average "
                 "over all batches"
             )
-            raise torch_modules.mark_layer_for_torch_and_create_exception(
+            raise torch_modules.mark_layer_for_torch_if_auto_and_create_exception(
                 export_context, path, f"{reason}; give it a momentum such as 0.1"
             )
         if change_count_by_buffer.get(f"{path}.num_batches_tracked", 1) > 1:
             reason = (
                 f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot"
             )
-            raise torch_modules.mark_layer_for_torch_and_create_exception(
+            raise torch_modules.mark_layer_for_torch_if_auto_and_create_exception(
                 export_context, path, reason
             )
     return norm_paths
@@ -288,7 +292,7 @@ def _add_size_output_for_each_norm(
                 f"{path_in_model(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
                 "from values and may be 0; ONNX Runtime's graph cannot update its statistics"
             )
-            raise torch_modules.mark_layer_for_torch_and_create_exception(
+            raise torch_modules.mark_layer_for_torch_if_auto_and_create_exception(
                 export_context, path, reason
             )
         name = f"{_SIZE_PREFIX}{path}"
@@ -326,10 +330,10 @@ def _store_all_outputs_and_restore(
     return original_restore(graph_info, outputs)
 
 
-def _run_and_correct_batch_norm_statistics(
+def _run_pass_and_correct_batch_norm_statistics(
     original_forward: AnyFunction, manager: Manager, *args: object, **kwargs: object
 ) -> object:
-    norms = _find_or_cache_batch_norm_by_path(manager)
+    norms = _find_and_cache_tracking_batch_norm_by_path(manager)
     if not norms:
         return original_forward(manager, *args, **kwargs)
     variance_before = {path: norm.running_var.clone() for path, norm in norms.items()}
@@ -345,14 +349,16 @@ def _run_and_correct_batch_norm_statistics(
     )
     with torch.no_grad():
         for path, size in zip(norm_paths, sizes):
-            _correct_running_variance_in_place(norms[path], variance_before[path], int(size))
+            _unbias_batch_part_of_running_variance_in_place(
+                norms[path], variance_before[path], int(size)
+            )
         for path in norm_paths:
             # ORT's node does not count batches, on any device.
             norms[path].num_batches_tracked.add_(1)
     return output
 
 
-def _find_or_cache_batch_norm_by_path(manager: Manager) -> dict[str, Any]:
+def _find_and_cache_tracking_batch_norm_by_path(manager: Manager) -> dict[str, Any]:
     """Return the BatchNorm layers that have statistics, by path."""
     if not hasattr(manager, "_ortlaunch_norms"):
         modules = manager._flattened_module.named_modules()
@@ -365,7 +371,7 @@ def _find_or_cache_batch_norm_by_path(manager: Manager) -> dict[str, Any]:
     return norms
 
 
-def _correct_running_variance_in_place(
+def _unbias_batch_part_of_running_variance_in_place(
     batch_norm: Any, variance_before: torch.Tensor, normalized_element_count: int
 ) -> None:
     """Replace the biased variance of this batch by the unbiased one, in the running variance.

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
-from ortlaunch.ortmodule.state.buffers import restore_and_compare_buffers_after_block
+from ortlaunch.ortmodule.state.buffers import restore_buffers_after_block_and_count_changes
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing.python_state import (
     ENVIRONMENT,
@@ -52,18 +52,18 @@ def record_read_state_and_refuse_untraceable(export_context: ExportContext) -> I
     module = export_context.module
     if export_context.training:
         _refuse_backward_hooks_outside_torch_layers(
-            module, torch_modules.paths_of_outermost_torch_layers(export_context)
+            module, torch_modules.paths_of_outermost_torch_layers_or_refuse(export_context)
         )
     with (
         record_python_values_that_passes_read(module) as reads,
-        _refuse_python_and_numpy_random_draws(),
+        _refuse_torch_seeding_and_python_or_numpy_draws(),
     ):
         yield
-        _refuse_values_continued_by_next_pass(module, reads, export_context.inputs)
+        _run_pass_again_and_refuse_changing_read_state(module, reads, export_context.inputs)
     export_context.facts.update(read=sorted(reads.value_by_path), names=sorted(reads.code_names))
 
 
-def _refuse_values_continued_by_next_pass(
+def _run_pass_again_and_refuse_changing_read_state(
     traced_model: nn.Module, state_reads: RecordedStateReads, example_inputs: Any
 ) -> None:
     """Refuse a pass that continues from a value that an earlier pass left.
@@ -82,7 +82,7 @@ def _refuse_values_continued_by_next_pass(
     if not changed_paths:
         return
     # One more pass: a value that it does not change again was only initialized by the first.
-    with torch.no_grad(), restore_and_compare_buffers_after_block(traced_model):
+    with torch.no_grad(), restore_buffers_after_block_and_count_changes(traced_model):
         traced_model(*(tensor.clone() for tensor in example_inputs))
     for state_path in values_after.state_paths_with_changed_value():
         if state_path in changed_paths:
@@ -112,7 +112,7 @@ def _refuse_backward_hooks_outside_torch_layers(
 
 
 @contextlib.contextmanager
-def _refuse_python_and_numpy_random_draws() -> Iterator[None]:
+def _refuse_torch_seeding_and_python_or_numpy_draws() -> Iterator[None]:
     """Refuse a pass that seeds torch, or draws numbers with Python or NumPy.
 
     These would be the same in every step.
@@ -128,7 +128,9 @@ def _refuse_python_and_numpy_random_draws() -> Iterator[None]:
         for name, generator in generator_by_name.items()
     }
     with mock.patch.object(
-        torch, "manual_seed", functools.partial(_refuse_or_set_torch_seed, torch.manual_seed)
+        torch,
+        "manual_seed",
+        functools.partial(_set_torch_seed_or_refuse_in_trace, torch.manual_seed),
     ):
         yield
     if drawn_names := [
@@ -144,7 +146,7 @@ def _refuse_python_and_numpy_random_draws() -> Iterator[None]:
         )
 
 
-def _refuse_or_set_torch_seed(
+def _set_torch_seed_or_refuse_in_trace(
     original_manual_seed: AnyFunction, seed_number: int
 ) -> torch.Generator:
     if torch.jit.is_tracing():

@@ -50,7 +50,7 @@ def _restore_outputs_in_model_dtypes(
         setattr(
             graph_info,
             _DTYPES_ATTRIBUTE,
-            _output_dtypes_or_none(graph_info._post_export_processed_model.graph),
+            _output_dtypes_with_none_for_unknown(graph_info._post_export_processed_model.graph),
         )
     dtypes = getattr(graph_info, _DTYPES_ATTRIBUTE)
     return original_restore(
@@ -59,7 +59,7 @@ def _restore_outputs_in_model_dtypes(
     )
 
 
-def _output_dtypes_or_none(onnx_graph: onnx.GraphProto) -> list[torch.dtype | None]:
+def _output_dtypes_with_none_for_unknown(onnx_graph: onnx.GraphProto) -> list[torch.dtype | None]:
     """Return the dtype of each output; None where the exporter does not know it."""
     from onnxruntime.training.utils import onnx_dtype_to_pytorch_dtype
 
@@ -84,10 +84,10 @@ def _build_graph_and_copy_shared_outputs(
     original_build: AnyFunction, manager: Manager, *args: object
 ) -> None:
     original_build(manager, *args)
-    _copy_outputs_that_share_memory(manager._onnx_models.optimized_model.graph)
+    _copy_outputs_whose_memory_backward_may_reuse(manager._onnx_models.optimized_model.graph)
 
 
-def _copy_outputs_that_share_memory(training_graph: onnx.GraphProto) -> None:
+def _copy_outputs_whose_memory_backward_may_reuse(training_graph: onnx.GraphProto) -> None:
     node_by_output = {name: node for node in training_graph.node for name in node.output}
     readers_by_name: dict[str, list[onnx.NodeProto]] = {}
     for node in training_graph.node:

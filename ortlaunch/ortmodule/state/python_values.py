@@ -85,7 +85,9 @@ _UNREPORTED_FILES = (
 
 
 @contextlib.contextmanager
-def record_values_and_sizes_read_in_python(export_context: ExportContext) -> Iterator[None]:
+def record_lines_reading_values_and_sizes_in_python(
+    export_context: ExportContext,
+) -> Iterator[None]:
     """Record where the model reads values and sizes in Python.
 
     A trace makes those of the first batch constant.
@@ -98,7 +100,7 @@ def record_values_and_sizes_read_in_python(export_context: ExportContext) -> Ite
     with _ValueReadTracker(
         export_context.module,
         are_numbers,
-        torch_modules.paths_of_outermost_torch_layers(export_context),
+        torch_modules.paths_of_outermost_torch_layers_or_refuse(export_context),
     ) as watch:
         facts["made"] = watch.line_by_tensor
         yield
@@ -110,7 +112,7 @@ def record_values_and_sizes_read_in_python(export_context: ExportContext) -> Ite
         }
     )
     if watch.read_locations.sizes or watch.read_locations.ones:
-        facts["of"] = _sizes_that_graph_compares(export_context.inputs, facts)
+        facts["of"] = _sizes_or_sizes_capped_at_2_graph_depends_on(export_context.inputs, facts)
 
 
 class _PythonReadLocations:
@@ -252,7 +254,7 @@ class _ValueReadTracker(TorchFunctionMode):
         if (func in _VALUE_READERS or func is _T.__len__) and tensor_kind != _CONSTANT:
             locations = self.read_locations
             decision_lines = locations.decisions
-            self._record_reading_line_of_model(
+            self._record_line_and_layer_that_read_value_or_size(
                 (
                     locations.buffers,
                     locations.ones,
@@ -286,7 +288,9 @@ class _ValueReadTracker(TorchFunctionMode):
             )
         return result
 
-    def _record_reading_line_of_model(self, location_set: set[str], is_size_read: bool) -> None:
+    def _record_line_and_layer_that_read_value_or_size(
+        self, location_set: set[str], is_size_read: bool
+    ) -> None:
         """Record the line of the model that reads a value, or a size."""
         frame = sys._getframe(2)
         while frame.f_back and frame.f_code.co_filename in _FILES_BETWEEN:
@@ -314,7 +318,7 @@ class _ValueReadTracker(TorchFunctionMode):
         location_set.add(f"{file}:{line}")
         if location_set is self.read_locations.decisions:
             self.read_locations.layers.update(
-                path_of_running_layer_as_list(frame, self._path_by_layer_id)
+                path_of_running_layer_in_list_or_empty(frame, self._path_by_layer_id)
             )
         if is_mask_check:
             self.read_locations.masks.add(f"{file}:{line}")
@@ -328,7 +332,7 @@ def innermost_frame_of_user_code() -> FrameType:
     return frame
 
 
-def path_of_running_layer_as_list(
+def path_of_running_layer_in_list_or_empty(
     innermost_frame: FrameType | None, path_by_layer_id: dict[int, str]
 ) -> list[str]:
     """Return the path of the layer whose code a frame runs, as a list; empty for the model itself."""
@@ -346,7 +350,7 @@ def _is_single_zero_or_one(*values: object) -> bool:
     return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
 
 
-def _sizes_that_graph_compares(
+def _sizes_or_sizes_capped_at_2_graph_depends_on(
     nested_tensors_of_call: object, trace_facts: TraceFacts
 ) -> list[list[int]]:
     """Return the sizes of tensors that a trace with the facts `trace_facts` depends on.
@@ -424,10 +428,16 @@ def sizes_graph_depends_on_or_none(
 ) -> list[list[int]] | None:
     """Return the sizes of the tensors in `call_arguments` if the graph depends on them, else None."""
     facts = get_or_create_newest_trace_facts(manager._graph_transition_manager)
-    return _sizes_that_graph_compares(call_arguments, facts) if "of" in facts else None
+    return (
+        _sizes_or_sizes_capped_at_2_graph_depends_on(call_arguments, facts)
+        if "of" in facts
+        else None
+    )
 
 
-def buffer_versions_graph_depends_on_or_none(manager: Manager) -> list[tuple[int, int]] | None:
+def buffer_ids_and_versions_if_graph_reads_or_none(
+    manager: Manager,
+) -> list[tuple[int, int]] | None:
     """Return values that change with a model's buffers, if its graph depends on them, else None.
 
     BatchNorm's buffers are left out: they change in every pass, and no Python code reads them

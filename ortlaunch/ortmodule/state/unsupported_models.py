@@ -98,7 +98,7 @@ def install_cause_messages_for_pass_errors() -> None:
         )
 
 
-def model_inside_torch_compile(possibly_compiled_model: nn.Module) -> nn.Module:
+def model_inside_torch_compile_or_itself(possibly_compiled_model: nn.Module) -> nn.Module:
     """Return the model inside the result of `torch.compile(model)`, or the model itself."""
     inner: nn.Module = (
         vars(possibly_compiled_model)["_modules"]["_orig_mod"]

@@ -25,7 +25,7 @@ from ortlaunch.ortmodule.base.source_guard import PACKAGE
 from ortlaunch.ortmodule.base.torch_calls import tensor_property_setter
 from ortlaunch.ortmodule.state.python_values import (
     innermost_frame_of_user_code,
-    path_of_running_layer_as_list,
+    path_of_running_layer_in_list_or_empty,
 )
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 
@@ -91,7 +91,7 @@ def _run_plain_pass_under_write_guard(
 def _refuse_weight_change(weight_name: str, path_by_layer: dict[int, str]) -> None:
     """Raise RuntimeError with the weight, the line that changes it, and a remedy."""
     frame = innermost_frame_of_user_code()
-    layer = path_of_running_layer_as_list(frame, path_by_layer)
+    layer = path_of_running_layer_in_list_or_empty(frame, path_by_layer)
     remedy = f", or let {layer[0]} run as torch (Settings.torch_modules={layer})" if layer else ""
     raise RuntimeError(
         f"the forward pass changes the weight {path_in_model(weight_name)} at "

@@ -23,9 +23,9 @@ from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.torch_in_graph import attention_operator
 from ortlaunch.ortmodule.tracing import grad_mode
 from ortlaunch.ortmodule.tracing.symbolics import (
-    constant_numbers,
     dtype_of_graph_value,
     is_boolean_graph_value,
+    known_numbers_of_constant_or_list,
     write_int64_constant,
 )
 
@@ -55,10 +55,10 @@ def write_fused_cpu_attention_call(
     Args:
         g: the graph.
         traced_input_values: the inputs of the traced call, for which
-            `attention_choice.should_stay_fused_and_note_why_not` is true.
+            `attention_choice.stays_fused_if_listed_or_large_and_note_why_not` is true.
         graph_inputs: their values in the graph.
     """
-    attention_operator.define_attention_operators_once()
+    attention_operator.define_cpu_attention_operators_once()
     _register_attention_gradient_once()
     is_causal, scale = (traced_value.toIValue() for traced_value in traced_inputs[5:7])
     if traced_inputs[3].node().mustBeNone():
@@ -67,7 +67,7 @@ def write_fused_cpu_attention_call(
             g, attention_operator.LATER_KEYS if is_causal else attention_operator.NOTHING
         )
     else:
-        mask = _write_boolean_mask_as_additive(g, graph_inputs[3], graph_inputs[0])
+        mask = _write_mask_as_additive_if_boolean(g, graph_inputs[3], graph_inputs[0])
         excluded_keys = _write_aten_call(g, attention_operator.MASKED, [mask])
     # Where the model swapped the dimensions only for attention, the kernel swaps strides instead.
     swapped_inputs = [_input_of_head_and_length_swap_or_none(value) for value in graph_inputs[:3]]
@@ -128,7 +128,7 @@ def is_reshape_of_attention_to_same_shape(traced_node: torch.Node) -> bool:
     return (
         len(sizes) == 4
         and _is_size_of_traced_dimension(sizes[0], attended, 0)
-        and constant_numbers(sizes[1]) == [-1]
+        and known_numbers_of_constant_or_list(sizes[1]) == [-1]
         and _is_size_of_traced_dimension(sizes[2], query, 2)
         and _is_size_of_traced_dimension(sizes[3], value, 3)
     )
@@ -143,10 +143,10 @@ def _is_size_of_traced_dimension(
     node = traced_number.node()
     if node.kind() != "aten::size" or node.inputsAt(0).debugName() != tensor_value.debugName():
         return False
-    return constant_numbers(node.inputsAt(1)) in ([dimension], [dimension - 4])
+    return known_numbers_of_constant_or_list(node.inputsAt(1)) in ([dimension], [dimension - 4])
 
 
-def _write_boolean_mask_as_additive(
+def _write_mask_as_additive_if_boolean(
     g: GraphContext, mask_value: torch.Value, query_value: torch.Value
 ) -> torch.Value:
     """Write a boolean mask as numbers to add to the scores; return any other mask as it is.
@@ -190,7 +190,7 @@ def _register_attention_gradient_once() -> None:
 
 
 # Any: a Rewriting of torch_kernels.py, which imports this module.
-def merge_into_first_mask_examination(
+def merge_later_mask_examination_into_first(
     graph_rewriting: Any, examination_node: onnx.NodeProto
 ) -> bool:
     """Let layers with one mask examine it once; return whether the node is left out."""
@@ -229,7 +229,7 @@ def let_transformers_leave_out_causal_masks(export_context: ExportContext) -> It
         return
 
     def find_unless_counted(positions: torch.Tensor) -> torch.Tensor | None:
-        if torch.jit.is_tracing() and _are_positions_counted_by_model(positions):
+        if torch.jit.is_tracing() and _are_position_ids_computed_from_sizes_only(positions):
             # Pause the trace: only outside a trace does transformers compare the values of the
             # position ids, and return None if there is one document.
             state = _TRACER._get_tracing_state()
@@ -293,7 +293,7 @@ def zero_padding_in_transformer_encoder_outputs() -> Iterator[None]:
         yield
 
 
-def _are_positions_counted_by_model(position_ids: torch.Tensor) -> bool:
+def _are_position_ids_computed_from_sizes_only(position_ids: torch.Tensor) -> bool:
     """Return whether the model itself counted the positions, from sizes and constants alone.
 
     Such positions are consecutive for every batch.

@@ -14,7 +14,7 @@ from ortlaunch.base import machine
 from ortlaunch.ortmodule.base.counters import tally
 
 
-def should_stay_fused_and_note_why_not(
+def stays_fused_if_listed_or_large_and_note_why_not(
     traced_inputs: Sequence[Any], device_type: str, is_mask_trained: bool, is_operator_listed: bool
 ) -> bool:
     """Return whether a traced attention stays torch's fused kernel; note why it cannot.

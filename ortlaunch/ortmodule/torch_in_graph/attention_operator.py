@@ -34,7 +34,7 @@ _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @functools.cache
-def define_attention_operators_once() -> torch.library.Library:
+def define_cpu_attention_operators_once() -> torch.library.Library:
     """Register the operators, once in a process.
 
     The operators exist for as long as the returned library.
@@ -100,7 +100,7 @@ def _compute_attention_and_log_sum_exp(*call_arguments: Any) -> tuple[Tensor, Te
 
     The arguments are those of `_heads_first_inputs_and_kernel_settings`.
     """
-    with torch_calls.count_and_measure_torch_call(_COUNTED_NAME):
+    with torch_calls.count_and_time_torch_call_and_record_error(_COUNTED_NAME):
         inputs, kernel_settings = _heads_first_inputs_and_kernel_settings(
             call_arguments[:3], *call_arguments[3:]
         )
@@ -119,7 +119,7 @@ def _compute_query_key_value_gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, each in the order of dimensions of its input."""
     *call_arguments, attended, sums = forward_arguments
-    with torch_calls.count_and_measure_torch_call(_COUNTED_NAME, is_backward=True):
+    with torch_calls.count_and_time_torch_call_and_record_error(_COUNTED_NAME, is_backward=True):
         if not sums.numel():
             return tuple(map(torch.zeros_like, call_arguments[:3]))
         inputs, kernel_settings = _heads_first_inputs_and_kernel_settings(

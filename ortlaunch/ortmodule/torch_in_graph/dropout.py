@@ -19,7 +19,7 @@ _PROBABILITY_STEPS = 1 << 16
 
 
 @functools.cache
-def define_dropout_operators_once() -> torch.library.Library:
+def define_cpu_dropout_operators_once() -> torch.library.Library:
     """Register the operators, once in a process.
 
     The operators exist for as long as the returned library.

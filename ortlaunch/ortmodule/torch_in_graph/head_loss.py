@@ -30,11 +30,11 @@ OPERATOR = "ortlaunch::head_loss"
 def wrap_export_keeping_chunked_loss(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that the operator of a chunked loss stays one call."""
     return wrap_export_with_operator_forms(
-        torch_export, lambda: {OPERATOR: _write_chunked_loss_call}
+        torch_export, lambda: {OPERATOR: _register_gradient_and_write_chunked_loss_call}
     )
 
 
-def _write_chunked_loss_call(
+def _register_gradient_and_write_chunked_loss_call(
     g: GraphContext,
     hidden_value: torch.Value,
     weight_value: torch.Value,

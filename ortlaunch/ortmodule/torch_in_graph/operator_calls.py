@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ortlaunch.ortmodule.base.torch_calls import create_torch_call_function_class
+from ortlaunch.ortmodule.base.torch_calls import create_counted_torch_function_class_for_ort
 
 if TYPE_CHECKING:
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
-# Files in site-packages and in ortlaunch; `TorchOperatorCall.source_line_text_or_empty` reports
+# Files in site-packages and in ortlaunch; `TorchOperatorCall.user_source_location_text_or_empty` reports
 # lines of other files only.
 _NOT_THE_USERS = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]))
 # ONNX has no complex types: ORT's graph holds complex tensors as pairs of real numbers.
@@ -72,7 +72,7 @@ class TorchOperatorCall:
         """Return the node's inputs in the traced graph."""
         return self._traced_inputs
 
-    def source_line_text_or_empty(self) -> str:
+    def user_source_location_text_or_empty(self) -> str:
         """Return ` at FILE:LINE` of the user's code that calls the operator; empty if unknown."""
         locations = re.finditer(r"^(.+?)\((\d+)\): ", str(self._node.sourceRange()), re.MULTILINE)
         user_locations = (
@@ -132,7 +132,9 @@ class TorchOperatorCall:
         """
         if not self._outputs:
             raise OperatorNotCallable("it returns a list of tensors that is used as a whole")
-        types_and_ranks = [_dtype_and_rank_as_real_pairs(output) for output in self._outputs]
+        types_and_ranks = [
+            _dtype_and_rank_as_real_pairs_or_refuse(output) for output in self._outputs
+        ]
         result_types = [result_type for result_type, _ in types_and_ranks]
         result_ranks = [result_rank for _, result_rank in types_and_ranks]
         if self.name in _NOT_CALLABLE_REASONS:
@@ -153,7 +155,7 @@ class TorchOperatorCall:
         kept_positions = frozenset(
             i for i, value in enumerate(self._tensors) if value.node().kind() == "prim::Param"
         )
-        function = create_torch_call_function_class(
+        function = create_counted_torch_function_class_for_ort(
             self.name.replace("::", "."), operation, kept_positions
         )
         values = self._write_python_op_of_function(
@@ -210,14 +212,14 @@ class TorchOperatorCall:
         if operator._schema.is_mutable:
             raise OperatorNotCallable(f"{self.name} changes a tensor in place")
         builders = [
-            self._create_argument_builder(traced, written, arg)
+            self._create_argument_builder_and_add_tensors(traced, written, arg)
             for traced, written, arg in zip(self._traced_inputs, self._graph_inputs, schema)
         ]
         names = [arg.name if arg.kwarg_only else "" for arg in schema]
         are_pairs = [_is_complex_tensor(output) for output in self._outputs]
 
         need_gradients = [gradient_paths.depends_on_trained_input(value) for value in self._tensors]
-        source_line = self.source_line_text_or_empty()
+        source_line = self.user_source_location_text_or_empty()
         call_location = f"{self.name}{source_line}"
 
         def run_operator(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -294,27 +296,29 @@ class TorchOperatorCall:
             for old, arg in zip(self._traced_inputs, overload_schema.arguments)
         )
 
-    def _create_argument_builder(
+    def _create_argument_builder_and_add_tensors(
         self, traced_value: Any, graph_value: Any, schema_argument: GraphContext
     ) -> ArgumentBuilder:
         type_text = str(schema_argument.type)
         if traced_value.node().kind() == "prim::ListConstruct":
             item_type = type_text.replace("List[", "").replace("[]", "")
             builders = [
-                self._create_value_builder(o, n, item_type)
+                self._create_value_builder_and_add_tensor_if_any(o, n, item_type)
                 for o, n in zip(traced_value.node().inputs(), graph_value.node().inputs())
             ]
             return lambda tensors: [builder(tensors) for builder in builders]
-        return self._create_value_builder(traced_value, graph_value, type_text)
+        return self._create_value_builder_and_add_tensor_if_any(
+            traced_value, graph_value, type_text
+        )
 
-    def _create_value_builder(
+    def _create_value_builder_and_add_tensor_if_any(
         self, traced_value: Any, graph_value: Any, argument_type_text: str
     ) -> ArgumentBuilder:
         if _is_none_value(traced_value):
             return _create_constant_builder(None)
         if traced_value.node().kind() == "prim::dtype":
             return _create_constant_builder(
-                _dtype_and_rank_as_real_pairs(traced_value.node().input())[0]
+                _dtype_and_rank_as_real_pairs_or_refuse(traced_value.node().input())[0]
             )
         # Attributes of another tensor, as `x.normal_()` passes them: the default fits, for the graph is
         # on one device.
@@ -333,7 +337,7 @@ class TorchOperatorCall:
         self, traced_value: Any, graph_value: Any
     ) -> ArgumentBuilder:
         if element_type_name_or_none(graph_value) is None or graph_value.type().dim() is None:
-            result_type, rank = _dtype_and_rank_as_real_pairs(traced_value)
+            result_type, rank = _dtype_and_rank_as_real_pairs_or_refuse(traced_value)
             graph_value.setType(
                 torch._C.TensorType.get().with_dtype(result_type).with_sizes([None] * rank)
             )
@@ -441,7 +445,7 @@ def _is_complex_tensor(traced_value: Any) -> bool:
     return element_type_name_or_none(traced_value) in _REAL_NAME_BY_COMPLEX
 
 
-def _dtype_and_rank_as_real_pairs(traced_value: Any) -> tuple[torch.dtype, int]:
+def _dtype_and_rank_as_real_pairs_or_refuse(traced_value: Any) -> tuple[torch.dtype, int]:
     """Return the type and the number of dimensions; for complex numbers, those of pairs."""
     scalar_type = element_type_name_or_none(traced_value)
     rank = traced_value.type().dim() if scalar_type else None

@@ -28,7 +28,7 @@ from ortlaunch.ortmodule.tracing import (
 from ortlaunch.ortmodule.tracing.symbolics import (
     ExportFunction,
     OperatorForm,
-    constant_numbers,
+    known_numbers_of_constant_or_list,
     ort_form_by_operator,
     wrap_export_with_operator_forms,
 )
@@ -60,7 +60,7 @@ def _is_first_input_scalar(traced_inputs: Sequence[Any]) -> bool:
     return bool(traced_inputs[0].type().dim() == 0)
 
 
-def _has_several_value_indices(traced_inputs: Sequence[Any]) -> bool:
+def _has_several_index_tensors_of_input_values(traced_inputs: Sequence[Any]) -> bool:
     """Return whether there are several index tensors, of values and not of sizes alone."""
     indices = list(traced_inputs[1].node().inputs())
     pending = [index for index in indices if not index.node().mustBeNone()]
@@ -74,7 +74,7 @@ def _has_several_value_indices(traced_inputs: Sequence[Any]) -> bool:
     return False
 
 
-def _is_index_written_by_model(traced_inputs: Sequence[Any]) -> bool:
+def _is_index_written_outside_this_package(traced_inputs: Sequence[Any]) -> bool:
     """Return whether an index is the model's, not one that this package has made."""
     stack = str(traced_inputs[2].node().sourceRange())
     own_code_pattern = (
@@ -128,12 +128,15 @@ OPERATORS = (
         "index",
         TORCH,
         "several index tensors: one too large is of another row",
-        _has_several_value_indices,
+        _has_several_index_tensors_of_input_values,
     ),
     OperatorRemedy(
-        "index_select", TORCH, "a negative index is from the end", _is_index_written_by_model
+        "index_select",
+        TORCH,
+        "a negative index is from the end",
+        _is_index_written_outside_this_package,
     ),
-    OperatorRemedy("scatter", TORCH, "as `index_select`", _is_index_written_by_model),
+    OperatorRemedy("scatter", TORCH, "as `index_select`", _is_index_written_outside_this_package),
     OperatorRemedy("scatter_reduce", TORCH, "as `index_select`"),
     OperatorRemedy("one_hot", TORCH, "a class too many or a negative one is none"),
     OperatorRemedy(
@@ -159,12 +162,12 @@ OPERATORS = (
     # Types and gradients
     OperatorRemedy(
         "to",
-        elementwise_forms.create_form_without_equal_casts("to", 9),
+        elementwise_forms.create_form_without_redundant_casts("to", 9),
         "a cast to the type that a tensor has: ORT fails to remove it",
     ),
     OperatorRemedy(
         "log_softmax",
-        elementwise_forms.create_form_without_equal_casts("log_softmax", 13),
+        elementwise_forms.create_form_without_redundant_casts("log_softmax", 13),
         "as `to`",
     ),
     OperatorRemedy("detach", elementwise_forms.detach, "is left out: the gradient goes through"),
@@ -234,7 +237,9 @@ OPERATORS = (
         "linalg_vector_norm",
         TORCH,
         "of other orders: nan at zero",
-        lambda inputs: not set(constant_numbers(inputs[1])) <= set(_EXACT_NORM_ORDERS),
+        lambda inputs: (
+            not set(known_numbers_of_constant_or_list(inputs[1])) <= set(_EXACT_NORM_ORDERS)
+        ),
     ),
     OperatorRemedy("cdist", TORCH, "nan behind equal vectors"),
     OperatorRemedy(
@@ -279,7 +284,9 @@ OPERATORS = (
             f"upsample_{name}",
             TORCH,
             "ORT's gradient takes the sizes' quotient for the scale",
-            lambda inputs: any(scale != int(scale) for scale in constant_numbers(inputs[-1])),
+            lambda inputs: any(
+                scale != int(scale) for scale in known_numbers_of_constant_or_list(inputs[-1])
+            ),
         )
         for name in _UPSAMPLES
     ),
@@ -306,7 +313,7 @@ def table_lets_torch_compute_call(operator_name: str, traced_inputs: Sequence[An
     return any(row.condition(traced_inputs) for row in _TORCH_ROWS_BY_NAME.get(operator_name, ()))
 
 
-def wrap_export_with_exact_forms(
+def wrap_export_with_exact_forms_without_fast_path(
     torch_export: ExportFunction, *only_operator_names: str
 ) -> ExportFunction:
     """Wrap an export so that it uses the table's forms and ORT's, or only the table's of `only_operator_names`."""

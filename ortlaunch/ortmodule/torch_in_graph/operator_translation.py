@@ -24,7 +24,7 @@ from ortlaunch.ortmodule.base.export import ExportContext
 from ortlaunch.ortmodule.base.gradient_paths import (
     SILENTLY_WRONG,
     GradientPaths,
-    is_valid_onnx_transpose_or_norm,
+    is_valid_if_transpose_or_layer_norm,
 )
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
 from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
@@ -84,7 +84,7 @@ def install_build_retries_and_readable_errors() -> None:
         replace_method_by_wrapper(
             owning_class_or_module(TRAINING),
             method_name,
-            functools.partial(_retry_build_with_blamed_as_torch, method_name),
+            functools.partial(_build_and_retry_with_blamed_operators_as_torch, method_name),
         )
     replace_method_by_wrapper(
         owning_class_or_module(EVALUATION), "_create_execution_agent", _create_agent_and_free_batch
@@ -92,7 +92,7 @@ def install_build_retries_and_readable_errors() -> None:
     replace_method_by_wrapper(
         owning_class_or_module(TRANSITION),
         "get_post_processed_model",
-        _post_process_and_keep_batch_for_build,
+        _post_process_and_keep_batch_if_graph_changed,
     )
     for agent, method_name in (
         ("Training", "forward"),
@@ -125,7 +125,7 @@ def keep_torch_operators_while_exporting(export_context: ExportContext) -> Itera
     with contextlib.ExitStack() as patches:
         for name, wrapper in (
             ("_run_symbolic_function", translator.translate_node_or_write_torch_call),
-            ("_optimize_graph", translator.record_schemas_and_optimize_graph),
+            ("_optimize_graph", translator.record_schemas_and_sizes_then_optimize_graph),
         ):
             patches.enter_context(
                 mock.patch.object(
@@ -174,7 +174,7 @@ class _TracedGraphTranslator:
         # of the draws is that of eager PyTorch.
         self._latest_drawn: Any = None
         # By ONNX operator: the torch operators translated to it, with their source locations.
-        # Stored in the options, which outlive the export: `_mark_and_note_operators_for_torch`
+        # Stored in the options, which outlive the export: `_mark_and_note_new_operators_for_torch`
         # reads it when a build fails.
         self._origins_by_operator: dict[str, dict[str, str]] = vars(
             export_context.options
@@ -192,7 +192,7 @@ class _TracedGraphTranslator:
             export_context.device.type,
         )
 
-    def record_schemas_and_optimize_graph(
+    def record_schemas_and_sizes_then_optimize_graph(
         self, original_optimize: AnyFunction, traced_graph: Any, *args: object, **kwargs: object
     ) -> Any:
         """Record each operator's schema, which the exporter's passes over the graph drop."""
@@ -245,7 +245,7 @@ class _TracedGraphTranslator:
                 )
                 return self._latest_drawn
         stays_torch = name.rstrip("_") in self._torch_names or call.has_complex_input_or_output()
-        if name == attention.OPERATOR_NAME and self._should_attention_stay_fused(
+        if name == attention.OPERATOR_NAME and self._attention_stays_fused_or_note_why_not(
             call.traced_input_values(), inputs, stays_torch
         ):
             if self._device == "cpu":
@@ -259,7 +259,7 @@ class _TracedGraphTranslator:
                 name.rstrip("_"), call.traced_input_values()
             )
         if self._can_call_torch and stays_torch:
-            return self._write_torch_call_or_keep_plain_outputs(call, context, None)
+            return self._write_torch_call_or_keep_plain_outputs_or_refuse(call, context, None)
         new_count_before = len(new_nodes)
         if not self._follows_table:
             outputs = translate_plainly()
@@ -268,20 +268,22 @@ class _TracedGraphTranslator:
         try:
             outputs = translate_plainly()
         except Exception as error:
-            return self._write_torch_call_or_keep_plain_outputs(call, context, error)
+            return self._write_torch_call_or_keep_plain_outputs_or_refuse(call, context, error)
         written_nodes = new_nodes[new_count_before:]
-        self._record_source_line_of_written_nodes(
-            node, written_nodes, call.source_line_text_or_empty()
+        self._record_origin_and_line_of_written_nodes(
+            node, written_nodes, call.user_source_location_text_or_empty()
         )
         if (
-            not all(map(is_valid_onnx_transpose_or_norm, written_nodes))
-            or self._operator_blocking_gradient_or_empty(written_nodes, outputs)
+            not all(map(is_valid_if_transpose_or_layer_norm, written_nodes))
+            or self._name_of_blocking_operator_if_training_or_empty(written_nodes, outputs)
             or self._sizes.node_reads_possibly_empty_tensor(node)
         ):
-            return self._write_torch_call_or_keep_plain_outputs(call, context, None, outputs)
+            return self._write_torch_call_or_keep_plain_outputs_or_refuse(
+                call, context, None, outputs
+            )
         return outputs
 
-    def _record_source_line_of_written_nodes(
+    def _record_origin_and_line_of_written_nodes(
         self, traced_node: torch.Node, written_nodes: Sequence[torch.Node], source_line_text: str
     ) -> None:
         scope = traced_node.scopeName().rpartition("::")[2].removeprefix("_original_module")
@@ -294,17 +296,17 @@ class _TracedGraphTranslator:
                     source_line_text
                 ] = None
 
-    def _should_attention_stay_fused(
+    def _attention_stays_fused_or_note_why_not(
         self, traced_inputs: Sequence[Any], graph_inputs: Sequence[Any], is_operator_listed: bool
     ) -> bool:
         learns_mask = self._gradients.depends_on_trained_input(graph_inputs[3])
         return (
             is_operator_listed or self._auto
-        ) and attention_choice.should_stay_fused_and_note_why_not(
+        ) and attention_choice.stays_fused_if_listed_or_large_and_note_why_not(
             traced_inputs, self._device, learns_mask, is_operator_listed
         )
 
-    def _operator_blocking_gradient_or_empty(
+    def _name_of_blocking_operator_if_training_or_empty(
         self, written_nodes: Sequence[Any], output_values: Any
     ) -> str:
         values = output_values if isinstance(output_values, (tuple, list)) else [output_values]
@@ -325,7 +327,7 @@ class _TracedGraphTranslator:
             table_lets_torch_compute_call(
                 operator_call.name.rstrip("_"), operator_call.traced_input_values()
             )
-            or self._operator_blocking_gradient_or_empty(written_nodes, output_values)
+            or self._name_of_blocking_operator_if_training_or_empty(written_nodes, output_values)
             in SILENTLY_WRONG
         ):
             raise RuntimeError(
@@ -334,7 +336,7 @@ class _TracedGraphTranslator:
                 f"{extensions.reason_interop_is_unbuildable_or_empty()}".rstrip()
             )
 
-    def _write_torch_call_or_keep_plain_outputs(
+    def _write_torch_call_or_keep_plain_outputs_or_refuse(
         self,
         operator_call: Any,
         graph_context: GraphContext,
@@ -366,7 +368,7 @@ class _TracedGraphTranslator:
         setting_text = f"Settings.torch_modules{f'=[{layer!r}]' if layer else ''}"
         return RuntimeError(
             f"{earlier_message}torch cannot compute "
-            f"{operator_call.name}{operator_call.source_line_text_or_empty()} inside ONNX Runtime's graph: "
+            f"{operator_call.name}{operator_call.user_source_location_text_or_empty()} inside ONNX Runtime's graph: "
             f"{refusal_reason}. Write it with other operators, or let the layer run as torch ({setting_text})"
         )
 
@@ -409,12 +411,12 @@ def _get_or_create_blamed_operators(runtime_options: Any) -> set[str]:
     return blamed
 
 
-def _post_process_and_keep_batch_for_build(
+def _post_process_and_keep_batch_if_graph_changed(
     original_get_model: AnyFunction, graph_manager: Any, batch_args: Any, batch_kwargs: Any
 ) -> Any:
-    # For `_export_and_rebuild`, if the build that follows fails.
+    # For `_export_again_and_rebuild_up_to_method`, if the build that follows fails.
     graph_manager._ortlaunch_given = batch_args, batch_kwargs
-    was_changed, info = _retry_export_with_blamed_as_torch(
+    was_changed, info = _export_and_retry_with_blamed_operators_as_torch(
         original_get_model, graph_manager, batch_args, batch_kwargs
     )
     # No build follows, so the batch is freed.
@@ -423,7 +425,7 @@ def _post_process_and_keep_batch_for_build(
     return was_changed, info
 
 
-def _retry_export_with_blamed_as_torch(
+def _export_and_retry_with_blamed_operators_as_torch(
     original_get_model: AnyFunction, graph_manager: Any, batch_args: Any, batch_kwargs: Any
 ) -> Any:
     for _ in range(_MAX_RETRIES):
@@ -431,7 +433,7 @@ def _retry_export_with_blamed_as_torch(
             return original_get_model(graph_manager, batch_args, batch_kwargs)
         except ShapeInferenceError as error:
             options = graph_manager._runtime_options
-            if not _mark_and_note_operators_for_torch(options, {error.operator}, str(error)):
+            if not _mark_and_note_new_operators_for_torch(options, {error.operator}, str(error)):
                 origins = vars(options).get("_ortlaunch_makers", {}).get(error.operator, {})
                 lines = ", ".join(
                     f"{name}{line}" for name, line in sorted(origins.items())[:_MAX_LOCATIONS]
@@ -458,7 +460,7 @@ def _run_agent_with_readable_errors(
         return original_run(execution_agent, *run_arguments)
 
 
-def _retry_build_with_blamed_as_torch(
+def _build_and_retry_with_blamed_operators_as_torch(
     build_method_name: str, original_build: AnyFunction, manager: Manager, *build_arguments: Any
 ) -> Any:
     for _ in range(_MAX_RETRIES):
@@ -473,12 +475,12 @@ def _retry_build_with_blamed_as_torch(
             }
             can_retry = _disable_compute_optimizer_if_it_failed(
                 manager, str(error), *build_arguments
-            ) or _mark_and_note_operators_for_torch(
+            ) or _mark_and_note_new_operators_for_torch(
                 manager._runtime_options, onnx_operators, str(error)
             )
             if not can_retry:
                 raise
-            _export_and_rebuild(manager, build_method_name)
+            _export_again_and_rebuild_up_to_method(manager, build_method_name)
     return original_build(manager, *build_arguments)
 
 
@@ -507,7 +509,7 @@ def _keep_lines_and_free_batch_of_new_agent(manager: Manager, finished_method_na
         vars(manager._graph_transition_manager).pop("_ortlaunch_given", None)
 
 
-def _mark_and_note_operators_for_torch(
+def _mark_and_note_new_operators_for_torch(
     runtime_options: Any, onnx_operators: set[str], error_text: str
 ) -> set[str]:
     """Mark the torch operators that were translated to the ONNX operators in ORT's error.
@@ -533,7 +535,7 @@ def _mark_and_note_operators_for_torch(
     return new_operators
 
 
-def _export_and_rebuild(manager: Manager, interrupted_method_name: str) -> None:
+def _export_again_and_rebuild_up_to_method(manager: Manager, interrupted_method_name: str) -> None:
     graph_manager = manager._graph_transition_manager
     graph_manager._exported_model_info = None
     _, info = graph_manager.get_post_processed_model(*graph_manager._ortlaunch_given)

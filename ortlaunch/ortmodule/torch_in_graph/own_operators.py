@@ -22,28 +22,46 @@ GROUP_NORM_BACKWARD = "ortlaunch::group_norm_backward"
 
 
 @functools.cache
-def define_own_operators_once() -> torch.library.Library:
+def define_gelu_gather_conv_norm_operators_once() -> torch.library.Library:
     """Register the operators, once in a process.
 
     The operators exist for as long as the returned library.
     """
     library = torch.library.Library("ortlaunch", "FRAGMENT")
     for name, schema, function in (
-        ("gelu_tanh", "(Tensor x) -> Tensor", functools.partial(torch.ops.aten.gelu, approximate="tanh")),
-        ("gelu_tanh_backward", "(Tensor gradient, Tensor x) -> Tensor",
-         functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")),
-        ("gather_backward", "(Tensor gradient, int[] shape, Tensor index, int dim) -> Tensor",
-         gather_input_gradient),
-        ("convolution_backward", "(Tensor gradient, Tensor x, Tensor weight, int[] stride, int[] padding, "
-         "int[] dilation, int groups, int wanted) -> (Tensor, Tensor, Tensor)", convolution_gradients_or_empty),
-    ):  # fmt: skip
+        (
+            "gelu_tanh",
+            "(Tensor x) -> Tensor",
+            functools.partial(torch.ops.aten.gelu, approximate="tanh"),
+        ),
+        (
+            "gelu_tanh_backward",
+            "(Tensor gradient, Tensor x) -> Tensor",
+            functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+        ),
+        (
+            "gather_backward",
+            "(Tensor gradient, int[] shape, Tensor index, int dim) -> Tensor",
+            gather_input_gradient,
+        ),
+        (
+            "convolution_backward",
+            "(Tensor gradient, Tensor x, Tensor weight, int[] stride, int[] padding, "
+            "int[] dilation, int groups, int wanted) -> (Tensor, Tensor, Tensor)",
+            convolution_gradients_with_empty_for_unwanted,
+        ),
+    ):
         library.define(name + schema)
         library.impl(name, function, "CPU")
     library.define(
         "group_norm_backward(Tensor gradient, Tensor x, Tensor mean, Tensor inverse, Tensor? weight, "
         "int samples, int channels, int positions, int groups) -> (Tensor, Tensor, Tensor)"
     )
-    library.impl("group_norm_backward", group_norm_gradients_or_empty, "CompositeExplicitAutograd")
+    library.impl(
+        "group_norm_backward",
+        group_norm_gradients_with_empty_if_unweighted,
+        "CompositeExplicitAutograd",
+    )
     return library
 
 
@@ -52,7 +70,7 @@ def gather_input_gradient(gradient: Tensor, shape: list[int], index: Tensor, dim
     return gradient.new_zeros(shape).scatter_add_(dim, index, gradient)
 
 
-def convolution_gradients_or_empty(
+def convolution_gradients_with_empty_for_unwanted(
     gradient: Tensor, x: Tensor, weight: Tensor, *other_arguments: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias in a convolution.
@@ -68,7 +86,7 @@ def convolution_gradients_or_empty(
     return tuple(gradient.new_empty(0) if result is None else result for result in results)
 
 
-def group_norm_gradients_or_empty(
+def group_norm_gradients_with_empty_if_unweighted(
     gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, *sizes: int
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias in a GroupNorm; without weights, two are empty."""

@@ -46,7 +46,9 @@ def call_torch_kernels() -> None:
     Its cross entropy is replaced too, because it accepts labels outside the classes.
     """
     replace_method_by_wrapper(
-        owning_class_or_module(TRAINING), "_build_graph", _build_training_graph_with_torch_kernels
+        owning_class_or_module(TRAINING),
+        "_build_graph",
+        _build_training_graph_with_torch_kernels_on_cpu,
     )
     replace_method_by_wrapper(
         owning_class_or_module(EVALUATION),
@@ -68,7 +70,7 @@ def may_torch_compute_matmuls(module_settings: Settings) -> bool:
     return module_settings.torch_matmul is not False and not has_recomputation
 
 
-def _build_training_graph_with_torch_kernels(
+def _build_training_graph_with_torch_kernels_on_cpu(
     original_build: AnyFunction, manager: Manager, *args: object
 ) -> None:
     original_build(manager, *args)
@@ -112,27 +114,27 @@ def replace_training_nodes_by_torch_calls(
     """
     has_wide_matrix = _has_wide_input_or_weight_matrix(training_graph)
     recomputable: dict[str, _Kernel] = {
-        "Gelu": lambda training_graph, node: _add_torch_call_unless_other_type(
+        "Gelu": lambda training_graph, node: _add_torch_call_if_float32_or_unknown(
             training_graph, node, "gelu", ""
         ),
-        "QuickGelu": _add_torch_silu_if_alpha_is_1,
-        "FastGelu": _add_torch_tanh_gelu_unless_biased,
+        "QuickGelu": _add_torch_silu_or_gradient_if_alpha_is_1,
+        "FastGelu": _add_torch_tanh_gelu_or_gradient_unless_biased,
         "LayerNormalization": _add_torch_layer_norm_if_last_axis,
-        "Conv": _add_torch_convolution_if_evenly_padded,
+        "Conv": _add_torch_conv_or_gradient_if_evenly_padded,
         "Dropout": _add_torch_dropout_if_mask_is_internal,
         "DropoutGrad": _add_torch_dropout_gradient_if_forward_is,
     }
     kernels: dict[str, _Kernel] = {
         **_CHECKED_KERNELS,
-        "SoftmaxCrossEntropyLossInternalGrad": _add_torch_loss_gradient_if_rowwise,
-        "QuickGeluGrad": _add_torch_silu_if_alpha_is_1,
+        "SoftmaxCrossEntropyLossInternalGrad": _add_torch_cross_entropy_gradient_if_rowwise,
+        "QuickGeluGrad": _add_torch_silu_or_gradient_if_alpha_is_1,
         "GeluGrad": _add_torch_gelu_gradient,
-        "FastGeluGrad": _add_torch_tanh_gelu_unless_biased,
+        "FastGeluGrad": _add_torch_tanh_gelu_or_gradient_unless_biased,
         "LayerNormalizationGrad": _add_torch_layer_norm_gradient_if_last_axis,
         "SimplifiedLayerNormalizationGrad": _add_torch_rms_norm_gradient_if_last_axis,
         "GatherElementsGrad": _add_torch_gather_gradient_if_float32,
-        "ConvGrad": _add_torch_convolution_if_evenly_padded,
-        "ATen": attention.merge_into_first_mask_examination,
+        "ConvGrad": _add_torch_conv_or_gradient_if_evenly_padded,
+        "ATen": attention.merge_later_mask_examination_into_first,
         **({} if backward_recomputes_forward else recomputable),
         **({"ReduceSum": _add_torch_sum_if_bias_gradient} if has_wide_matrix else {}),
         **(
@@ -313,7 +315,9 @@ def _has_score_row_per_label(graph_rewriting: Rewriting, loss_node: onnx.NodePro
     )
 
 
-def _add_torch_loss_if_rowwise(graph_rewriting: Rewriting, loss_node: onnx.NodeProto) -> bool:
+def _add_torch_cross_entropy_if_rowwise(
+    graph_rewriting: Rewriting, loss_node: onnx.NodeProto
+) -> bool:
     if not _has_score_row_per_label(graph_rewriting, loss_node):
         return False
     loss_name, log_scores = loss_node.output
@@ -333,7 +337,7 @@ def _add_torch_loss_if_rowwise(graph_rewriting: Rewriting, loss_node: onnx.NodeP
     return True
 
 
-def _add_torch_loss_gradient_if_rowwise(
+def _add_torch_cross_entropy_gradient_if_rowwise(
     graph_rewriting: Rewriting, loss_gradient_node: onnx.NodeProto
 ) -> bool:
     gradient, log_scores, labels = loss_gradient_node.input[:3]
@@ -391,7 +395,7 @@ def _add_torch_dropout_if_mask_is_internal(
         or not (only_gradient and _input_name_or_empty(dropout_node, 2))
     ):
         return False
-    dropout.define_dropout_operators_once()
+    dropout.define_cpu_dropout_operators_once()
     graph_rewriting.uint8_outputs.add(_byte_mask_name(mask_name))
     graph_rewriting.add_torch_call(
         dropout.FORWARD,
@@ -427,7 +431,7 @@ def _byte_mask_name(mask_name: str) -> str:
 # --------------------------------------------- GELU, LayerNorm, gather, convolutions
 
 
-def _add_torch_call_unless_other_type(
+def _add_torch_call_if_float32_or_unknown(
     graph_rewriting: Rewriting,
     replaced_node: onnx.NodeProto,
     torch_operator: str,
@@ -453,26 +457,26 @@ def _add_torch_gelu_gradient(
     return True
 
 
-def _add_torch_tanh_gelu_unless_biased(
+def _add_torch_tanh_gelu_or_gradient_unless_biased(
     graph_rewriting: Rewriting, gelu_node: onnx.NodeProto
 ) -> bool:
     """Replace a GELU by its tanh form, or its gradient, without the bias that ORT can add."""
     is_gradient = gelu_node.op_type == "FastGeluGrad"
     if len(gelu_node.input) != 1 + is_gradient:
         return False
-    own_operators.define_own_operators_once()
+    own_operators.define_gelu_gather_conv_norm_operators_once()
     operator = own_operators.GELU_BACKWARD if is_gradient else own_operators.GELU
-    return _add_torch_call_unless_other_type(graph_rewriting, gelu_node, operator)
+    return _add_torch_call_if_float32_or_unknown(graph_rewriting, gelu_node, operator)
 
 
-def _add_torch_silu_if_alpha_is_1(
+def _add_torch_silu_or_gradient_if_alpha_is_1(
     graph_rewriting: Rewriting, quick_gelu_node: onnx.NodeProto
 ) -> bool:
     """Replace x * sigmoid(alpha * x) or its gradient, where alpha is 1."""
     operator = "silu" if quick_gelu_node.op_type == "QuickGelu" else "silu_backward"
     return _attribute_value_by_name(quick_gelu_node).get(
         "alpha"
-    ) == 1.0 and _add_torch_call_unless_other_type(graph_rewriting, quick_gelu_node, operator)
+    ) == 1.0 and _add_torch_call_if_float32_or_unknown(graph_rewriting, quick_gelu_node, operator)
 
 
 def _add_torch_layer_norm_if_last_axis(
@@ -551,7 +555,7 @@ def _add_torch_rms_norm_gradient_if_last_axis(
         and all(gradient_node.output)
     ):
         return False
-    rms_norm_gradient.define_rms_norm_operator_once()
+    rms_norm_gradient.define_rms_norm_backward_on_cpu_once()
     graph_rewriting.add_torch_call(
         rms_norm_gradient.BACKWARD, [*gradient_node.input], gradient_node.output
     )
@@ -580,7 +584,7 @@ def _add_torch_gather_gradient_if_float32(
     gradient, shape, indices = gradient_node.input
     if graph_rewriting.float32_rank_or_none(gradient) is None:
         return False
-    own_operators.define_own_operators_once()
+    own_operators.define_gelu_gather_conv_norm_operators_once()
     axis = _attribute_value_by_name(gradient_node).get("axis", 0)
     graph_rewriting.add_torch_call(
         own_operators.GATHER_BACKWARD, [gradient, shape, indices, axis], gradient_node.output
@@ -588,7 +592,7 @@ def _add_torch_gather_gradient_if_float32(
     return True
 
 
-def _add_torch_convolution_if_evenly_padded(
+def _add_torch_conv_or_gradient_if_evenly_padded(
     graph_rewriting: Rewriting, conv_or_gradient_node: onnx.NodeProto
 ) -> bool:
     """Replace a convolution or its gradient, if it pads both ends alike."""
@@ -624,7 +628,7 @@ def _add_torch_convolution_if_evenly_padded(
             conv_or_gradient_node.output,
         )
         return True
-    own_operators.define_own_operators_once()
+    own_operators.define_gelu_gather_conv_norm_operators_once()
     names = [*conv_or_gradient_node.output, "", ""][:3]
     wanted_bits = sum(1 << output_index for output_index, name in enumerate(names) if name)
     outputs = [
@@ -776,7 +780,7 @@ def _original_matrix_and_needs_transpose(
 
 # In evaluation graphs, too: torch's checks of labels and indices, and its sigmoid.
 _CHECKED_KERNELS: dict[str, _Kernel] = {
-    "SoftmaxCrossEntropyLossInternal": _add_torch_loss_if_rowwise,
+    "SoftmaxCrossEntropyLossInternal": _add_torch_cross_entropy_if_rowwise,
     "GatherElements": _add_torch_gather_if_type_is_known,
-    "Sigmoid": lambda graph, node: _add_torch_call_unless_other_type(graph, node, "sigmoid"),
+    "Sigmoid": lambda graph, node: _add_torch_call_if_float32_or_unknown(graph, node, "sigmoid"),
 }

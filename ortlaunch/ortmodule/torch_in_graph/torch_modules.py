@@ -27,7 +27,7 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
 from ortlaunch.ortmodule.base.settings import SettingError, settings_of_ort_object_or_defaults
 from ortlaunch.ortmodule.base.torch_calls import (
-    create_torch_call_function_class,
+    create_counted_torch_function_class_for_ort,
     pause_tracing_and_torch_function,
 )
 from ortlaunch.ortmodule.native import extensions
@@ -48,7 +48,7 @@ _UNTRACEABLE_LAYERS = (
 _PATH_ATTRIBUTE = "_ortlaunch_torch"
 
 
-def paths_of_outermost_torch_layers(export_context: ExportContext) -> list[str]:
+def paths_of_outermost_torch_layers_or_refuse(export_context: ExportContext) -> list[str]:
     """Return the paths of the layers that run as torch, without layers inside them.
 
     The layers are those requested or detected; the paths are those of the flattened module.
@@ -87,7 +87,7 @@ class RepeatExportWithTorchLayer(Exception):
     """Raised when an export has detected a layer that must run as torch; the export is repeated."""
 
 
-def mark_layer_for_torch_and_create_exception(
+def mark_layer_for_torch_if_auto_and_create_exception(
     export_context: ExportContext, layer_path: str, fault_text: str
 ) -> Exception:
     """Return the exception to raise for a layer that is wrong in ORT's graph.
@@ -137,7 +137,7 @@ def record_torch_layers_as_single_calls(export_context: ExportContext) -> Iterat
     """Turn each such layer into one call in exports."""
     marked_layers = [
         (path, export_context.module.get_submodule(path))
-        for path in paths_of_outermost_torch_layers(export_context)
+        for path in paths_of_outermost_torch_layers_or_refuse(export_context)
     ]
     original_call = nn.Module.__call__
     # For layers with buffers: an output of the layer's previous call.
@@ -150,7 +150,7 @@ def record_torch_layers_as_single_calls(export_context: ExportContext) -> Iterat
         # An export itself runs with gradients off.
         gradients_enabled = grad_mode.starting_grad_mode_or_default(export_context.training)
         if torch.jit.is_tracing():
-            result, tensor = _call_layer_recorded_as_one_node(
+            result, tensor = _call_layer_as_one_node_and_get_result_and_tensor(
                 path,
                 layer,
                 original_call,
@@ -220,7 +220,7 @@ def _hide_from_trace_and_restore_random_states() -> Iterator[None]:
         numpy.random.set_state(numpy_random_state)
 
 
-def _call_layer_recorded_as_one_node(
+def _call_layer_as_one_node_and_get_result_and_tensor(
     layer_path: str,
     called_layer: nn.Module,
     original_call: AnyFunction,
@@ -281,7 +281,7 @@ def _call_layer_recorded_as_one_node(
         # _version counts the in-place changes of a tensor.
         versions_before = [value._version for value in values if isinstance(value, torch.Tensor)]
         with torch.autocast(*autocast_state), torch.set_grad_enabled(gradients):
-            outputs = result_structure.record_or_check_and_flatten(
+            outputs = result_structure.record_or_check_structure_and_list_tensors(
                 original_call(module, *inner_args, **inner_kwargs)
             )
         if versions_before != [
@@ -298,13 +298,13 @@ def _call_layer_recorded_as_one_node(
         *([] if previous_output is None else [previous_output.detach()]),
     ]
     title = f"module {layer_path}".replace(" ", ".")
-    function = create_torch_call_function_class(
+    function = create_counted_torch_function_class_for_ort(
         title,
         run_layer,
         frozenset(),
         unlisted_weights=weights,
         open_forward_context=_hide_layer_from_trace_if_tracing,
-        copies=True,
+        saves_only_copies=True,
     )
     outputs = function.apply(*tensors, *weights)
     return result_structure.rebuild_layer_result(outputs), outputs[0] if isinstance(
@@ -344,7 +344,9 @@ class _LayerResultStructure:
         self._other_values: list[object] = []
         self._tensor_types: list[Any] = []
 
-    def record_or_check_and_flatten(self, layer_result: object) -> list[torch.Tensor]:
+    def record_or_check_structure_and_list_tensors(
+        self, layer_result: object
+    ) -> list[torch.Tensor]:
         values, structure = tree_flatten(layer_result)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         other_values = [None if isinstance(value, torch.Tensor) else value for value in values]

@@ -187,7 +187,7 @@ class _AliasTracker(TorchFunctionMode):
             for tensor, value, version_before, version_after in pairs
             if version_before != version_after
         ]
-        for tensor, value in _changed_tensor_per_shared_memory(changed_pairs, result):
+        for tensor, value in _changed_tensor_and_value_per_shared_memory(changed_pairs, result):
             if any(
                 _share_storage_or_false(tensor, forward_input)
                 for forward_input in self._forward_inputs
@@ -208,7 +208,7 @@ class _AliasTracker(TorchFunctionMode):
                 raise RuntimeError(_COMPLEX_MESSAGE)
             return Tensor.copy_, (part, _convert_like(args[2], part)), {}
         if tensor_function is Tensor.__setitem__ and (
-            view_and_mask := _split_into_view_and_mask_index(args[1])
+            view_and_mask := _split_into_view_and_mask_index_or_none(args[1])
         ):
             # The exporter would take the mask for an index.
             view, mask_index = view_and_mask
@@ -378,7 +378,7 @@ def _out_of_place_function_or_none(in_place_function: AnyFunction) -> AnyFunctio
     return function if callable(function) and function_name not in _FORM_CHANGING_NAMES else None
 
 
-def _split_into_view_and_mask_index(index_expression: object) -> tuple[Args, Args] | None:
+def _split_into_view_and_mask_index_or_none(index_expression: object) -> tuple[Args, Args] | None:
     """Split `[mask, 0]` into the view `[:, 0]` and the index `[mask]` of it.
 
     Returns:
@@ -420,7 +420,7 @@ def _convert_like(value: Any, tensor: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
-def _changed_tensor_per_shared_memory(
+def _changed_tensor_and_value_per_shared_memory(
     changed_tensors_and_values: Sequence[tuple[Tensor, Tensor]], call_result: object
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors through which a call changed memory, one for each shared memory.

@@ -28,7 +28,7 @@ def call_functions_of_ort_checkpoints_directly() -> None:
     """
     ortmodule: Any = owning_class_or_module("__init__:")
     ortmodule._defined_from_envvar = functools.partial(
-        _record_checkpoint_and_get_ort_variable, ortmodule._defined_from_envvar
+        _read_ort_variable_or_record_checkpoint_and_get_1, ortmodule._defined_from_envvar
     )
 
 
@@ -36,7 +36,7 @@ def call_functions_of_ort_checkpoints_directly() -> None:
 _checkpointed_calls: list[None] = []
 
 
-def _record_checkpoint_and_get_ort_variable(
+def _read_ort_variable_or_record_checkpoint_and_get_1(
     read_ort_variable: AnyFunction, variable_name: str, *default_value: object
 ) -> Any:
     """Return ORT's environment value; 1 for the memory level, which means a direct call.
@@ -53,13 +53,13 @@ def _record_checkpoint_and_get_ort_variable(
 def call_and_record_checkpoints_directly(export_context: ExportContext) -> Iterator[None]:
     """Call checkpointed functions directly, and record whether there were any."""
     _checkpointed_calls.clear()
-    with _replace_torch_checkpoints_temporarily():
+    with _call_checkpointed_functions_directly_and_record():
         yield
     export_context.facts["checkpointed"] = bool(_checkpointed_calls)
 
 
 @contextlib.contextmanager
-def _replace_torch_checkpoints_temporarily() -> Iterator[None]:
+def _call_checkpointed_functions_directly_and_record() -> Iterator[None]:
     """Call checkpointed functions directly.
 
     This also works if `checkpoint` was imported before ORT replaced it.

@@ -38,7 +38,7 @@ Loss = AnyFunction
 
 
 def skip_ignored_labels() -> None:
-    """Remove ORT's label sparsity hook; `leave_out_ignored_labels_in_training_export` replaces it.
+    """Remove ORT's label sparsity hook; `drop_ignored_rows_in_training_export_if_sparse` replaces it.
 
     In transformers' models ORT computed scores and loss for every label, also for ignored ones.
     """
@@ -48,13 +48,13 @@ def skip_ignored_labels() -> None:
 
 
 @contextlib.contextmanager
-def leave_out_ignored_labels_in_training_export(export_context: ExportContext) -> Iterator[None]:
+def drop_ignored_rows_in_training_export_if_sparse(export_context: ExportContext) -> Iterator[None]:
     """Let every cross entropy of an export gather the rows that are not ignored."""
     if not export_context.training or not export_context.options.enable_embedding_sparse_optimizer:
         yield
         return
     with _replace_torch_cross_entropy_temporarily(
-        _create_wrapper_that_drops_ignored_rows(
+        _create_loss_wrapper_dropping_rows_if_sparse(
             export_context.facts, export_context.options.print_input_density
         )
     ):
@@ -90,7 +90,7 @@ def _replace_torch_cross_entropy_temporarily(
         torch_nn.cross_entropy_loss = original_loss
 
 
-def _create_wrapper_that_drops_ignored_rows(
+def _create_loss_wrapper_dropping_rows_if_sparse(
     trace_facts: TraceFacts, prints_density: bool
 ) -> Callable[[Loss], Loss]:
     """Return a cross entropy that skips ignored labels, if the current batch has enough of them."""

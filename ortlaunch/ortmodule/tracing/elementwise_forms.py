@@ -60,7 +60,7 @@ def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
     return torch_exporter_form("gelu", 9)(g, x, approximate)
 
 
-def create_form_without_equal_casts(operator_name: str, opset: int) -> OperatorForm:
+def create_form_without_redundant_casts(operator_name: str, opset: int) -> OperatorForm:
     """Return torch's form of an operator, without casts to the type that a tensor already has."""
 
     def symbolic(g: GraphContext, *args: Any) -> Any:

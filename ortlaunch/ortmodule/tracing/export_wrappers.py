@@ -21,7 +21,7 @@ _INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
 _MAX_ELEMENTS = 1024
 
 
-def wrap_export_hiding_large_weights(torch_export: AnyFunction) -> AnyFunction:
+def wrap_export_hiding_large_weights_from_inference(torch_export: AnyFunction) -> AnyFunction:
     """Wrap an export so that its shape inference gets no large weights.
 
     Torch copies each weight twice for its shape alone.

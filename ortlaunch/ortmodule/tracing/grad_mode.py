@@ -33,14 +33,15 @@ _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__
 # Types that contain no tensors; `tensors` skips them for speed.
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
-# The grad mode at the start of the current export's forward pass; one entry for each open `set_starting_grad_mode`.
+# The grad mode at the start of the current export's forward pass; one entry for each open
+# `set_starting_grad_mode_temporarily`.
 _starting_modes: list[bool] = []
 # One entry for each time that the model read the grad mode.
 _mode_reads: list[None] = []
 
 
 @contextlib.contextmanager
-def set_starting_grad_mode(gradients_are_enabled: bool) -> Iterator[None]:
+def set_starting_grad_mode_temporarily(gradients_are_enabled: bool) -> Iterator[None]:
     """Set the grad mode in which an export's forward pass begins."""
     _starting_modes.append(gradients_are_enabled)
     try:
@@ -169,7 +170,7 @@ class _GradModeTracker(TorchFunctionMode):
             return None
         if func == tensor_property_getter("requires_grad") and args[0] in self._trained:
             return self._trained[args[0]] and args[0] not in self._stopped
-        if func is _T.register_hook and self._would_have_gradient(args[0]):
+        if func is _T.register_hook and self._would_have_gradient_if_enabled_everywhere(args[0]):
             raise RuntimeError(
                 "the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls "
                 "none"
@@ -191,9 +192,9 @@ class _GradModeTracker(TorchFunctionMode):
         # torch's exporter has no form of a scatter of True or False.
         if func in _SCATTER_FUNCTIONS:
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
-        return self._call_and_track_gradients(func, args, kwargs or {})
+        return self._call_and_track_gradients_or_refuse_change(func, args, kwargs or {})
 
-    def _call_and_track_gradients(
+    def _call_and_track_gradients_or_refuse_change(
         self, called_function: AnyFunction, call_arguments: Args, call_keywords: Kwargs
     ) -> object:
         float_tensors = [
@@ -203,7 +204,7 @@ class _GradModeTracker(TorchFunctionMode):
         ]
         versions = inplace_change_counts(float_tensors)
         is_trained = called_function is not _T.detach and any(
-            self._would_have_gradient(tensor) for tensor in float_tensors
+            self._would_have_gradient_if_enabled_everywhere(tensor) for tensor in float_tensors
         )
         if self._enabled and any(tensor in self._stopped for tensor in float_tensors):
             call_arguments, call_keywords = tree_map_only(
@@ -216,7 +217,10 @@ class _GradModeTracker(TorchFunctionMode):
                 raise RuntimeError(CHANGED_WEIGHT_MESSAGE)
             # The tensor was made in one mode and is changed in the other; detaching cannot express
             # that.
-            if self._would_have_gradient(tensor) and (tensor in self._stopped) == self._enabled:
+            if (
+                self._would_have_gradient_if_enabled_everywhere(tensor)
+                and (tensor in self._stopped) == self._enabled
+            ):
                 raise RuntimeError(CHANGED_MESSAGE)
         for tensor in (
             *changed,
@@ -228,7 +232,7 @@ class _GradModeTracker(TorchFunctionMode):
                 self._stopped[tensor] = None
         return result
 
-    def _would_have_gradient(self, traced_tensor: torch.Tensor) -> bool:
+    def _would_have_gradient_if_enabled_everywhere(self, traced_tensor: torch.Tensor) -> bool:
         """Return whether the tensor would have a gradient if gradients were on everywhere."""
         return (
             self._training

@@ -43,9 +43,9 @@ def import_ortmodule_with_repairs_once() -> ModuleType:
         MissingDependency: a package or extension is missing; has the command to type.
     """
     _require_built_extensions()
-    repair_registry.apply_fitting_repairs_once(_BEFORE_IMPORT)
-    ortmodule = _import_ortmodule_and_await_deepspeed()
-    repair_registry.apply_fitting_repairs_once(_AFTER_IMPORT)
+    repair_registry.apply_fitting_repairs_and_record_others_once(_BEFORE_IMPORT)
+    ortmodule = _import_ortmodule_and_hook_deepspeed_import()
+    repair_registry.apply_fitting_repairs_and_record_others_once(_AFTER_IMPORT)
     return ortmodule
 
 
@@ -221,7 +221,7 @@ def disable_global_forms() -> None:
     """Do not let ORT register its forms of operators for all exports of the process (every torch).
 
     With them an export by the user has operators that only ONNX Runtime Training runs, such as ATen
-    for an Embedding. ORT's own export uses them (operator_table.wrap_export_with_exact_forms).
+    for an Embedding. ORT's own export uses them (operator_table.wrap_export_with_exact_forms_without_fast_path).
     """
     _ort_symbolic_registry().register_all = lambda opset: None
 
@@ -296,7 +296,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
 # -------------------------------------------------------------------------------------- their parts
 
 
-def _import_ortmodule_and_await_deepspeed() -> ModuleType:
+def _import_ortmodule_and_hook_deepspeed_import() -> ModuleType:
     try:
         # ORT replaces DeepSpeed's `checkpoint` too, and for that would import DeepSpeed.
         with hide_package_unless_loaded("deepspeed"):
@@ -352,7 +352,7 @@ def _load_extension_or_refuse(module_name: str) -> None:
 
 
 def _require_built_extensions() -> None:
-    if missing := extensions.missing_or_damaged_extension_names():
+    if missing := extensions.missing_or_damaged_buildable_extension_names():
         missing_reason = "; ".join(
             [
                 f"{', '.join(missing)} not in {extensions.extension_cache_folder()}",

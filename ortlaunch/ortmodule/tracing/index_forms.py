@@ -165,17 +165,19 @@ def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
     return importlib.import_module("torch.onnx.symbolic_opset11").cumsum(g, x, dim, dtype)
 
 
-def floor_divide(g: Any, x: Any, y: Any) -> Any:
+def floor_divide(g: Any, dividend: Any, divisor: Any) -> Any:
     """Write integer division that rounds down, as torch's does since 1.13.
 
     ONNX's Div and the exporter's form round towards zero.
     """
     # Sizes are not negative, so the exporter's form is right for them, and ORT infers shapes from
     # it.
-    if _is_computed_from_sizes_only(x) and _is_computed_from_sizes_only(y):
-        return importlib.import_module("torch.onnx.symbolic_opset9").floor_divide(g, x, y)
+    if _is_computed_from_sizes_only(dividend) and _is_computed_from_sizes_only(divisor):
+        return importlib.import_module("torch.onnx.symbolic_opset9").floor_divide(
+            g, dividend, divisor
+        )
     # ONNX's Mod has the sign of the divisor, so the difference is a multiple of the divisor.
-    return g.op("Div", g.op("Sub", x, g.op("Mod", x, y)), y)
+    return g.op("Div", g.op("Sub", dividend, g.op("Mod", dividend, divisor)), divisor)
 
 
 def _is_computed_from_sizes_only(graph_value: Any) -> bool:

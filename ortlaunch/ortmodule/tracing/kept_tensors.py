@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # The depth of nested containers that are searched.
 _MAX_DEPTH = 3
-KeptEntry = tuple[Any, object, object]
+ContainerKeyAndValue = tuple[Any, object, object]
 """A container, a key or index in it, and the object that replaces the entry there."""
-StaleEntries = dict[int, tuple[object, object]]
+ObjectAndLineOrReplacementById = dict[int, tuple[object, object]]
 """By the id of an object: the object, and either the line that made it or its replacement."""
 
 
@@ -86,7 +86,7 @@ class _HookComputedWeight:
     def __init__(self, hooked_layer: nn.Module) -> None:
         self._layer = hooked_layer
 
-    def runs_hooks_and_remakes_attribute(self, attribute_name: str) -> bool:
+    def run_hooks_and_check_they_remake_attribute(self, attribute_name: str) -> bool:
         """Return whether the hooks make the attribute, without the layer's inputs."""
         tensor_before = vars(self._layer)[attribute_name]
         versions = [buffer._version for buffer in self._layer.buffers()]
@@ -122,7 +122,7 @@ def record_escaped_tensors_and_replacements(export_context: ExportContext) -> It
         gc.collect()
     if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
         with _pause_garbage_collection_and_unfreeze():
-            export_context.facts["kept"] = _find_entries_holding_trace_tensors(
+            export_context.facts["kept"] = _find_entries_of_trace_tensors_and_containers(
                 export_context.module, line_by_tensor
             )
 
@@ -166,21 +166,23 @@ def _is_not_parameter(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter)
 
 
-def _find_entries_holding_trace_tensors(
-    traced_model: nn.Module, source_line_by_tensor: Mapping[torch.Tensor, str]
-) -> list[KeptEntry]:
-    live_tensors = [tensor for tensor in list(source_line_by_tensor) if _is_not_parameter(tensor)]
-    stale: StaleEntries = {
-        id(tensor): (tensor, source_line_by_tensor[tensor]) for tensor in live_tensors
+def _find_entries_of_trace_tensors_and_containers(
+    traced_model: nn.Module, source_line_by_traced_tensor: Mapping[torch.Tensor, str]
+) -> list[ContainerKeyAndValue]:
+    live_tensors = [
+        tensor for tensor in list(source_line_by_traced_tensor) if _is_not_parameter(tensor)
+    ]
+    stale: ObjectAndLineOrReplacementById = {
+        id(tensor): (tensor, source_line_by_traced_tensor[tensor]) for tensor in live_tensors
     }
-    kept_entries: list[KeptEntry] = []
+    kept_entries: list[ContainerKeyAndValue] = []
     _collect_replacements_in_referrers(traced_model, live_tensors, stale, kept_entries, _MAX_DEPTH)
     container_ids = {id(container) for container, _, _ in kept_entries}
     # Attributes that hold such a container are restored, too: another pass may bind a new
     # container.
     for layer in traced_model.modules():
         for name, value in vars(layer).items():
-            if id(value) in container_ids or _holds_container_inside(
+            if id(value) in container_ids or _holds_any_container_inside(
                 value, container_ids, _MAX_DEPTH
             ):
                 kept_entries.append((vars(layer), name, value))
@@ -190,8 +192,8 @@ def _find_entries_holding_trace_tensors(
 def _collect_replacements_in_referrers(
     traced_model: nn.Module,
     objects_to_replace: Sequence[object],
-    stale_entry_by_id: StaleEntries,
-    collected_entries: list[KeptEntry],
+    stale_entry_by_id: ObjectAndLineOrReplacementById,
+    collected_entries: list[ContainerKeyAndValue],
     remaining_tuple_levels: int,
 ) -> None:
     """Record for each container of one of `objects_to_replace` the replacement of the object there.
@@ -199,17 +201,17 @@ def _collect_replacements_in_referrers(
     Args:
         traced_model: the traced model.
         objects_to_replace: the objects to replace.
-        stale_entry_by_id: the objects' entries, see `StaleEntries`.
+        stale_entry_by_id: the objects' entries, see `ObjectAndLineOrReplacementById`.
         collected_entries: the records; extended in place.
         remaining_tuple_levels: the number of further levels of tuples to search.
     """
-    inner_entries: StaleEntries = {}
+    inner_entries: ObjectAndLineOrReplacementById = {}
     # The search's own containers refer to the objects, too.
     own_ids = {id(objects_to_replace), id(stale_entry_by_id), *map(id, stale_entry_by_id.values())}
     for holder in gc.get_referrers(*objects_to_replace):
         if id(holder) not in own_ids and not isinstance(holder, types.FrameType):
             collected_entries.extend(
-                _replacements_in_container(
+                _replacement_entries_or_collect_tuple(
                     traced_model,
                     holder,
                     stale_entry_by_id,
@@ -226,12 +228,12 @@ def _collect_replacements_in_referrers(
         )
 
 
-def _replacements_in_container(
+def _replacement_entries_or_collect_tuple(
     traced_model: nn.Module,
     container_or_holder: Any,
-    stale_entry_by_id: StaleEntries,
-    collected_tuple_entries: StaleEntries | None,
-) -> list[KeptEntry]:
+    stale_entry_by_id: ObjectAndLineOrReplacementById,
+    collected_tuple_entries: ObjectAndLineOrReplacementById | None,
+) -> list[ContainerKeyAndValue]:
     """Return the records of one container; a tuple is put into `collected_tuple_entries` with its replacement."""
     if isinstance(container_or_holder, types.CellType):
         items: Any = {"cell_contents": container_or_holder.cell_contents}
@@ -285,7 +287,7 @@ def _create_replacement_of_entry(
             )
         if container_items is vars(layer) and (
             hook_weight := _HookComputedWeight(layer)
-        ).runs_hooks_and_remakes_attribute(entry_key):
+        ).run_hooks_and_check_they_remake_attribute(entry_key):
             return hook_weight
     return StaleTensor(
         _stale_tensor_message(
@@ -312,7 +314,7 @@ def _container_location_text(
         for name, value in vars(layer).items():
             if value is container_items or (
                 name not in _HOOKS
-                and _holds_container_inside(value, {id(container_items)}, _MAX_DEPTH)
+                and _holds_any_container_inside(value, {id(container_items)}, _MAX_DEPTH)
             ):
                 return f"the model's attribute {path_in_model(f'{path}.{name}')}"
         for hook in (hook for hooks in _HOOKS for hook in getattr(layer, hooks).values()):
@@ -345,7 +347,7 @@ def _tuple_of_original_type(original_tuple: Any, new_values: tuple[Any, ...]) ->
     )
 
 
-def _holds_container_inside(
+def _holds_any_container_inside(
     possible_container: object, container_ids: set[int], remaining_levels: int
 ) -> bool:
     if not remaining_levels or not isinstance(possible_container, (dict, list, tuple, deque)):
@@ -355,6 +357,6 @@ def _holds_container_inside(
     )
     return any(
         id(item) in container_ids
-        or _holds_container_inside(item, container_ids, remaining_levels - 1)
+        or _holds_any_container_inside(item, container_ids, remaining_levels - 1)
         for item in inner
     )

@@ -163,7 +163,7 @@ def record_python_values_that_passes_read(traced_model: nn.Module) -> Iterator[R
                 code.co_names, (word for word in code.co_consts if isinstance(word, str))
             )
             if _is_user_file(code.co_filename):
-                for state_path, value in _user_module_globals_by_path(
+                for state_path, value in _state_paths_and_values_of_user_globals(
                     code.co_names, frame.f_globals, set()
                 ):
                     reads.value_by_path.setdefault(state_path, comparable_value_snapshot(value))
@@ -218,7 +218,7 @@ def _record_environment_variable_reads(
         yield
 
 
-def _user_module_globals_by_path(
+def _state_paths_and_values_of_user_globals(
     names_in_code: Iterable[str],
     module_globals: Mapping[str, object],
     visited_globals_ids: set[int],
@@ -235,7 +235,7 @@ def _user_module_globals_by_path(
         value = module_globals.get(name, MISSING_VALUE)
         if isinstance(value, types.ModuleType):
             if _is_user_file(getattr(value, "__file__", None)):
-                yield from _user_module_globals_by_path(
+                yield from _state_paths_and_values_of_user_globals(
                     names_in_code, vars(value), visited_globals_ids
                 )
         elif value is not MISSING_VALUE:

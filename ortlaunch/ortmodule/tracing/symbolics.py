@@ -106,7 +106,7 @@ def write_scalar_constant_in_type_of(
     )
 
 
-def constant_numbers(graph_value: Any) -> list[float]:
+def known_numbers_of_constant_or_list(graph_value: Any) -> list[float]:
     """Return the numbers of a constant or of a list of constants in a traced graph.
 
     Computed values are left out.

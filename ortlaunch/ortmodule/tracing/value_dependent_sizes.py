@@ -43,7 +43,7 @@ class ValueDependentDims:
         call_result: object,
     ) -> None:
         """Record the dimensions of a call's results; `input_tensors` are the tensors among its arguments."""
-        selected_dim = self._selected_dim_or_none(called_function, call_arguments)
+        selected_dim = self._dim_selected_by_values_or_none(called_function, call_arguments)
         dims_before = [
             (input_tensor, self._dims_by_tensor[input_tensor])
             for input_tensor in input_tensors
@@ -85,7 +85,7 @@ class ValueDependentDims:
             return [call_result] if call_arguments[1] % len(call_arguments[0].shape) in dims else []
         return [call_result[dim] for dim in dims]
 
-    def _selected_dim_or_none(
+    def _dim_selected_by_values_or_none(
         self, called_function: AnyFunction, call_arguments: Args
     ) -> int | None:
         """Return the dimension that an index or a function such as `nonzero` selects, or None."""

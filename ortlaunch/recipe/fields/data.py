@@ -373,7 +373,7 @@ class Data(Section):
         return self.packing or not self.attend_across_documents
 
     @property
-    def padding_lengths_below_sequence_length(self) -> Sequence[int]:
+    def padding_bucket_or_multiple_of_8_lengths(self) -> Sequence[int]:
         """Lengths below `sequence_length` that a micro batch may be padded to, ascending."""
         return (
             # Multiples of 8, as `padding: longest` rounds up; the full length is not among them.

@@ -23,7 +23,7 @@ _FILES = {
 _PLACES = ("path", "split", "factory", "arguments")
 
 
-def missing_evaluation_message(recipe_name: object, data: Data) -> str:
+def missing_evaluation_message_with_example(recipe_name: object, data: Data) -> str:
     """Return the error for a recipe without `data.evaluation`.
 
     It ends with overrides of the same format as the training corpus, quoted for a shell.

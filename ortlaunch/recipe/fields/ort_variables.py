@@ -93,7 +93,7 @@ def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX)}
 
 
-def variable_and_contradiction_pairs(
+def ort_variable_and_contradiction_pairs(
     engine: Engine, environ: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield (variable, problem) for each variable that contradicts the recipe or has no effect."""
@@ -102,7 +102,7 @@ def variable_and_contradiction_pairs(
             yield name, message
 
 
-def environment_lines_or_refuse_contradiction(
+def ort_variable_lines_or_refuse_contradiction(
     engine: Engine, environ: Mapping[str, str]
 ) -> list[str]:
     """Return a line on ORTModule's variables in the user's environment; none without such.
@@ -114,7 +114,7 @@ def environment_lines_or_refuse_contradiction(
         f"{variable_name}={environ[variable_name]} in your environment {message}"
         # The variables have no effect with other engines.
         for variable_name, message in (
-            variable_and_contradiction_pairs(engine, environ) if engine.name == "ort" else ()
+            ort_variable_and_contradiction_pairs(engine, environ) if engine.name == "ort" else ()
         )
     ]
     if contradiction_texts:

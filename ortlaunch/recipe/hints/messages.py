@@ -104,7 +104,7 @@ def wrong_value_message(
     expectation = (
         NO_PREFERENCES
         if is_preference
-        else _accepted_values_text(key_path, error_details, raw_text)
+        else _accepted_values_and_guess_text(key_path, error_details, raw_text)
     )
     return (
         f"got {_value_as_written_text(error_details, value_node)}; "
@@ -133,7 +133,9 @@ def _shorten_text(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _accepted_values_text(key_path: KeyPath, error_details: ErrorDetails, raw_text: str) -> str:
+def _accepted_values_and_guess_text(
+    key_path: KeyPath, error_details: ErrorDetails, written_text: str
+) -> str:
     error_type = error_details["type"]
     context = error_details.get("ctx", {})
     if key_path[:2] == ("data", "evaluation") and error_type == "extra_forbidden":
@@ -143,7 +145,7 @@ def _accepted_values_text(key_path: KeyPath, error_details: ErrorDetails, raw_te
             ", or a list of {source, weight}" if key_path[-1] == "train" else ", or {share: 0.05}"
         )
         guess_note = _guess_text(
-            closest_or_translated_name_or_none(raw_text, names_accepted_by_field(key_path))
+            closest_or_translated_name_or_none(written_text, names_accepted_by_field(key_path))
         )
         return f"it must be python-docs, python-chats or a mapping, as {_CORPUS}{other_forms}{guess_note}"
     if key_path == ("data", "tokenizer"):
@@ -151,11 +153,11 @@ def _accepted_values_text(key_path: KeyPath, error_details: ErrorDetails, raw_te
     if error_type == "literal_error":
         accepted_words = names_accepted_by_field(key_path)
         closest_word = (
-            closest_or_translated_name_or_none(raw_text, accepted_words)
+            closest_or_translated_name_or_none(written_text, accepted_words)
             if len(accepted_words) > 1
             else None
         )
-        remedy = REMEDIES.get((str(key_path[-1]), normalize_word(raw_text)))
+        remedy = REMEDIES.get((str(key_path[-1]), normalize_word(written_text)))
         return (
             "it must be "
             + " or ".join(filter(None, (", ".join(accepted_words[:-1]), accepted_words[-1])))
@@ -163,12 +165,12 @@ def _accepted_values_text(key_path: KeyPath, error_details: ErrorDetails, raw_te
         )
     if error_type in _BOUNDS:
         return f"it must be {_BOUNDS[error_type]} {next(iter(context.values()))}"
-    if _TYPE_NAMES.get(error_type) == "a mapping" and raw_text in names_accepted_by_field(
+    if _TYPE_NAMES.get(error_type) == "a mapping" and written_text in names_accepted_by_field(
         (*key_path, "name")
     ):
         return (
             f"it must be a mapping, as {EXAMPLES[key_path]}; on the command line: "
-            f"{format_key_path(key_path)}.name={raw_text}"
+            f"{format_key_path(key_path)}.name={written_text}"
         )
     if error_type in _TYPE_NAMES:
         expectation = (
@@ -184,7 +186,7 @@ def _accepted_values_text(key_path: KeyPath, error_details: ErrorDetails, raw_te
         return (
             "it must be "
             f"{' or '.join((_TYPE_NAMES[error_type], *accepted_words))}{expectation}"
-            f"{_guess_text(closest_or_translated_name_or_none(raw_text, accepted_words))}"
+            f"{_guess_text(closest_or_translated_name_or_none(written_text, accepted_words))}"
         )
     if error_type in ("missing", "too_short", "too_long", "string_too_short"):
         if key_path in EXAMPLES:

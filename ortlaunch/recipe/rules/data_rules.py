@@ -292,7 +292,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
     is_custom_data = data.is_custom
     evaluation_source = data.evaluation
     if isinstance(evaluation_source, HeldOut):
-        yield from _held_out_size_rules(evaluation_source, traits.pairs and not is_custom_data)
+        yield from _held_out_rules(evaluation_source, traits.pairs and not is_custom_data)
     elif evaluation_source is not None and is_custom(evaluation_source) != is_custom_data:
         yield (
             ("data.evaluation", "data.train.format", "data.evaluation.format"),
@@ -338,7 +338,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
                 yield key_names, message
 
 
-def _held_out_size_rules(held_out: HeldOut, has_sentence_pairs: bool) -> Iterator[Problem]:
+def _held_out_rules(held_out: HeldOut, needs_corpus_of_its_own: bool) -> Iterator[Problem]:
     if held_out.share is not None and held_out.samples is not None:
         yield (
             ("data.evaluation.samples", "data.evaluation.share"),
@@ -346,7 +346,7 @@ def _held_out_size_rules(held_out: HeldOut, has_sentence_pairs: bool) -> Iterato
         )
     elif held_out.share is None and held_out.samples is None:
         yield ("data.evaluation",), "is missing: give share or samples, or a corpus of its own"
-    if has_sentence_pairs:
+    if needs_corpus_of_its_own:
         yield (
             ("data.evaluation", "model.task"),
             "got a part of data.train, and pairs of sentences are made of all documents; give a "
@@ -395,7 +395,7 @@ def _packing_and_attention_rules(data_section: Data, task_name: str) -> Iterator
             (field_path, "data.packing"),
             f"is missing: false; {text_keys[0]} is text, and packed chats never attend to others",
         )
-    if data_section.packing and data_section.padding_lengths_below_sequence_length:
+    if data_section.packing and data_section.padding_bucket_or_multiple_of_8_lengths:
         key = "data.bucket_lengths" if data_section.bucket_lengths else "data.padding"
         yield (key, "data.packing"), "has no effect with data.packing, whose samples are full"
     if data_section.attend_across_documents:

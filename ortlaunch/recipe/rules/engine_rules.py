@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.ort_variables import variable_and_contradiction_pairs
+from ortlaunch.recipe.fields.ort_variables import ort_variable_and_contradiction_pairs
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import names_of_non_default_fields
 from ortlaunch.recipe.rules.model_rules import function_name_rules
@@ -73,7 +73,7 @@ def all_engine_section_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _memory_optimization_rules(recipe)
     yield from _cast_propagation_rules(recipe)
     yield from _triton_config_rules(recipe)
-    for name, message in variable_and_contradiction_pairs(recipe.engine, recipe.launch.env):
+    for name, message in ort_variable_and_contradiction_pairs(recipe.engine, recipe.launch.env):
         yield (f"launch.env.{name}", "engine"), message
 
 

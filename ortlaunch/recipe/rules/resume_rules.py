@@ -292,7 +292,10 @@ class Change(NamedTuple):
     @property
     def change_text(self) -> str:
         """The change without a verdict."""
-        return f"{self.field}: {_value_as_recipe_text(self.old_value)} -> {_value_as_recipe_text(self.new_value)}"
+        return (
+            f"{self.field}: {_value_text_without_empty_keys(self.old_value)} -> "
+            f"{_value_text_without_empty_keys(self.new_value)}"
+        )
 
     def summary_line(self, allowed_names: tuple[str, ...] = ()) -> str:
         """Return the change as a line for the user."""
@@ -316,7 +319,7 @@ class Change(NamedTuple):
         return self.rule.verdict == REFUSED and self.rule.allow_name not in allowed_names
 
 
-def _value_as_recipe_text(value: Any) -> str:
+def _value_text_without_empty_keys(value: Any) -> str:
     """Return a value as a recipe writes it; keys without a value are left out.
 
     A list of one text is shown as that text, because both forms mean the same.
@@ -366,7 +369,7 @@ def _are_absolute_paths_of_same_files(old_value: Any, new_value: Any) -> bool:
     )
 
 
-def changes_that_concern_evaluation(
+def changes_concerning_evaluation_with_own_rules(
     all_changes: list[Change], keeps_vocabulary: bool
 ) -> list[Change]:
     """Return the changes that concern an evaluation.

@@ -35,7 +35,7 @@ def broken_rule_problems(recipe: Recipe) -> Iterator[Problem]:
         warmup_and_decay_rules,
         all_engine_section_rules,
         deepspeed_rules,
-        _length_and_interval_rules,
+        _length_profile_hook_and_interval_rules,
         checkpoint_retention_rules,
         metric_and_evaluation_need_rules,
         bad_step_limit_rules,
@@ -87,7 +87,7 @@ def precision_and_engine_device_rules(
         )
 
 
-def compared_engine_rules_of_task(recipe: Recipe, task_name: str) -> Iterator[Problem]:
+def engine_auto_rules_of_comparing_task(recipe: Recipe, task_name: str) -> Iterator[Problem]:
     """Yield the problems of a recipe for the task that the command gives the ranks."""
     if TASKS[task_name].compares and recipe.engine.name == "auto":
         yield (
@@ -270,7 +270,7 @@ def _combined_optimizer_rules(optimizer: Optimizer) -> Iterator[Problem]:
         )
 
 
-def _length_and_interval_rules(recipe: Recipe) -> Iterator[Problem]:
+def _length_profile_hook_and_interval_rules(recipe: Recipe) -> Iterator[Problem]:
     max_steps = recipe.train.max_steps
     epochs = recipe.train.epochs
     if max_steps is None and epochs is None:

@@ -64,7 +64,7 @@ def submit_text_and_option_rules(recipe: Recipe) -> Iterator[Problem]:
             ("submit.gpu_type", "launch.device"),
             "requests GPUs, and launch.device is cpu; leave one of them out",
         )
-    yield from _scheduler_section_rules(recipe)
+    yield from _scheduler_section_and_pod_rules(recipe)
     if submit.scheduler == "azureml" and recipe.launch.forward:
         yield (
             ("launch.forward",),
@@ -113,7 +113,7 @@ def _quantity_bytes(quantity: str) -> float:
     return float(amount_text) * _UNITS[unit]
 
 
-def _scheduler_section_rules(recipe: Recipe) -> Iterator[Problem]:
+def _scheduler_section_and_pod_rules(recipe: Recipe) -> Iterator[Problem]:
     submit = recipe.submit
     forward = recipe.launch.forward
     if submit.scheduler in ("kubernetes", "azureml") and getattr(submit, submit.scheduler) is None:

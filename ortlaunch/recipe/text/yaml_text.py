@@ -63,7 +63,7 @@ def parse_yaml_tree(
         SourceError: the text is not YAML, or is larger than a recipe can be.
     """
     try:
-        loader, node = _compose_yaml_node_or_refuse(yaml_document_text, source_name)
+        loader, node = _compose_loader_and_root_node_or_refuse(yaml_document_text, source_name)
     except SourceError as error:
         location, message = error.line
         raise SourceError(
@@ -78,7 +78,7 @@ def parse_yaml_tree(
     )
 
 
-def _compose_yaml_node_or_refuse(
+def _compose_loader_and_root_node_or_refuse(
     yaml_document_text: str, source_name: str
 ) -> tuple[Any, yaml.Node | None]:
     start_location = SourceLocation(source_name, 1, 1)
@@ -127,7 +127,7 @@ def _syntax_error_at_place_to_correct(
         lines[problem_mark.line] if problem_mark and problem_mark.line < len(lines) else ""
     )
     is_same_line = bool(problem_mark and context_mark and problem_mark.line == context_mark.line)
-    is_at_opening, message, hint = _syntax_error_place_message_and_remedy(
+    is_at_opening, message, hint = _is_error_at_opening_message_and_remedy(
         error.problem or "syntax error", error.context or "", problem_line_text, is_same_line
     )
     mark = context_mark if is_at_opening and context_mark else problem_mark
@@ -139,7 +139,7 @@ def _syntax_error_at_place_to_correct(
     return SourceError(location, f"is not YAML: {message}" + (f"; {hint}" if hint else ""))
 
 
-def _syntax_error_place_message_and_remedy(
+def _is_error_at_opening_message_and_remedy(
     parser_message: str, parser_context: str, line_text: str, is_same_line: bool
 ) -> tuple[bool, str, str]:
     """Return (whether the error is placed at the opening quote or bracket, problem, remedy)."""

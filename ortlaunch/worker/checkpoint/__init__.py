@@ -9,30 +9,30 @@ from ortlaunch.worker.checkpoint.manifest import (
     newest_complete_checkpoint,
     samples_trained_until_checkpoint,
 )
-from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state
+from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.save_records import failed_save_count
 from ortlaunch.worker.checkpoint.saver import CheckpointSaver
 from ortlaunch.worker.checkpoint.start_checkpoint import (
     CompleteCheckpoint,
-    choose_start_checkpoint_or_none,
-    print_and_refuse_changed_training,
+    print_training_changes_and_refuse_unallowed,
+    set_aside_damaged_and_choose_start_checkpoint,
 )
 from ortlaunch.worker.checkpoint.transaction import write_checkpoint_of_step
 from ortlaunch.worker.checkpoint.verify import (
     newest_checkpoint_seen_by_rank_0,
-    set_aside_damaged_until_newest_intact,
+    rename_damaged_until_newest_intact_or_refuse,
 )
 
 __all__ = [
     "CheckpointSaver",
     "CompleteCheckpoint",
-    "choose_start_checkpoint_or_none",
     "failed_save_count",
-    "load_checkpoint_and_return_loop_state",
+    "load_checkpoint_print_notes_and_return_loop_state",
     "newest_checkpoint_seen_by_rank_0",
     "newest_complete_checkpoint",
-    "print_and_refuse_changed_training",
+    "print_training_changes_and_refuse_unallowed",
+    "rename_damaged_until_newest_intact_or_refuse",
     "samples_trained_until_checkpoint",
-    "set_aside_damaged_until_newest_intact",
+    "set_aside_damaged_and_choose_start_checkpoint",
     "write_checkpoint_of_step",
 ]

@@ -21,7 +21,7 @@ from ortlaunch.run_folder.folder import (
 # Errors that prove a file missing. Other read errors prove nothing about the file.
 
 
-def rename_partial_and_write_complete_file(
+def write_manifest_rename_partial_and_mark_complete(
     run: RunDir, completed_steps: int, manifest: dict[str, object]
 ) -> None:
     """Rename the folder and write its mark, in this order also on the disk."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ortlaunch.run_folder.file_sums import SizeAndChecksum
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json_or_raise_damaged
 
 
 def build_manifest(
@@ -41,5 +41,5 @@ def newest_complete_checkpoint(run: RunDir) -> tuple[int, Path] | None:
 
 def samples_trained_until_checkpoint(checkpoint_folder: Path) -> int:
     """Return how many samples the steps up to this checkpoint took, with any batch sizes."""
-    sample_count: int = read_own_json(checkpoint_folder / MANIFEST)["samples"]
+    sample_count: int = read_json_or_raise_damaged(checkpoint_folder / MANIFEST)["samples"]
     return sample_count

@@ -16,7 +16,7 @@ from torch import nn
 from ortlaunch.base.errors import CheckpointError
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import count_with_noun
-from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, rank_file_name
 from ortlaunch.worker.checkpoint.tensor_file import (
     TensorLocation,
@@ -45,13 +45,13 @@ class CheckpointTensors:
         self.scalars_by_kind: dict[str, dict[str, float]] = {}
         self.buffers: list[dict[str, TensorLocation]] = []
         for rank in range(self.index["ranks"]):
-            self._index_tensors_of_rank_file(
+            self._index_tensors_buffers_and_scalars_of_rank(
                 *read_tensor_locations_and_metadata(folder / rank_file_name(rank))
             )
         for pieces in self.pieces.values():
             pieces.sort(key=lambda piece: piece[0])
 
-    def _index_tensors_of_rank_file(
+    def _index_tensors_buffers_and_scalars_of_rank(
         self, location_by_key: dict[str, TensorLocation], metadata: dict[str, str]
     ) -> None:
         buffers = {}
@@ -74,17 +74,17 @@ class CheckpointTensors:
         """Return whether the checkpoint has a tensor of this kind for the parameter."""
         return (tensor_kind, parameter_name) in self.pieces
 
-    def read_part_into_flat_tensor(
-        self, tensor_kind: str, part: ParameterRange, flat_tensor: torch.Tensor
+    def read_range_into_flat_tensor(
+        self, tensor_kind: str, parameter_range: ParameterRange, flat_tensor: torch.Tensor
     ) -> None:
         """Fill a flat tensor with the values of a part.
 
         Raises:
             CheckpointError: some values are in no file.
         """
-        pieces = self.pieces.get((tensor_kind, part.name), [])
-        position = part.start
-        end = part.start + part.count
+        pieces = self.pieces.get((tensor_kind, parameter_range.name), [])
+        position = parameter_range.start
+        end = parameter_range.start + parameter_range.count
         # Start with the last piece that begins at or before the part.
         for start, entry in pieces[
             max(bisect.bisect_right([start for start, _ in pieces], position) - 1, 0) :
@@ -93,33 +93,35 @@ class CheckpointTensors:
             if position >= end or not start <= position < start + entry.elements:
                 break
             count = min(end, start + entry.elements) - position
-            flat_tensor[position - part.start :][:count].copy_(
+            flat_tensor[position - parameter_range.start :][:count].copy_(
                 read_flat_elements(entry, position - start, count)
             )
             position += count
         if position < end:
             raise CheckpointError(
-                f"{self.folder} lacks the {tensor_kind} of {part.name} from element {position:,} on"
+                f"{self.folder} lacks the {tensor_kind} of {parameter_range.name} from element {position:,} on"
             )
 
-    def read_whole_tensor(self, tensor_kind: str, part: ParameterRange) -> torch.Tensor:
+    def read_whole_tensor_as_saved(
+        self, tensor_kind: str, parameter_range: ParameterRange
+    ) -> torch.Tensor:
         """Return a tensor in the shape and the type in which it was saved.
 
         Raises:
             CheckpointError: some values are in no file.
         """
-        pieces = [entry for _, entry in self.pieces[tensor_kind, part.name]]
+        pieces = [entry for _, entry in self.pieces[tensor_kind, parameter_range.name]]
         if len(pieces) == 1:
             return read_flat_elements(pieces[0], 0, pieces[0].elements).view(pieces[0].shape)
         # A divided tensor has the parameter's shape.
-        values = torch.empty(part.count, dtype=pieces[0].dtype)
-        self.read_part_into_flat_tensor(tensor_kind, part, values)
-        return values.view(part.master.shape)
+        values = torch.empty(parameter_range.count, dtype=pieces[0].dtype)
+        self.read_range_into_flat_tensor(tensor_kind, parameter_range, values)
+        return values.view(parameter_range.master.shape)
 
 
 def _read_index_of_known_format(checkpoint_folder: Path) -> Json:
     try:
-        index: Json = dict(read_own_json(checkpoint_folder / INDEX))
+        index: Json = dict(read_json_or_raise_damaged(checkpoint_folder / INDEX))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint_folder / INDEX} is not an index of a checkpoint: {error}"
@@ -132,7 +134,7 @@ def _read_index_of_known_format(checkpoint_folder: Path) -> Json:
 
 
 @torch.no_grad()
-def load_checkpoint_and_return_loop_state(
+def load_checkpoint_print_notes_and_return_loop_state(
     checkpoint_folder: Path, named_state: NamedState, group: DistributedContext
 ) -> Json:
     """Load weights, optimizer state, buffers and loss scale.
@@ -142,26 +144,32 @@ def load_checkpoint_and_return_loop_state(
     Raises:
         CheckpointError: of another model or format, incomplete, or not readable.
     """
-    shards = CheckpointTensors(checkpoint_folder)
-    _require_same_model(shards.index, named_state.shapes, named_state.buffers)
+    checkpoint_tensors = CheckpointTensors(checkpoint_folder)
+    _require_same_tensor_names_and_shapes(
+        checkpoint_tensors.index, named_state.shapes, named_state.buffers
+    )
     for part in named_state.parts:
-        _read_part_into_parameter(shards, WEIGHT, part, part.master)
-    notes = _load_optimizer_state_and_notes(shards, named_state)
+        _read_range_into_whole_tensor(checkpoint_tensors, WEIGHT, part, part.master)
+    notes = _load_optimizer_state_and_list_notes(checkpoint_tensors, named_state)
     _copy_saved_values_into_buffers(
         # Each rank has saved its own buffers. If the world size changed, all load those of rank 0.
-        shards.buffers[group.rank if len(shards.buffers) == group.size else 0],
+        checkpoint_tensors.buffers[
+            group.rank if len(checkpoint_tensors.buffers) == group.size else 0
+        ],
         named_state.buffers,
     )
-    notes += _load_loss_scale_and_notes(shards.index["loss_scale"], named_state)
+    notes += _restore_loss_scale_and_list_notes(checkpoint_tensors.index["loss_scale"], named_state)
     # The model's weights are copies of the master weights that were just loaded.
     named_state.refresh()
     group.print_lines_of_all_ranks(notes)
-    state: Json = shards.index["state"]
+    state: Json = checkpoint_tensors.index["state"]
     return state
 
 
 @torch.no_grad()
-def load_trainable_weights_and_buffers(checkpoint_folder: Path, model: nn.Module) -> None:
+def load_weights_and_buffers_into_unsharded_model(
+    checkpoint_folder: Path, model: nn.Module
+) -> None:
     """Load only trainable weights and buffers, into a model that is not sharded.
 
     Raises:
@@ -169,10 +177,10 @@ def load_trainable_weights_and_buffers(checkpoint_folder: Path, model: nn.Module
     """
     shards = CheckpointTensors(checkpoint_folder)
     buffers = persistent_buffers_by_name(model)
-    _require_same_model(shards.index, trained_parameter_shapes(model), buffers)
+    _require_same_tensor_names_and_shapes(shards.index, trained_parameter_shapes(model), buffers)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            _read_part_into_parameter(
+            _read_range_into_whole_tensor(
                 shards,
                 WEIGHT,
                 ParameterRange(name, 0, parameter.numel(), parameter, 0, {}),
@@ -181,13 +189,16 @@ def load_trainable_weights_and_buffers(checkpoint_folder: Path, model: nn.Module
     _copy_saved_values_into_buffers(shards.buffers[0], buffers)
 
 
-def _require_same_model(
+def _require_same_tensor_names_and_shapes(
     checkpoint_index: Json,
-    parameter_shapes: dict[str, tuple[int, ...]],
-    buffers: dict[str, torch.Tensor],
+    model_parameter_shapes: dict[str, tuple[int, ...]],
+    model_buffer_by_name: dict[str, torch.Tensor],
 ) -> None:
     saved_shapes = {**checkpoint_index["weights"], **checkpoint_index["buffers"]}
-    model_shapes = {**parameter_shapes, **{name: value.shape for name, value in buffers.items()}}
+    model_shapes = {
+        **model_parameter_shapes,
+        **{name: value.shape for name, value in model_buffer_by_name.items()},
+    }
     lost = sorted(model_shapes.keys() - saved_shapes)
     unknown = sorted(saved_shapes.keys() - model_shapes)
     if lost or unknown:
@@ -202,37 +213,46 @@ def _require_same_model(
             )
 
 
-def _read_part_into_parameter(
-    shards: CheckpointTensors, tensor_kind: str, part: ParameterRange, whole_tensor: torch.Tensor
+def _read_range_into_whole_tensor(
+    checkpoint_tensors: CheckpointTensors,
+    tensor_kind: str,
+    parameter_range: ParameterRange,
+    whole_tensor: torch.Tensor,
 ) -> None:
     """Fill the part's range of `whole_tensor`, which has the shape of the master weights."""
     if whole_tensor.is_contiguous():
-        shards.read_part_into_flat_tensor(
-            tensor_kind, part, whole_tensor.view(-1)[part.offset : part.offset + part.count]
+        checkpoint_tensors.read_range_into_flat_tensor(
+            tensor_kind,
+            parameter_range,
+            whole_tensor.view(-1)[
+                parameter_range.offset : parameter_range.offset + parameter_range.count
+            ],
         )
         return
     # Another memory layout, such as channels last: fill a copy in row-major order.
     values = whole_tensor.reshape(-1).clone()
-    shards.read_part_into_flat_tensor(
-        tensor_kind, part, values[part.offset : part.offset + part.count]
+    checkpoint_tensors.read_range_into_flat_tensor(
+        tensor_kind,
+        parameter_range,
+        values[parameter_range.offset : parameter_range.offset + parameter_range.count],
     )
     whole_tensor.copy_(values.view(whole_tensor.shape))
 
 
-def _load_optimizer_state_and_notes(
-    shards: CheckpointTensors, named_state: NamedState
+def _load_optimizer_state_and_list_notes(
+    checkpoint_tensors: CheckpointTensors, named_state: NamedState
 ) -> list[str]:
     """Load the optimizer state of each master tensor. Return notes to print."""
     by_master: dict[int, list[ParameterRange]] = {}
     for part in named_state.parts:
         by_master.setdefault(id(part.master), []).append(part)
-    saved = {name for tensor_kind, name in shards.pieces if tensor_kind != WEIGHT}
+    saved = {name for tensor_kind, name in checkpoint_tensors.pieces if tensor_kind != WEIGHT}
     for group in (
         named_state.optimizer.param_groups if counts_steps_by_group(named_state.optimizer) else ()
     ):
         group.update(step=0) if "step" in group else None
     for parts in by_master.values():
-        _load_optimizer_state_of_master(shards, parts, named_state.optimizer)
+        _replace_optimizer_state_of_master_tensor(checkpoint_tensors, parts, named_state.optimizer)
     new_names = [
         part.name
         for parts in by_master.values()
@@ -243,7 +263,7 @@ def _load_optimizer_state_and_notes(
     ]
     if not new_names:
         return []
-    saved_class = shards.index["optimizer"]["class"]
+    saved_class = checkpoint_tensors.index["optimizer"]["class"]
     new_names_text = (
         ""
         if len(new_names) == len(named_state.parts)
@@ -255,11 +275,13 @@ def _load_optimizer_state_and_notes(
     ]
 
 
-def _load_optimizer_state_of_master(
-    shards: CheckpointTensors, parts: list[ParameterRange], optimizer: torch.optim.Optimizer
+def _replace_optimizer_state_of_master_tensor(
+    checkpoint_tensors: CheckpointTensors,
+    ranges_of_master: list[ParameterRange],
+    optimizer: torch.optim.Optimizer,
 ) -> None:
-    master = parts[0].master
-    group = parts[0].group
+    master = ranges_of_master[0].master
+    group = ranges_of_master[0].group
     # Remove the old state, which exists on a rollback. A checkpoint saved before step 1 has no
     # state.
     old_state = optimizer.state.pop(master, {})
@@ -267,20 +289,26 @@ def _load_optimizer_state_of_master(
     state: Json = {}
     for tensor_kind in optimizer_state_tensor_names(group):
         if has_own_shapes:
-            if shards.has_tensor(tensor_kind, parts[0].name):
-                state[tensor_kind] = shards.read_whole_tensor(tensor_kind, parts[0]).to(
-                    master.device
-                )
+            if checkpoint_tensors.has_tensor(tensor_kind, ranges_of_master[0].name):
+                state[tensor_kind] = checkpoint_tensors.read_whole_tensor_as_saved(
+                    tensor_kind, ranges_of_master[0]
+                ).to(master.device)
             continue
-        saved_parts = [part for part in parts if shards.has_tensor(tensor_kind, part.name)]
+        saved_parts = [
+            part
+            for part in ranges_of_master
+            if checkpoint_tensors.has_tensor(tensor_kind, part.name)
+        ]
         if saved_parts:
-            state[tensor_kind] = _zeroed_state_tensor(old_state.get(tensor_kind), master)
+            state[tensor_kind] = _zero_old_state_tensor_or_create_zeros(
+                old_state.get(tensor_kind), master
+            )
         for part in saved_parts:
-            _read_part_into_parameter(shards, tensor_kind, part, state[tensor_kind])
+            _read_range_into_whole_tensor(checkpoint_tensors, tensor_kind, part, state[tensor_kind])
     steps = [
         step
-        for part in parts
-        if (step := shards.scalars_by_kind.get("step", {}).get(part.name)) is not None
+        for part in ranges_of_master
+        if (step := checkpoint_tensors.scalars_by_kind.get("step", {}).get(part.name)) is not None
     ]
     if state and steps and has_own_shapes:
         state["step"] = int(max(steps))
@@ -295,7 +323,9 @@ def _load_optimizer_state_of_master(
         optimizer.state[master] = state
 
 
-def _zeroed_state_tensor(old_tensor: object, master: torch.Tensor) -> torch.Tensor:
+def _zero_old_state_tensor_or_create_zeros(
+    old_tensor: object, master: torch.Tensor
+) -> torch.Tensor:
     """Return zeros shaped as the master weights. The old state tensor is reused if it fits."""
     if isinstance(old_tensor, torch.Tensor) and (old_tensor.shape, old_tensor.dtype) == (
         master.shape,
@@ -306,25 +336,25 @@ def _zeroed_state_tensor(old_tensor: object, master: torch.Tensor) -> torch.Tens
 
 
 def _copy_saved_values_into_buffers(
-    saved_entries: dict[str, TensorLocation], buffers: dict[str, torch.Tensor]
+    saved_location_by_name: dict[str, TensorLocation], buffer_by_name: dict[str, torch.Tensor]
 ) -> None:
     """Copy each buffer's saved values into it."""
-    for name, value in buffers.items():
-        entry = saved_entries[name]
+    for name, value in buffer_by_name.items():
+        entry = saved_location_by_name[name]
         value.copy_(read_flat_elements(entry, 0, entry.elements).view(value.shape))
 
 
-def _load_loss_scale_and_notes(
-    saved_scale: dict[str, float] | None, named_state: NamedState
+def _restore_loss_scale_and_list_notes(
+    saved_loss_scale_state: dict[str, float] | None, named_state: NamedState
 ) -> list[str]:
-    if named_state.loss_scale is None or saved_scale is None:
+    if named_state.loss_scale is None or saved_loss_scale_state is None:
         return []
     current_scale = named_state.loss_scale.read()
-    if current_scale.keys() == saved_scale.keys():
-        named_state.loss_scale.write(saved_scale)
+    if current_scale.keys() == saved_loss_scale_state.keys():
+        named_state.loss_scale.write(saved_loss_scale_state)
         return []
     # The saved scaler is of another kind, with other counters. Only its scale is taken over.
-    named_state.loss_scale.write({**current_scale, "scale": saved_scale["scale"]})
+    named_state.loss_scale.write({**current_scale, "scale": saved_loss_scale_state["scale"]})
     return [
-        f"the loss scale continues at {saved_scale['scale']:g}; its count of good steps is reset"
+        f"the loss scale continues at {saved_loss_scale_state['scale']:g}; its count of good steps is reset"
     ]

@@ -109,7 +109,9 @@ class CheckpointSaver:
         )
         return completed_steps == self.last_step or by_steps or self.completes_pass(completed_steps)
 
-    def request_save_by_clock_on_rank_0(self, rank_agreement: RankAgreement) -> None:
+    def request_due_save_and_record_ended_background_save(
+        self, rank_agreement: RankAgreement
+    ) -> None:
         """Request a save from all ranks, on rank 0, when checkpoint.every_minutes have passed."""
         minutes = self.policy.every_minutes
         if (
@@ -121,9 +123,9 @@ class CheckpointSaver:
             self.is_requested_by_clock = True
         # A background save that has ended is recorded soon, not only at the next save.
         if self.background_save is not None and self.background_save[2].has_ended():
-            self.wait_for_background_save()
+            self.wait_for_background_save_and_record_result()
 
-    def save_or_start_background_save(
+    def wait_then_save_or_start_background_save(
         self,
         completed_steps: int,
         loop_state: Json,
@@ -139,12 +141,12 @@ class CheckpointSaver:
         """
         self.before_save()
         # One save at a time.
-        self.wait_for_background_save()
+        self.wait_for_background_save_and_record_result()
         began = time.perf_counter()
         self.next_best = loop_state.get("best", {}).get(KEEP, {}).get("step")
         try:
             if self._may_save_in_background(completed_steps, rank_request):
-                self._start_background_save(completed_steps, loop_state, began)
+                self._take_snapshot_and_start_background_save(completed_steps, loop_state, began)
             else:
                 write_checkpoint_of_step(
                     self.run, self.made_by, self.group, self.stepper, completed_steps, loop_state
@@ -170,7 +172,7 @@ class CheckpointSaver:
             self.group.gather_numbers([is_requested_by_clock])[0][0]
         )
 
-    def _start_background_save(
+    def _take_snapshot_and_start_background_save(
         self, completed_steps: int, loop_state: Json, start_time: float
     ) -> None:
         background_group = self.background_group
@@ -195,7 +197,7 @@ class CheckpointSaver:
             BackgroundTask(work),
         )
 
-    def wait_for_background_save(self) -> None:
+    def wait_for_background_save_and_record_result(self) -> None:
         """Wait for the save that is in progress, if any.
 
         Raises:
@@ -239,16 +241,16 @@ class CheckpointSaver:
 
     def wait_for_save_and_remove_old(self) -> None:
         """Wait for a save in progress, and remove checkpoints that need not stay."""
-        self.wait_for_background_save()
-        self.remove_old_checkpoints_on_rank_0()
+        self.wait_for_background_save_and_record_result()
+        self.remove_old_checkpoints_and_exports_on_rank_0()
         self.group.barrier()
 
     def _append_save_line_on_rank_0(
-        self, step: int, waited_seconds: float, error_text: str | None
+        self, completed_steps: int, waited_seconds: float, error_text: str | None
     ) -> None:
         if self.group.rank == 0:
             save_records.append_save_line_unless_disk_full(
-                self.run, SaveLine(step, round(waited_seconds, 3), error_text)
+                self.run, SaveLine(completed_steps, round(waited_seconds, 3), error_text)
             )
 
     def _notify_and_remove_former_best(self, step: int) -> None:
@@ -256,9 +258,9 @@ class CheckpointSaver:
         # The former best is pruned only now, not while its successor was being written.
         if step == self.next_best:
             self.best_step = step
-        self.remove_old_checkpoints_on_rank_0()
+        self.remove_old_checkpoints_and_exports_on_rank_0()
 
-    def remove_old_checkpoints_on_rank_0(self) -> None:
+    def remove_old_checkpoints_and_exports_on_rank_0(self) -> None:
         """Remove checkpoints that need not stay."""
         if self.group.rank == 0:
             remove_old_checkpoints_and_exports(
@@ -282,7 +284,9 @@ def remove_old_checkpoints_and_exports(
     spared_steps = {
         *needed_steps,
         *(
-            _steps_kept_by_keep_every([step for step, _ in checkpoints], keep_every_steps)
+            _first_step_at_or_after_each_multiple(
+                [step for step, _ in checkpoints], keep_every_steps
+            )
             if keep_every_steps
             else ()
         ),
@@ -311,10 +315,12 @@ def automatic_export_folders(run: RunDir, checkpoint_step: int) -> list[Path]:
     return [folder for folder, is_automatic in is_automatic_by_folder.items() if is_automatic]
 
 
-def _steps_kept_by_keep_every(steps: list[int], keep_every: int) -> Iterator[int]:
+def _first_step_at_or_after_each_multiple(
+    saved_steps: list[int], interval_steps: int
+) -> Iterator[int]:
     """Yield the first step at or after each multiple: saves by the clock rarely meet a multiple."""
     kept_multiples = {0}
-    for step in steps:
-        if step // keep_every not in kept_multiples:
-            kept_multiples.add(step // keep_every)
+    for step in saved_steps:
+        if step // interval_steps not in kept_multiples:
+            kept_multiples.add(step // interval_steps)
             yield step

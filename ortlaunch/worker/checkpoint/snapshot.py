@@ -39,7 +39,7 @@ INDEX = "index.json"
 WEIGHT = "weight"
 BUFFER = "buffer"
 # The key, the shape, and the flat tensor.
-SnapshotEntry = tuple[str, tuple[int, ...], torch.Tensor]
+KeyShapeAndFlatTensor = tuple[str, tuple[int, ...], torch.Tensor]
 
 
 def rank_file_name(rank: int) -> str:
@@ -53,7 +53,7 @@ class RankSnapshot:
 
     rank: int
     index: Json
-    tensors: list[SnapshotEntry]
+    tensors: list[KeyShapeAndFlatTensor]
     scalars_by_kind: dict[str, dict[str, float]]
     """Values such as `step`, by kind and parameter."""
 
@@ -92,18 +92,22 @@ def snapshot_of_this_rank(
         if named_state.replicated
         else named_state.parts
     )
-    tensors: list[SnapshotEntry] = [*_flat_buffer_entries(named_state)]
+    tensors: list[KeyShapeAndFlatTensor] = [*_buffer_entries_or_refuse_non_tensors(named_state)]
     scalars_by_kind: dict[str, dict[str, float]] = {}
     for part in parts:
-        tensors.append(_flat_entry_of_part(WEIGHT, part, part.master, named_state))
+        tensors.append(_key_shape_and_flat_tensor_of_range(WEIGHT, part, part.master, named_state))
         # A scalar parameter has the shape of its `step`.
-        for tensor_kind, value in _named_optimizer_values_of_part(part, named_state.optimizer):
+        for tensor_kind, value in _optimizer_state_names_and_values_of_range(
+            part, named_state.optimizer
+        ):
             if (
                 isinstance(value, torch.Tensor)
                 and value.shape == part.master.shape
                 and tensor_kind != "step"
             ):
-                tensors.append(_flat_entry_of_part(tensor_kind, part, value, named_state))
+                tensors.append(
+                    _key_shape_and_flat_tensor_of_range(tensor_kind, part, value, named_state)
+                )
             # A tensor with a shape of its own is not divided.
             elif tensor_kind in part.group.get(STATE_TENSORS, ()) and isinstance(
                 value, torch.Tensor
@@ -168,17 +172,25 @@ def _ranges_of_rank_in_replicated_parts(
     return shared_ranges
 
 
-def _flat_entry_of_part(
-    tensor_kind: str, part: ParameterRange, tensor: torch.Tensor, named_state: NamedState
-) -> SnapshotEntry:
-    parameter_shape = named_state.shapes[part.name]
-    flat = tensor.detach().reshape(-1)[part.offset : part.offset + part.count]
+def _key_shape_and_flat_tensor_of_range(
+    tensor_kind: str, parameter_range: ParameterRange, tensor: torch.Tensor, named_state: NamedState
+) -> KeyShapeAndFlatTensor:
+    parameter_shape = named_state.shapes[parameter_range.name]
+    flat = tensor.detach().reshape(-1)[
+        parameter_range.offset : parameter_range.offset + parameter_range.count
+    ]
     # The whole parameter keeps its shape; a range of it is flat.
-    shape = parameter_shape if part.count == torch.Size(parameter_shape).numel() else (part.count,)
-    return f"{tensor_kind}:{part.name}@{part.start}", shape, flat
+    shape = (
+        parameter_shape
+        if parameter_range.count == torch.Size(parameter_shape).numel()
+        else (parameter_range.count,)
+    )
+    return f"{tensor_kind}:{parameter_range.name}@{parameter_range.start}", shape, flat
 
 
-def _flat_buffer_entries(named_state: NamedState) -> Iterator[SnapshotEntry]:
+def _buffer_entries_or_refuse_non_tensors(
+    named_state: NamedState,
+) -> Iterator[KeyShapeAndFlatTensor]:
     """Yield this rank's buffers: statistics of its own data, if training does not average them."""
     for name, value in named_state.buffers.items():
         if not isinstance(value, torch.Tensor):
@@ -188,25 +200,27 @@ def _flat_buffer_entries(named_state: NamedState) -> Iterator[SnapshotEntry]:
         yield f"{BUFFER}:{name}@0", tuple(value.shape), value.detach().reshape(-1)
 
 
-def _named_optimizer_values_of_part(
-    part: ParameterRange, optimizer: torch.optim.Optimizer
+def _optimizer_state_names_and_values_of_range(
+    parameter_range: ParameterRange, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, object]]:
     """Yield the optimizer's state of a part, by the optimizer's names."""
     present_state = {
         name: value
-        for name, value in optimizer.state.get(part.master, {}).items()
+        for name, value in optimizer.state.get(parameter_range.master, {}).items()
         if value is not None
     }
     # Some optimizers count steps for a parameter group, not for each parameter.
-    if present_state and counts_steps_by_group(optimizer) and "step" in part.group:
-        present_state["step"] = part.group["step"]
+    if present_state and counts_steps_by_group(optimizer) and "step" in parameter_range.group:
+        present_state["step"] = parameter_range.group["step"]
     yield from present_state.items()
 
 
-def _require_scalar_value(tensor_kind: str, part: ParameterRange, state_value: Any) -> float:
+def _require_scalar_value(
+    tensor_kind: str, parameter_range: ParameterRange, state_value: Any
+) -> float:
     try:
         return float(state_value)
     except (TypeError, ValueError, RuntimeError):
         raise CheckpointError(
-            f"the optimizer's {tensor_kind} of {part.name} is neither a scalar nor of its shape"
+            f"the optimizer's {tensor_kind} of {parameter_range.name} is neither a scalar nor of its shape"
         ) from None

@@ -15,14 +15,14 @@ from ortlaunch.base.errors import CheckpointError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.worker.checkpoint.manifest import samples_trained_until_checkpoint
 from ortlaunch.worker.checkpoint.snapshot import INDEX
 from ortlaunch.worker.checkpoint.verify import (
     gather_checkpoint_damage_or_empty,
     newest_checkpoint_seen_by_rank_0,
-    set_aside_damaged_until_newest_intact,
+    rename_damaged_until_newest_intact_or_refuse,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -41,13 +41,13 @@ class CompleteCheckpoint(NamedTuple):
     @property
     def streams(self) -> list[list[int]]:
         """The positions of the streamed sources after these samples."""
-        stream_positions: list[list[int]] = read_own_json(self.folder / INDEX)["state"].get(
-            "streams", []
-        )
+        stream_positions: list[list[int]] = read_json_or_raise_damaged(self.folder / INDEX)[
+            "state"
+        ].get("streams", [])
         return stream_positions
 
 
-def choose_start_checkpoint_or_none(
+def set_aside_damaged_and_choose_start_checkpoint(
     run: RunDir, group: DistributedContext
 ) -> CompleteCheckpoint | None:
     """Return the checkpoint to resume from; None if the run starts from the beginning (collective).
@@ -58,7 +58,7 @@ def choose_start_checkpoint_or_none(
         CheckpointError: the requested checkpoint is damaged, or all are.
     """
     requested = ResumeRecord.read_or_from_the_beginning(run)
-    set_aside_damaged_until_newest_intact(run, group)
+    rename_damaged_until_newest_intact_or_refuse(run, group)
     own_newest = newest_checkpoint_seen_by_rank_0(run, group)
     if own_newest is not None:
         # An exact request (--resume STEP) does not accept an older checkpoint.
@@ -68,21 +68,30 @@ def choose_start_checkpoint_or_none(
                 "damaged"
             )
         return CompleteCheckpoint(*own_newest)
-    return _newest_intact_checkpoint_of_other_run(requested, group) if requested.source else None
+    return (
+        _choose_intact_checkpoint_of_other_run_or_refuse(requested, group)
+        if requested.source
+        else None
+    )
 
 
-def _newest_intact_checkpoint_of_other_run(
+def _choose_intact_checkpoint_of_other_run_or_refuse(
     resume_record: ResumeRecord, group: DistributedContext
 ) -> CompleteCheckpoint:
     """Return a checkpoint of another run, whose folder is left unchanged."""
     folder = Path(resume_record.checkpoint or "")
     # The newest first.
-    candidate_folders = [folder, *(path for _, path in reversed(_older_checkpoints(folder)))]
+    candidate_folders = [
+        folder,
+        *(path for _, path in reversed(_complete_checkpoints_older_than(folder))),
+    ]
     lines = []
     for path in candidate_folders[:1] if resume_record.exact else candidate_folders:
         damage_text = gather_checkpoint_damage_or_empty(path, group)
         if not damage_text:
-            return CompleteCheckpoint(int(read_own_json(path / MANIFEST)["step"]), path)
+            return CompleteCheckpoint(
+                int(read_json_or_raise_damaged(path / MANIFEST)["step"]), path
+            )
         lines.append(f"{path} is damaged: {damage_text}")
         group.print_on_rank_0(f"  skipped: {lines[-1]}")
     raise CheckpointError(
@@ -90,7 +99,7 @@ def _newest_intact_checkpoint_of_other_run(
     )
 
 
-def _older_checkpoints(checkpoint_folder: Path) -> list[tuple[int, Path]]:
+def _complete_checkpoints_older_than(checkpoint_folder: Path) -> list[tuple[int, Path]]:
     """Return the complete checkpoints beside `checkpoint_folder` that are older than it."""
     # folder is RUN/checkpoints/step_N.
     checkpoints = RunDir(checkpoint_folder.parents[1]).complete_checkpoints()
@@ -101,11 +110,11 @@ def _older_checkpoints(checkpoint_folder: Path) -> list[tuple[int, Path]]:
     )
 
 
-def print_and_refuse_changed_training(
+def print_training_changes_and_refuse_unallowed(
     run: RunDir,
     recipe: Recipe,
     start_checkpoint: CompleteCheckpoint,
-    identity: Mapping[str, Any],
+    identity_by_part: Mapping[str, Any],
     group: DistributedContext,
 ) -> None:
     """Report the differences that the control side could not know, such as those of the data.
@@ -117,7 +126,7 @@ def print_and_refuse_changed_training(
         run: the run folder.
         recipe: this run's recipe.
         start_checkpoint: the checkpoint to resume from.
-        identity: properties of this training that only ranks know (worker/model/identity.py).
+        identity_by_part: properties of this training that only ranks know (worker/model/identity.py).
         group: all ranks.
 
     Raises:
@@ -128,13 +137,13 @@ def print_and_refuse_changed_training(
     if origin_record is None or not run.plan.exists():
         return
     changes = origin.changes_between_origins(
-        origin_record, {**origin.read_origin_of_started_run(run, recipe), **identity}
+        origin_record, {**origin.read_origin_of_started_run(run, recipe), **identity_by_part}
     )
     if Plan.read(run.plan).traits.evaluates:
         changes = origin.changes_affecting_evaluation(start_checkpoint.folder, changes)
     # The control side has reported all other fields of this checkpoint.
     if requested.checkpoint == os.path.abspath(start_checkpoint.folder):
-        unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
+        unknown = {f"{part}.{name}" for part, values in identity_by_part.items() for name in values}
         changes = [change for change in changes if change.field in unknown]
     allow = requested.allow
     group.print_on_rank_0(*(f"  changed: {change.summary_line(allow)}" for change in changes))

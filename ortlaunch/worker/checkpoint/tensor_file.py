@@ -80,7 +80,7 @@ def write_safetensors_and_checksum(
     with open(file_path, "wb") as file:
         # Summed from memory, so that a later check detects faults of the disk.
         checksum = checksum_of_blocks(
-            _write_and_yield_blocks(
+            _write_flush_and_yield_blocks(
                 file, header_bytes, [tensor for _, _, tensor in keys_shapes_and_flat_tensors]
             )
         )
@@ -89,7 +89,7 @@ def write_safetensors_and_checksum(
     return {"bytes": size, "crc32": checksum}
 
 
-def _write_and_yield_blocks(
+def _write_flush_and_yield_blocks(
     file: IO[bytes], header_bytes: bytes, flat_tensors: Iterable[torch.Tensor]
 ) -> Iterator[bytes | memoryview]:
     """Write the header and the flat tensors, and yield each block after it is written."""
@@ -157,7 +157,7 @@ def read_tensor_locations_and_metadata(
             raise ValueError("the header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         return {
-            key: _tensor_location_within_file(file_path, 8 + length, size, entry)
+            key: _checked_tensor_location_within_file(file_path, 8 + length, size, entry)
             for key, entry in header.items()
         }, metadata
     except (ValueError, KeyError, TypeError, struct.error) as error:
@@ -168,7 +168,7 @@ def read_tensor_locations_and_metadata(
         raise CheckpointError(f"{file_path} cannot be read: {error.strerror}") from None
 
 
-def _tensor_location_within_file(
+def _checked_tensor_location_within_file(
     file_path: Path, data_offset: int, file_size: int, tensor_record: Json
 ) -> TensorLocation:
     begin, end = tensor_record["data_offsets"]

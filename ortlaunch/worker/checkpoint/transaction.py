@@ -24,11 +24,13 @@ from ortlaunch.run_folder.folder import (
     COMPLETE,
     MANIFEST,
     RunDir,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
 )
 from ortlaunch.run_folder.origin import ORIGIN
-from ortlaunch.worker.checkpoint.completion_mark import rename_partial_and_write_complete_file
+from ortlaunch.worker.checkpoint.completion_mark import (
+    write_manifest_rename_partial_and_mark_complete,
+)
 from ortlaunch.worker.checkpoint.manifest import build_manifest, newest_complete_checkpoint
 from ortlaunch.worker.checkpoint.snapshot import RankSnapshot, snapshot_of_this_rank
 from ortlaunch.worker.engine.stepping import Stepper
@@ -83,7 +85,7 @@ def take_snapshot_on_all_ranks(
         CheckpointError: it could not be made; all ranks raise the same.
     """
     snapshots = []
-    with _remove_files_and_fail_on_all_ranks(
+    with _remove_files_and_raise_on_all_ranks_if_one_fails(
         run, group, run.partial_checkpoint_folder(completed_steps)
     ):
         step_snapshot = snapshot_of_this_rank(stepper.named_state(), dict(loop_state), group)
@@ -97,39 +99,39 @@ def write_snapshot_as_checkpoint(
     group: DistributedContext,
     step_snapshot: RankSnapshot,
     completed_steps: int,
-    sample_count: int,
+    samples_trained: int,
 ) -> Path:
     """Write a snapshot completely or not at all (collective); arguments and errors as of `save`."""
     folder = run.checkpoint_folder(completed_steps)
     partial = run.partial_checkpoint_folder(completed_steps)
-    with _remove_files_and_fail_on_all_ranks(run, group, partial):
+    with _remove_files_and_raise_on_all_ranks_if_one_fails(run, group, partial):
         if group.rank == 0:
-            _remove_incomplete_and_create_partial(run, partial)
+            _remove_incomplete_check_space_and_create_partial(run, partial)
             write_json_atomically(partial / ORIGIN, origin_record) if origin_record else None
     files: dict[str, SizeAndChecksum] = {}
     # Each rank writes its own file, and knows its checksum without reading it again.
-    with _remove_files_and_fail_on_all_ranks(run, group, partial):
+    with _remove_files_and_raise_on_all_ranks_if_one_fails(run, group, partial):
         files = step_snapshot.write_rank_file_and_index(partial)
     file_by_name = dict(ChainMap(*group.gather(files)))
     # Rank 0 sums the files that no rank summed, such as the index.
-    with _remove_files_and_fail_on_all_ranks(run, group, partial):
+    with _remove_files_and_raise_on_all_ranks_if_one_fails(run, group, partial):
         if group.rank == 0:
             files_of_all = [str(path.relative_to(partial)) for path in list_files_below(partial)]
             unsummed_files = [name for name in files_of_all if name not in file_by_name]
             files.update(flush_and_checksum_files(partial, unsummed_files))
     files = dict(ChainMap(*group.gather(files)))
-    with _remove_files_and_fail_on_all_ranks(run, group, partial):
+    with _remove_files_and_raise_on_all_ranks_if_one_fails(run, group, partial):
         if group.rank == 0:
-            rename_partial_and_write_complete_file(
+            write_manifest_rename_partial_and_mark_complete(
                 run,
                 completed_steps,
-                build_manifest(completed_steps, sample_count, group.size, files),
+                build_manifest(completed_steps, samples_trained, group.size, files),
             )
     return folder
 
 
 @contextlib.contextmanager
-def _remove_files_and_fail_on_all_ranks(
+def _remove_files_and_raise_on_all_ranks_if_one_fails(
     run: RunDir, group: DistributedContext, partial_folder: Path
 ) -> Iterator[None]:
     """Context of a part of a save: if it fails on one rank, it fails on all.
@@ -159,18 +161,18 @@ def _remove_files_and_fail_on_all_ranks(
     )
 
 
-def _remove_incomplete_and_create_partial(run: RunDir, partial_folder: Path) -> None:
+def _remove_incomplete_check_space_and_create_partial(run: RunDir, partial_folder: Path) -> None:
     """Create an empty folder; remove incomplete ones of any step."""
     for incomplete_folder in run.checkpoints.glob("step_*"):
         if incomplete_folder.suffix == ".partial" or not (
             incomplete_folder.suffix or (incomplete_folder / COMPLETE).exists()
         ):
             shutil.rmtree(incomplete_folder, ignore_errors=True)
-    _require_space_of_last_checkpoint(run)
+    _require_disk_space_of_last_checkpoint_size(run)
     partial_folder.mkdir(parents=True)
 
 
-def _require_space_of_last_checkpoint(run: RunDir) -> None:
+def _require_disk_space_of_last_checkpoint_size(run: RunDir) -> None:
     """Check that the disk has space for a checkpoint of the last one's size.
 
     Raises:
@@ -180,7 +182,8 @@ def _require_space_of_last_checkpoint(run: RunDir) -> None:
     if last_checkpoint is None:
         return
     needed_bytes = sum(
-        file["bytes"] for file in read_own_json(last_checkpoint[1] / MANIFEST)["files"].values()
+        file["bytes"]
+        for file in read_json_or_raise_damaged(last_checkpoint[1] / MANIFEST)["files"].values()
     )
     free_bytes = shutil.disk_usage(run.checkpoints).free
     if free_bytes < needed_bytes:

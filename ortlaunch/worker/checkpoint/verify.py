@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ortlaunch.base.errors import CheckpointError
 from ortlaunch.run_folder.file_sums import file_difference_text_or_empty
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json_or_raise_damaged
 from ortlaunch.worker.checkpoint.completion_mark import manifest_damage_or_empty
 from ortlaunch.worker.checkpoint.manifest import newest_complete_checkpoint
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -18,7 +18,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 _BROKEN_NAME = re.compile(r"step_(\d+)\.broken\d*")
 
 
-def set_aside_damaged_until_newest_intact(run: RunDir, group: DistributedContext) -> None:
+def rename_damaged_until_newest_intact_or_refuse(run: RunDir, group: DistributedContext) -> None:
     """Verify the newest checkpoint, and older ones until one is undamaged (collective).
 
     A damaged one is renamed to step_N.broken, so that nobody loads it. Before the run gives up,
@@ -42,7 +42,7 @@ def set_aside_damaged_until_newest_intact(run: RunDir, group: DistributedContext
             print(f"{lines[-1]}; set aside as {broken_folder.name}", flush=True)
         # No rank lists the folder before it is renamed.
         group.barrier()
-    if _rename_back_newest_intact(run, group):
+    if _rename_back_newest_intact_of_broken(run, group):
         return
     # Also those of earlier starts.
     if broken_names := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):
@@ -64,7 +64,7 @@ def newest_checkpoint_seen_by_rank_0(
     return (step, run.checkpoints / name) if name else None
 
 
-def _rename_back_newest_intact(run: RunDir, group: DistributedContext) -> bool:
+def _rename_back_newest_intact_of_broken(run: RunDir, group: DistributedContext) -> bool:
     """Rename the newest undamaged checkpoint among those set aside (collective).
 
     Returns:
@@ -125,7 +125,7 @@ def gather_checkpoint_damage_or_empty(checkpoint_folder: Path, group: Distribute
 def _damage_texts_of_every_nth_file(
     checkpoint_folder: Path, rank: int, rank_count: int
 ) -> list[str]:
-    files = sorted(read_own_json(checkpoint_folder / MANIFEST)["files"].items())
+    files = sorted(read_json_or_raise_damaged(checkpoint_folder / MANIFEST)["files"].items())
     # Every `ranks`-th file, so that all ranks have about as many.
     return [
         damage_text

@@ -14,7 +14,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, has_chat_rows
 from ortlaunch.tables.tasks import Task
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.chats import ChatSamples, tokenize_chats_marking_answers
+from ortlaunch.worker.data.chats import ChatSamples, load_or_tokenize_chats_marking_trained_text
 from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus_patterns
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
@@ -25,32 +25,38 @@ from ortlaunch.worker.data.labelled_samples import (
     TaggedWords,
     class_and_rare_class_lines,
     class_names_of_integer_labels,
-    number_labels_and_list_names,
-    renumber_labels_by_trained_classes,
+    renumber_labels_and_list_class_names,
+    renumber_labels_by_class_names_or_numbers,
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.media.samples import MEDIA
 from ortlaunch.worker.data.mixture import (
     Mixture,
-    block_positions_by_source,
+    block_position_count_by_source,
     source_seed,
     split_training_and_held_out,
 )
 from ortlaunch.worker.data.packed_samples import pack_chats_if_requested
 from ortlaunch.worker.data.read_ahead import ReadAheadSettings
-from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding_to_bucket
+from ortlaunch.worker.data.samples import (
+    IGNORED,
+    Samples,
+    Stack,
+    collate,
+    cut_padding_to_shortest_fitting_bucket,
+)
 from ortlaunch.worker.data.sentence_pairs import SentencePairs
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import StreamedCorpus
 from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
-    encoder_key_and_encoder_with_marks,
+    begin_token_ids_added_to_text,
+    cache_key_text_and_encoder_with_marks,
     ignore_progress,
     load_or_tokenize_documents,
-    token_ids_before_text,
 )
-from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
+from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
 from ortlaunch.worker.data.user_data import (
     UserCollate,
     UserSamples,
@@ -58,7 +64,10 @@ from ortlaunch.worker.data.user_data import (
     import_user_function,
     seed_and_call_user_function,
 )
-from ortlaunch.worker.data.vocabulary import Vocabulary, class_number_by_label_of_model
+from ortlaunch.worker.data.vocabulary import (
+    Vocabulary,
+    class_number_by_label_of_recipe_or_pretrained,
+)
 from ortlaunch.worker.data.windows import SeparateDocuments, TokenWindows
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -80,14 +89,14 @@ __all__ = [
     "TaggedWords",
     "TokenWindows",
     "UserSamples",
-    "batch_function_of_recipe",
+    "begin_token_ids_added_to_text",
     "collate",
-    "cut_padding_to_bucket",
+    "collate_function_of_recipe",
+    "cut_padding_to_shortest_fitting_bucket",
     "load_data_and_print_notes",
     "read_ahead_settings_of_recipe",
     "samples_of_source_for_task",
     "seed_and_call_user_function",
-    "token_ids_before_text",
 ]  # fmt: skip
 
 
@@ -113,15 +122,15 @@ class LoadedData:
         self._streams = stream_folder
         self._show_progress = show_progress
         self._vocabulary = vocabulary
-        self.tokenizer = load_tokenizer_or_none(
+        self.tokenizer = load_tokenizer_with_added_tokens_or_none(
             recipe.data, vocabulary.tokenizer if vocabulary else None
         )
         # Numbering the labels of a new model reads the training and the evaluation samples.
         self.label_names = (
             []
             if vocabulary
-            else number_labels_and_list_names(
-                self.train, self.evaluation, class_number_by_label_of_model(recipe)
+            else renumber_labels_and_list_class_names(
+                self.train, self.evaluation, class_number_by_label_of_recipe_or_pretrained(recipe)
             )
         )
         if vocabulary is None:
@@ -132,7 +141,7 @@ class LoadedData:
             self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
 
     @functools.cached_property
-    def _train_and_held_out(self) -> tuple[Samples, Samples | None]:
+    def _packed_training_and_held_out_samples(self) -> tuple[Samples, Samples | None]:
         """The samples of `data.train`, and those of them that are held out for evaluation."""
         all_samples = self._renumber_labels_by_trained_classes(
             _single_or_mixed_training_samples(
@@ -154,7 +163,7 @@ class LoadedData:
     @functools.cached_property
     def train(self) -> Samples:
         """The training samples."""
-        return self._train_and_held_out[0]
+        return self._packed_training_and_held_out_samples[0]
 
     @functools.cached_property
     def evaluation(self) -> Samples | None:
@@ -162,7 +171,7 @@ class LoadedData:
         source = self.recipe.data.evaluation
         show_progress = self._show_progress
         if source is None or isinstance(source, HeldOut):
-            return self._train_and_held_out[1] if source else None
+            return self._packed_training_and_held_out_samples[1] if source else None
         key = "data.evaluation"
         samples = samples_of_source_for_task(
             self.recipe, source, self.tokenizer, show_progress=show_progress, recipe_key=key
@@ -173,7 +182,7 @@ class LoadedData:
 
     def _renumber_labels_by_trained_classes(self, samples: Samples) -> Samples:
         if self._vocabulary is not None:
-            renumber_labels_by_trained_classes(
+            renumber_labels_by_class_names_or_numbers(
                 samples, self._vocabulary.labels, self._vocabulary.classes
             )
         return samples
@@ -214,19 +223,19 @@ class LoadedData:
 def load_data_and_print_notes(
     recipe: Recipe,
     group: DistributedContext,
-    data: LoadedData | None = None,
+    already_loaded_data: LoadedData | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> LoadedData:
-    """Return the data of a recipe, or `data` if given (collective).
+    """Return the data of a recipe, or `already_loaded_data` if given (collective).
 
     Rank 0 prints the notes of all ranks, for example about changed files of the cache.
     """
-    data = data or LoadedData(recipe, vocabulary=vocabulary)
+    already_loaded_data = already_loaded_data or LoadedData(recipe, vocabulary=vocabulary)
     group.print_lines_of_all_ranks(take_cache_notes())
-    return data
+    return already_loaded_data
 
 
-def batch_function_of_recipe(recipe: Recipe) -> Stack:
+def collate_function_of_recipe(recipe: Recipe) -> Stack:
     """Return the function that makes a batch of samples."""
     if recipe.model.traits.wrapper:
         user_collate = (
@@ -278,7 +287,7 @@ def _single_or_mixed_training_samples(
             for part, source_samples in zip(parts, samples_by_part)
         ],
     )
-    counts = block_positions_by_source(mixture.weights)
+    counts = block_position_count_by_source(mixture.weights)
     if not all(counts):
         part_index = [*counts].index(0)
         raise DataError(
@@ -335,7 +344,7 @@ def samples_of_source_for_task(
             0,
         )
         return ChatSamples(
-            tokenize_chats_marking_answers(source, tokenizer, show_progress),
+            load_or_tokenize_chats_marking_trained_text(source, tokenizer, show_progress),
             length,
             pad,
             recipe_key,
@@ -360,7 +369,7 @@ def _end_mark_flag_and_begin_token_ids(
     # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
     predicts = recipe.model.traits.predicts
     pretrained = predicts == "next" and isinstance(recipe.data.tokenizer, str)
-    return predicts != "masked", token_ids_before_text(tokenizer) if pretrained else []
+    return predicts != "masked", begin_token_ids_added_to_text(tokenizer) if pretrained else []
 
 
 @functools.cache
@@ -373,13 +382,13 @@ def _streamed_samples(
     recipe: Recipe,
     source: Corpus,
     tokenizer: PreTrainedTokenizerBase,
-    folder: Path | None,
+    stream_folder: Path | None,
     show_progress: ShowProgress,
     seed: int,
 ) -> StreamedSamples:
     """Return the samples of a streamed corpus; without a run's folder, for a look at the first."""
     stream = source.stream or StreamSettings()
-    settings, encode = encoder_key_and_encoder_with_marks(
+    settings, encode = cache_key_text_and_encoder_with_marks(
         tokenizer, *_end_mark_flag_and_begin_token_ids(recipe, tokenizer)
     )
     length = recipe.data.sequence_length or 0
@@ -392,8 +401,8 @@ def _streamed_samples(
             recipe, documents, tokenizer, window_seed
         ),
         settings,
-        folder or Path(_stream_folder_until_exit().name),
-        stream.buffer_bytes if folder else 0,
+        stream_folder or Path(_stream_folder_until_exit().name),
+        stream.buffer_bytes if stream_folder else 0,
         show_progress,
     )
 

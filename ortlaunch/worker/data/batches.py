@@ -15,7 +15,12 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data.mixture import streamed_sources_of_samples
 from ortlaunch.worker.data.order import SampleOrder
 from ortlaunch.worker.data.read_ahead import BatchReadAhead, Places, ReadAheadSettings
-from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding_to_bucket
+from ortlaunch.worker.data.samples import (
+    Samples,
+    Stack,
+    collate,
+    cut_padding_to_shortest_fitting_bucket,
+)
 from ortlaunch.worker.data.skipped_positions import SkippedPositions
 from ortlaunch.worker.data.streams.writer import Position
 from ortlaunch.worker.data.user_data import (
@@ -32,7 +37,7 @@ class TokenCount(NamedTuple):
     """Without padding."""
     padding: int
 
-    def plus_batch(self, batch: Mapping[str, torch.Tensor]) -> TokenCount:
+    def plus_batch_tokens_and_padding(self, batch: Mapping[str, torch.Tensor]) -> TokenCount:
         """Return the count with those of a batch; one without `input_ids` has none."""
         token_ids = batch.get("input_ids")
         if token_ids is None:
@@ -91,26 +96,26 @@ class Batches:
         # Only some samples have an order of their own.
         own_order: Any = getattr(samples, "order", None)
         self.order: Any = own_order(seed) if own_order else SampleOrder(len(samples), seed)
-        self.release_streamed_samples_before(0)
+        self.release_streamed_samples_and_return_positions(0)
 
     def begin_step_after_positions(self, step_index: int, positions_seen: int) -> None:
         """Let step `step_index` begin after `positions_seen` places, whatever the batch size was before it."""
         self._step = step_index
         self._first_position = positions_seen
 
-    def release_streamed_samples_before(self, position: int) -> list[Position]:
+    def release_streamed_samples_and_return_positions(self, order_position: int) -> list[Position]:
         """Release streamed samples before a place; return the position of each streamed source."""
         if not self.streams:
             return []
         stream_positions: list[Position] = self.order.passed(
-            position, 2 * self.batch.global_samples
+            order_position, 2 * self.batch.global_samples
         )
         return stream_positions
 
     def seek_streams(self, positions: Sequence[Sequence[int]]) -> None:
         """Let each streamed source begin at a position of `passed`."""
         for stream, position in zip(self.streams, positions):
-            stream.seek_recorded_position(position)
+            stream.restart_at_recorded_position_unless_there(position)
 
     def close_streams(self) -> None:
         """End the tokenizing of streamed sources."""
@@ -162,7 +167,9 @@ class Batches:
             sample_indices
         )
 
-    def micro_batch(self, step_index: int, pass_index: int, rank: int) -> dict[str, torch.Tensor]:
+    def read_micro_batch_and_count_tokens(
+        self, step_index: int, pass_index: int, rank: int
+    ) -> dict[str, torch.Tensor]:
         """Return the micro batch of a rank; tensors are (micro_samples, ...).
 
         Args:
@@ -171,11 +178,13 @@ class Batches:
             rank: the data-parallel rank.
         """
         batch = (
-            self._ahead[1].take_batch(step_index, pass_index)
+            self._ahead[1].take_next_batch_or_repeat_last(step_index, pass_index)
             if self._ahead is not None and self._ahead[0] == rank
-            else self._read_micro_batch(self._indices_and_epochs(step_index, pass_index, rank))
+            else self._read_micro_batch_cutting_padding(
+                self._index_epoch_pairs_of_micro_batch(step_index, pass_index, rank)
+            )
         )
-        self.tokens = self.tokens.plus_batch(batch)
+        self.tokens = self.tokens.plus_batch_tokens_and_padding(batch)
         return batch
 
     @contextlib.contextmanager
@@ -190,8 +199,8 @@ class Batches:
             yield
             return
         ahead = BatchReadAhead(
-            self._read_micro_batch,
-            lambda step, pass_index: self._indices_and_epochs(step, pass_index, rank),
+            self._read_micro_batch_cutting_padding,
+            lambda step, pass_index: self._index_epoch_pairs_of_micro_batch(step, pass_index, rank),
             self.batch.accumulation_steps,
             read_ahead_settings,
         )
@@ -202,7 +211,9 @@ class Batches:
             self._ahead = None
             ahead.close()
 
-    def _read_micro_batch(self, index_epoch_pairs: Places) -> dict[str, torch.Tensor]:
+    def _read_micro_batch_cutting_padding(
+        self, index_epoch_pairs: Places
+    ) -> dict[str, torch.Tensor]:
         # Some data sets make a whole batch faster than its samples one by one.
         make_batch = getattr(self.samples, "batch", None)
         return (
@@ -235,13 +246,18 @@ class Batches:
         return self._cut_padding_if_bucketed(self._stack(samples))
 
     def _cut_padding_if_bucketed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return cut_padding_to_bucket(batch, self.buckets) if self.buckets else batch
+        return (
+            cut_padding_to_shortest_fitting_bucket(batch, self.buckets) if self.buckets else batch
+        )
 
     def sample_indices_of_micro_batch(
         self, step_index: int, pass_index: int, rank: int
     ) -> list[int]:
         """Return the indices of the samples of `micro_batch`."""
-        return [index for index, _ in self._indices_and_epochs(step_index, pass_index, rank)]
+        return [
+            index
+            for index, _ in self._index_epoch_pairs_of_micro_batch(step_index, pass_index, rank)
+        ]
 
     def sample_indices_of_step(self, step_index: int) -> list[int]:
         """Return the indices of the samples of a step, over all passes and ranks."""
@@ -254,7 +270,7 @@ class Batches:
             for index in self.sample_indices_of_micro_batch(step_index, pass_index, rank)
         ]
 
-    def _indices_and_epochs(
+    def _index_epoch_pairs_of_micro_batch(
         self, step_index: int, pass_index: int, rank: int
     ) -> list[tuple[int, int]]:
         """Return (index, epoch) of each sample."""
@@ -263,14 +279,16 @@ class Batches:
         offset = (pass_index * batch_plan.data_parallel_ranks + rank) * batch_plan.micro_samples
         first_number = (step_index - self._step) * batch_plan.global_samples
         if self.buckets:
-            return self._samples_of_step_by_length_bucket(first_number, batch_plan.global_samples)[
-                offset : offset + batch_plan.micro_samples
-            ]
-        return self._index_and_epoch_of_each_number(
+            return self._index_epoch_pairs_of_step_sorted_by_bucket(
+                first_number, batch_plan.global_samples
+            )[offset : offset + batch_plan.micro_samples]
+        return self._index_epoch_pairs_of_unskipped_samples(
             range(first_number + offset, first_number + offset + batch_plan.micro_samples)
         )
 
-    def _index_and_epoch_of_each_number(self, sample_numbers: range) -> list[tuple[int, int]]:
+    def _index_epoch_pairs_of_unskipped_samples(
+        self, sample_numbers: range
+    ) -> list[tuple[int, int]]:
         positions = [
             self.left_out.position_of_unskipped_sample(self._first_position, sample_number)
             for sample_number in sample_numbers
@@ -278,15 +296,17 @@ class Batches:
         index_epoch_pairs: list[tuple[int, int]] = self.order.at(positions)
         return index_epoch_pairs
 
-    def _samples_of_step_by_length_bucket(
-        self, first_number: int, sample_count: int
+    def _index_epoch_pairs_of_step_sorted_by_bucket(
+        self, first_sample_number: int, sample_count: int
     ) -> list[tuple[int, int]]:
         """Return the samples of a whole step, sorted by bucket; within a bucket the order stays."""
         # The whole step is sorted, so that any number of ranks gets the same micro batches.
-        position = self.left_out.position_of_unskipped_sample(self._first_position, first_number)
+        position = self.left_out.position_of_unskipped_sample(
+            self._first_position, first_sample_number
+        )
         if self._sorted_step is None or self._sorted_step[0] != position:
-            index_epoch_pairs = self._index_and_epoch_of_each_number(
-                range(first_number, first_number + sample_count)
+            index_epoch_pairs = self._index_epoch_pairs_of_unskipped_samples(
+                range(first_sample_number, first_sample_number + sample_count)
             )
             padded: Any = self.samples
             buckets = [

@@ -11,9 +11,9 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import PROMPTS
 from ortlaunch.worker.data.corpus import (
     corpus_name_for_errors,
-    read_corpus_rows,
-    read_texts_and_shares,
-    require_column_value,
+    read_corpus_rows_up_to_limit,
+    read_texts_with_fraction_of_corpus_read,
+    require_column_value_of_allowed_length,
 )
 from ortlaunch.worker.data.file_rows import DataError, Row
 
@@ -37,18 +37,18 @@ class Chat:
         return sum(len(message["content"]) for message in self.messages)
 
 
-def read_chats_and_shares(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
+def read_chats_with_fraction_of_corpus_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
     """Yield chats in a fixed order, each with the share (0 to 1) of the corpus read so far.
 
     Raises:
         DataError: a row has no valid chat; the message gives file and line.
     """
     if isinstance(source, str):
-        yield from _built_in_chats()
+        yield from _built_in_chats_with_fraction_of_corpus_read()
         return
     # These may be missing in some rows.
     unseen_columns = {item for item in (source.system_column, source.input_column) if item}
-    for row in read_corpus_rows(source):
+    for row in read_corpus_rows_up_to_limit(source):
         unseen_columns -= row.values.keys()
         messages = (
             _checked_messages_of_row(row, source)
@@ -70,7 +70,9 @@ def read_chats_and_shares(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
 def message_contents_of_chats(source: str | Corpus) -> Iterator[str]:
     """Return the contents of all messages, to train a tokenizer on."""
     return (
-        message["content"] for chat, _ in read_chats_and_shares(source) for message in chat.messages
+        message["content"]
+        for chat, _ in read_chats_with_fraction_of_corpus_read(source)
+        for message in chat.messages
     )
 
 
@@ -88,13 +90,15 @@ def _text_of_column_or_empty(row: Row, column: str | None) -> str:
 
 def _checked_messages_of_row(row: Row, source: Corpus) -> list[Json]:
     column = str(source.messages_column)
-    raw_messages = require_column_value(row, column)
+    raw_messages = require_column_value_of_allowed_length(row, column)
     if not isinstance(raw_messages, list) or not raw_messages:
         raise DataError(
             f"{row.location}: {column} is {raw_messages!r:.80}; it must be a list of messages"
         )
     checked_messages = (
-        _message_with_standard_keys(row, source, f"message {message_number} of {column}", message)
+        _checked_message_with_standard_keys(
+            row, source, f"message {message_number} of {column}", message
+        )
         for message_number, message in enumerate(raw_messages, 1)
     )
     messages = [message for message in checked_messages if message["role"] is not None]
@@ -106,13 +110,15 @@ def _checked_messages_of_row(row: Row, source: Corpus) -> list[Json]:
     return messages
 
 
-def _message_with_standard_keys(row: Row, source: Corpus, message_name: str, message: Any) -> Json:
+def _checked_message_with_standard_keys(
+    row: Row, source: Corpus, message_name: str, message: Any
+) -> Json:
     if not isinstance(message, dict):
         raise DataError(
             f"{row.location}: {message_name} is {message!r:.80}; it must have a role and a content"
         )
     names = {source.role_key: "role", source.content_key: "content"}
-    message = {**message, **_joined_text_content_of_parts(message, source.content_key)}
+    message = {**message, **_content_of_joined_parts_or_empty_dict(message, source.content_key)}
     for key in names:
         if key not in message:
             raise DataError(
@@ -138,7 +144,7 @@ def _message_with_standard_keys(row: Row, source: Corpus, message_name: str, mes
     return {**named_values, "role": role}
 
 
-def _joined_text_content_of_parts(message: Json, content_key: str) -> Json:
+def _content_of_joined_parts_or_empty_dict(message: Json, content_key: str) -> Json:
     """Return the content of a message as text: of its parts, or "" beside calls of tools."""
     content = message.get(content_key)
     if content is None and any(message.get(name) for name in CALLS):
@@ -174,18 +180,20 @@ def _prompt_and_response_messages(row: Row, source: Corpus) -> list[Json]:
 
 
 def _require_nonempty_text(row: Row, column: str) -> str:
-    text = require_column_value(row, column)
+    text = require_column_value_of_allowed_length(row, column)
     if not isinstance(text, str) or not text:
         problem = "empty; leave the row out" if text == "" else f"{text!r:.80}; it must be text"
         raise DataError(f"{row.location}: {column} is {problem}")
     return text
 
 
-def _built_in_chats() -> Iterator[tuple[Chat, float]]:
+def _built_in_chats_with_fraction_of_corpus_read() -> Iterator[tuple[Chat, float]]:
     """Yield chats of Python's language reference: `_TURNS` paragraphs of a topic make a chat."""
     from pydoc_data.topics import topics
 
-    for name, (text, share) in zip(sorted(topics), read_texts_and_shares("python-docs")):
+    for name, (text, share) in zip(
+        sorted(topics), read_texts_with_fraction_of_corpus_read("python-docs")
+    ):
         parts = [part.strip() for part in text.split("\n\n") if part.strip()]
         for first_part in range(0, len(parts), _TURNS):
             questions = [

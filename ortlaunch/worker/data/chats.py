@@ -21,7 +21,7 @@ from ortlaunch.base.cache import add_cache_note
 from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.worker.data.chat_rows import CALLS, Chat, read_chats_and_shares
+from ortlaunch.worker.data.chat_rows import CALLS, Chat, read_chats_with_fraction_of_corpus_read
 from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.samples import IGNORED
@@ -31,9 +31,9 @@ from ortlaunch.worker.data.token_cache import (
     ShowProgress,
     TokenizeWork,
     backend_without_truncation_or_padding,
+    begin_token_ids_added_to_text,
     load_or_write_cached_tokens,
-    token_ids_before_text,
-    tokenizer_fingerprint,
+    tokenizer_text_for_cache_key,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RenderedChat(NamedTuple):
     """Character ranges [first, after) of the answers in the text."""
 
 
-def tokenize_chats_marking_answers(
+def load_or_tokenize_chats_marking_trained_text(
     source: str | Corpus, tokenizer: PreTrainedTokenizerBase, show_progress: ShowProgress
 ) -> Documents:
     """Return one document for each chat; tokens of answers have the bit ANSWER set.
@@ -79,7 +79,7 @@ def tokenize_chats_marking_answers(
     # All that the tokens depend on; the 2 is the version of this format.
     key = (
         f"chats 2 {corpus_fingerprint(source)} {template.text} "
-        f"{tokenizer.special_tokens_map} {tokenizer_fingerprint(tokenizer)}"
+        f"{tokenizer.special_tokens_map} {tokenizer_text_for_cache_key(tokenizer)}"
     )
     backend = backend_without_truncation_or_padding(tokenizer)
 
@@ -94,7 +94,8 @@ def tokenize_chats_marking_answers(
             yield [*template.begin, *_token_ids_with_answer_bit(encoding, learned)]
 
     return load_or_write_cached_tokens(
-        TokenizeWork(key, lambda: read_chats_and_shares(source), encode), show_progress
+        TokenizeWork(key, lambda: read_chats_with_fraction_of_corpus_read(source), encode),
+        show_progress,
     )
 
 
@@ -151,7 +152,7 @@ class _PromptTemplate:
                 "data.tokenizer has no eos_token, which ends a response; set "
                 "data.special_tokens.eos_token"
             )
-        self.begin = token_ids_before_text(tokenizer)
+        self.begin = begin_token_ids_added_to_text(tokenizer)
         self.end_marks = (str(tokenizer.eos_token),)
 
     def render(self, chat: Chat) -> RenderedChat:
@@ -230,7 +231,7 @@ class _ChatTemplate:
             rendered = (
                 self._render_with_generation_marks(chat)
                 if self._uses_marks
-                else self._render_and_locate_answers(chat)
+                else self._render_and_locate_trained_text(chat)
             )
         except DataError:
             raise
@@ -247,7 +248,7 @@ class _ChatTemplate:
             raise DataError(f"{chat.location}: the chat template renders no answer")
         return rendered
 
-    def _row_columns_for_template(self, chat: Chat) -> Json:
+    def _row_variables_used_by_template(self, chat: Chat) -> Json:
         """Return the columns of a row that the template may write, by name."""
         variables = {
             name: value for name, value in chat.columns.items() if name in self._names and value
@@ -263,7 +264,7 @@ class _ChatTemplate:
         Raises:
             DataError: the text is the same without them.
         """
-        variables = self._row_columns_for_template(chat)
+        variables = self._row_variables_used_by_template(chat)
         for name in (key_or_value for key_or_value in _TOOLS if chat.columns.get(key_or_value)):
             if chat_text == self._apply_template_or_empty(
                 chat.messages, **{**variables, name: None}
@@ -289,15 +290,17 @@ class _ChatTemplate:
 
         rendered: object = render_jinja_template(
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map, **self._row_columns_for_template(chat),  # of the template
+            **self.tokenizer.special_tokens_map, **self._row_variables_used_by_template(chat),  # of the template
         )  # fmt: skip
         # transformers annotates the result as str.
         texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)
         return RenderedChat(texts[0], [(start, stop) for start, stop in answers[0]])
 
-    def _render_and_locate_answers(self, chat: Chat) -> RenderedChat:
+    def _render_and_locate_trained_text(self, chat: Chat) -> RenderedChat:
         messages = chat.messages
-        chat_text = self._apply_template_or_empty(messages, **self._row_columns_for_template(chat))
+        chat_text = self._apply_template_or_empty(
+            messages, **self._row_variables_used_by_template(chat)
+        )
         # A template may rewrite earlier turns, so no more answers are searched than count.
         if self.train_on == "all":
             return RenderedChat(chat_text, [(0, len(chat_text))])
@@ -322,15 +325,17 @@ class _ChatTemplate:
 
         The range includes the end mark, but not the line end after the mark.
         """
-        text_before = self._render_first_messages(chat_text, chat, message_index)
-        text_through = self._render_first_messages(chat_text, chat, message_index + 1)
+        text_before = self._render_first_messages_as_chat_begins(chat_text, chat, message_index)
+        text_through = self._render_first_messages_as_chat_begins(
+            chat_text, chat, message_index + 1
+        )
         if not (chat_text.startswith(text_before) and chat_text.startswith(text_through)):
             raise DataError(
                 f"{chat.location}: the chat template renders message {message_index + 1} differently when "
                 "others follow, so its answers cannot be located: put {% generation %} and "
                 "{% endgeneration %} around them in data.chat_template"
             )
-        variables = self._row_columns_for_template(chat)
+        variables = self._row_variables_used_by_template(chat)
         prompt = self._apply_template_or_empty(
             chat.messages[:message_index], add_generation_prompt=True, **variables
         )
@@ -345,10 +350,12 @@ class _ChatTemplate:
             text_through
         )
 
-    def _render_first_messages(self, chat_text: str, chat: Chat, message_count: int) -> str:
+    def _render_first_messages_as_chat_begins(
+        self, chat_text: str, chat: Chat, message_count: int
+    ) -> str:
         """Return the text of the first messages, as the text of the whole chat begins."""
         text = self._apply_template_or_empty(
-            chat.messages[:message_count], **self._row_columns_for_template(chat)
+            chat.messages[:message_count], **self._row_variables_used_by_template(chat)
         )
         # Some templates, as Phi-3's, write an end mark behind the last message of a chat.
         return (

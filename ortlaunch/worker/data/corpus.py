@@ -16,7 +16,10 @@ from typing import Any
 
 from ortlaunch.recipe.fields.data import Corpus, has_chat_rows
 from ortlaunch.recipe.fields.section import names_of_non_default_fields
-from ortlaunch.recipe.inputs import file_or_sorted_pattern_matches, refuse_lfs_pointers
+from ortlaunch.recipe.inputs import (
+    file_or_sorted_pattern_matches,
+    refuse_lfs_pointers_and_unreadable_files,
+)
 from ortlaunch.worker.data.file_rows import (
     BLOCK,
     LONGEST_TEXT,
@@ -25,11 +28,11 @@ from ortlaunch.worker.data.file_rows import (
     MissingData,
     Row,
     class_names_by_column,
-    hash_of_size_and_blocks,
+    hash_of_size_and_first_middle_last_blocks,
     read_file_rows,
 )
 from ortlaunch.worker.data.media.folders import (
-    metadata_or_class_files,
+    metadata_file_or_class_files,
     rows_of_metadata_or_class_files,
 )
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
@@ -41,10 +44,10 @@ _WHOLE_BYTES = 64 << 20
 
 def corpus_texts(source: str | Corpus) -> Iterator[str]:
     """Return the texts of a corpus in a fixed order; `document` sets how plain text is split."""
-    return (text for text, _ in read_texts_and_shares(source))
+    return (text for text, _ in read_texts_with_fraction_of_corpus_read(source))
 
 
-def read_texts_and_shares(
+def read_texts_with_fraction_of_corpus_read(
     source: str | Corpus, joins_lists: bool = False
 ) -> Iterator[tuple[str, float]]:
     """Yield the texts of a corpus, each with the share (0 to 1) of the corpus read so far.
@@ -67,16 +70,21 @@ def read_texts_and_shares(
             for topic_number, name in enumerate(sorted(topics), 1)
         )
         return
-    yield from texts_and_shares_of_rows(read_corpus_rows(source), source, joins_lists)
+    yield from texts_of_rows_with_fraction_of_corpus_read(
+        read_corpus_rows_up_to_limit(source), source, joins_lists
+    )
 
 
-def texts_and_shares_of_rows(
+def texts_of_rows_with_fraction_of_corpus_read(
     corpus_rows: Iterable[Row], source: Corpus, joins_lists: bool = False
 ) -> Iterator[tuple[str, float]]:
-    """Yield the texts of rows, each with its share; arguments and errors as of `read_texts_and_shares`."""
+    """Yield the texts of rows, each with its share.
+
+    Arguments and errors as of `read_texts_with_fraction_of_corpus_read`.
+    """
     column = source.text_column if source.format != "text" else "text"
     for row in corpus_rows:
-        text = require_column_value(row, column)
+        text = require_column_value_of_allowed_length(row, column)
         if joins_lists and isinstance(text, list):
             text = " ".join(map(str, text))
         # A null, as an empty text, is a row without a document.
@@ -88,7 +96,7 @@ def texts_and_shares_of_rows(
             yield text, row.share
 
 
-def require_column_value(row: Row, column: str) -> Any:
+def require_column_value_of_allowed_length(row: Row, column: str) -> Any:
     """Return the value of a row in a column.
 
     Raises:
@@ -105,18 +113,18 @@ def require_column_value(row: Row, column: str) -> Any:
     return cell
 
 
-def read_corpus_rows(source: Corpus) -> Iterator[Row]:
+def read_corpus_rows_up_to_limit(source: Corpus) -> Iterator[Row]:
     """Return the rows of a corpus, streamed, up to `most_rows`.
 
     Raises:
         DataError: the file or data set does not exist, or is not of the recipe's format.
     """
-    return itertools.islice(_rows_of_all_files(source), source.most_rows)
+    return itertools.islice(_rows_of_hub_folder_or_files(source), source.most_rows)
 
 
-def _rows_of_all_files(source: Corpus) -> Iterator[Row]:
+def _rows_of_hub_folder_or_files(source: Corpus) -> Iterator[Row]:
     if source.format == "hub":
-        yield from _hub_rows(source)
+        yield from _stream_rows_of_hub_data_set(source)
         return
     if source.format == "folder":
         yield from rows_of_metadata_or_class_files(files_of_corpus_patterns(source))
@@ -129,7 +137,7 @@ def _rows_of_all_files(source: Corpus) -> Iterator[Row]:
             yield row._replace(share=(bytes_before + row.share * size) / sum(sizes))
 
 
-def _hub_rows(source: Corpus) -> Iterator[Row]:
+def _stream_rows_of_hub_data_set(source: Corpus) -> Iterator[Row]:
     import datasets
 
     try:
@@ -170,7 +178,7 @@ def files_of_corpus_patterns(source: Corpus) -> list[str]:
     paths: list[str] = []
     for pattern in source.path or ():
         if source.format == "folder":
-            paths += metadata_or_class_files(pattern, source.split)
+            paths += metadata_file_or_class_files(pattern, source.split)
             continue
         matches: Sequence[str] = (
             remote_files_of_url(pattern)
@@ -202,7 +210,7 @@ def corpus_fingerprint(source: str | Corpus) -> str:
             str(source.name),
             str(source.subset),
             source.split,
-            column_settings_text(source),
+            column_and_changed_settings_text(source),
             _hub_commit_and_file_states_text(source),
         ]
     else:
@@ -214,23 +222,26 @@ def corpus_fingerprint(source: str | Corpus) -> str:
         )
         parts = [
             format_text,
-            column_settings_text(source),
-            *_content_state_text_of_files(files_of_corpus_patterns(source)),
+            column_and_changed_settings_text(source),
+            *_state_text_of_each_file(files_of_corpus_patterns(source)),
         ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _content_state_text_of_files(paths: Sequence[str]) -> Iterator[str]:
+def _state_text_of_each_file(paths: Sequence[str]) -> Iterator[str]:
     """Yield a text for each file that changes with its contents."""
     stats = [os.stat(path) for path in paths]
     is_hashed_whole = sum(stat.st_size for stat in stats) <= _WHOLE_BYTES
     for path, stat in zip(paths, stats):
         # A program can set the modification time, as unpacking does, but not st_ctime.
         dates = "" if is_hashed_whole else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-        yield f"{path} {dates} {hash_of_size_and_blocks(path, _WHOLE_BYTES if is_hashed_whole else BLOCK)}"
+        yield (
+            f"{path} {dates} "
+            f"{hash_of_size_and_first_middle_last_blocks(path, _WHOLE_BYTES if is_hashed_whole else BLOCK)}"
+        )
 
 
-def column_settings_text(source: Corpus) -> str:
+def column_and_changed_settings_text(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
     optional_settings = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
               "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip
@@ -259,8 +270,8 @@ def _hub_commit_and_file_states_text(source: Corpus) -> str:
     # `datasets` knows local files by their dates alone.
     paths_inside = glob.glob(f"{glob.escape(str(source.name))}/**", recursive=True)
     files = [path for path in sorted(paths_inside) if os.path.isfile(path)]
-    refuse_lfs_pointers(files)
-    local = _content_state_text_of_files(files)
+    refuse_lfs_pointers_and_unreadable_files(files)
+    local = _state_text_of_each_file(files)
     try:
         commit: str = datasets.load_dataset_builder(
             source.name, source.subset, data_files=_files_of_hub(source), revision=source.revision

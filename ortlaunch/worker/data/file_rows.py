@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ortlaunch.base.cause import Cause
 from ortlaunch.base.errors import InputError, first_message_line
-from ortlaunch.base.json_types import Json, parse_json
+from ortlaunch.base.json_types import Json, parse_json_or_raise_decode_error
 from ortlaunch.recipe.first_rows import OPENERS, SEPARATORS
-from ortlaunch.recipe.inputs import refuse_lfs_pointers
+from ortlaunch.recipe.inputs import refuse_lfs_pointers_and_unreadable_files
 
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
@@ -95,7 +95,7 @@ def read_file_rows(
     try:
         if local_or_remote_file_bytes(file_path) == 0:
             raise NoRows(f"{file_path}: is empty; leave it out")
-        refuse_lfs_pointers([file_path])
+        refuse_lfs_pointers_and_unreadable_files([file_path])
         reader_name = document_unit if file_format == "text" else file_format
         rows = (
             _rows_of_zst_lz4_or_zip(file_path, file_format, document_unit)
@@ -132,27 +132,27 @@ def local_or_remote_file_bytes(path: str) -> int:
     return path.size if isinstance(path, RemoteFile) else os.path.getsize(path)
 
 
-def hash_of_size_and_blocks(file_path: str, block_bytes: int = BLOCK) -> str:
+def hash_of_size_and_first_middle_last_blocks(file_path: str, block_bytes: int = BLOCK) -> str:
     """Return a hash of a file's size and its first, middle and last block of so many bytes.
 
     Of a file that is not larger than a block, it is of the whole contents.
     """
     size = local_or_remote_file_bytes(file_path)
     file_hash = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with _open_file(file_path) as file:
+    with _open_local_or_remote_file(file_path) as file:
         for start in sorted({0, max(0, size - block_bytes) // 2, max(0, size - block_bytes)}):
             file.seek(start)
             file_hash.update(file.read(block_bytes))
     return file_hash.hexdigest()
 
 
-def _open_file(path: str) -> BinaryIO:
-    if isinstance(path, RemoteFile):
-        return path.open()
+def _open_local_or_remote_file(local_or_remote_path: str) -> BinaryIO:
+    if isinstance(local_or_remote_path, RemoteFile):
+        return local_or_remote_path.open()
     try:
-        return open(path, "rb")
+        return open(local_or_remote_path, "rb")
     except PermissionError:
-        refuse_lfs_pointers([path])
+        refuse_lfs_pointers_and_unreadable_files([local_or_remote_path])
         raise
 
 
@@ -161,7 +161,7 @@ class _TextFile:
 
     def __init__(self, path: str) -> None:
         # Closed by `__exit__`.
-        self._raw, self._size = _open_file(path), local_or_remote_file_bytes(path)
+        self._raw, self._size = _open_local_or_remote_file(path), local_or_remote_file_bytes(path)
         opened = OPENERS.get(os.path.splitext(path)[1])
         self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
 
@@ -229,7 +229,7 @@ def _json_array_rows(file_path: str) -> Iterator[Row]:
     with _TextFile(file_path) as file:
         text = file.bytes.read().decode("utf-8-sig")
     try:
-        items = parse_json(text)
+        items = parse_json_or_raise_decode_error(text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{file_path}:{error.lineno}:{error.colno}: is no JSON: {error.msg}"
@@ -261,15 +261,15 @@ def _json_line_rows(file_path: str) -> Iterator[Row]:
             )
             if text:
                 yield Row(
-                    _parse_json_object(text, f"{file_path}:{line_number}"),
+                    _parse_json_object_or_refuse(text, f"{file_path}:{line_number}"),
                     f"{file_path}:{line_number}",
                     file.share,
                 )
 
 
-def _parse_json_object(json_text: str, location: str) -> Json:
+def _parse_json_object_or_refuse(json_text: str, location: str) -> Json:
     try:
-        parsed = parse_json(json_text)
+        parsed = parse_json_or_raise_decode_error(json_text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{location}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object"
@@ -344,7 +344,7 @@ def _csv_rows(file_path: str) -> Iterator[Row]:
 def _parquet_rows(file_path: str) -> Iterator[Row]:
     from pyarrow import parquet
 
-    with _open_file(file_path) as opened, parquet.ParquetFile(opened) as file:
+    with _open_local_or_remote_file(file_path) as opened, parquet.ParquetFile(opened) as file:
         row_number = 0
         rows = max(1, file.metadata.num_rows)
         description = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
@@ -355,13 +355,13 @@ def _parquet_rows(file_path: str) -> Iterator[Row]:
                 yield Row(values, f"{file_path}: row {row_number}", row_number / rows, names)
 
 
-def class_names_by_column(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def class_names_by_column(hub_feature_by_column: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the class names of each column of classes, or of lists of classes.
 
-    features: Hugging Face's description of a data set's columns.
+    hub_feature_by_column: Hugging Face's description of a data set's columns.
     """
     names_by_column = {}
-    for column, feature in features.items():
+    for column, feature in hub_feature_by_column.items():
         inner = feature
         # The description of a list keeps that of its elements under "feature".
         while isinstance(inner, Mapping) and isinstance(inner.get("feature"), Mapping):

@@ -18,8 +18,8 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.rules.model_rules import MAX_CLASSES
 from ortlaunch.worker.data.corpus import (
     corpus_name_for_errors,
-    read_corpus_rows,
-    require_column_value,
+    read_corpus_rows_up_to_limit,
+    require_column_value_of_allowed_length,
 )
 from ortlaunch.worker.data.file_rows import DataError, Row
 
@@ -62,19 +62,19 @@ class SourceSummary:
     empty: tuple[int, str] = (0, "")
     """Number of rows without text, and the location of the first."""
 
-    def count_label_and_stored_integers(self, label: Any, row_location: str) -> list[int]:
+    def encode_label_and_count_class(self, label_or_target: Any, row_location: str) -> list[int]:
         """Return the stored form of a label, and count the label.
 
         Raises:
             DataError: the label exceeds the largest allowed class.
         """
         # Rows are stored as uint32, which has a float64 in two halves.
-        if isinstance(label, float):
-            return [*map(int, np.array([label]).view(np.uint32))]
-        if isinstance(label, int) and label > self.largest[0]:
-            self.largest = label, row_location
-            refuse_too_large_class(label, row_location)
-        label_index = self.labels.setdefault(label, len(self.labels))
+        if isinstance(label_or_target, float):
+            return [*map(int, np.array([label_or_target]).view(np.uint32))]
+        if isinstance(label_or_target, int) and label_or_target > self.largest[0]:
+            self.largest = label_or_target, row_location
+            refuse_too_large_class(label_or_target, row_location)
+        label_index = self.labels.setdefault(label_or_target, len(self.labels))
         if label_index == len(self.counts):
             self.counts.append(0)
         self.counts[label_index] += 1
@@ -111,7 +111,7 @@ def labelled_rows_filling_summary(
         DataError: there are no rows, or `read_row` refuses one; the message gives file and line.
     """
     row = None
-    for row in read_corpus_rows(source):
+    for row in read_corpus_rows_up_to_limit(source):
         text, labels = read_row(row, source, next(iter(summary.labels), None))
         names = row.names.get(source.label_column)
         if names and names not in summary.names:
@@ -123,7 +123,7 @@ def labelled_rows_filling_summary(
             [
                 part
                 for label in labels
-                for part in summary.count_label_and_stored_integers(label, row.location)
+                for part in summary.encode_label_and_count_class(label, row.location)
             ],
             row.share,
         )
@@ -133,15 +133,17 @@ def labelled_rows_filling_summary(
 
 def text_and_class_of_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
     """Return a text and its class."""
-    label = require_column_value(row, source.label_column)
+    label = require_column_value_of_allowed_length(row, source.label_column)
     return require_row_text(row, source), [
-        require_class_of_same_type(row, source.label_column, label, first_label)
+        require_class_label_of_same_type(row, source.label_column, label, first_label)
     ]
 
 
-def text_and_number_of_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
+def require_text_and_finite_number_of_row(
+    row: Row, source: Corpus, first_label: Any
+) -> tuple[str, list[Any]]:
     """Return a text and its number, for regression."""
-    label = require_column_value(row, source.label_column)
+    label = require_column_value_of_allowed_length(row, source.label_column)
     if source.format == "csv" and _NUMBER.fullmatch(label):
         label = float(label)
     # The type is compared, as isinstance accepts a bool as an int.
@@ -153,12 +155,12 @@ def text_and_number_of_row(row: Row, source: Corpus, first_label: Any) -> tuple[
     return require_row_text(row, source), [float(label)]
 
 
-def words_and_tags_of_row(
+def require_words_and_tags_of_row(
     row: Row, source: Corpus, first_label: Any
 ) -> tuple[list[str], list[Any]]:
     """Return words and the tag of each word."""
-    word_list = require_column_value(row, source.text_column)
-    tags = require_column_value(row, source.label_column)
+    word_list = require_column_value_of_allowed_length(row, source.text_column)
+    tags = require_column_value_of_allowed_length(row, source.label_column)
     for name, values in ((source.text_column, word_list), (source.label_column, tags)):
         if not isinstance(values, list) or not values:
             raise DataError(
@@ -179,14 +181,16 @@ def words_and_tags_of_row(
             f"{row.location}: {source.text_column} has {invalid_word!r:.80}; it must be a word"
         )
     return word_list, [
-        require_class_of_same_type(
+        require_class_label_of_same_type(
             row, source.label_column, tag, tags[0] if first_label is None else first_label
         )
         for tag in tags
     ]
 
 
-def require_class_of_same_type(row: Row, column: str, label: Any, first_label: Any) -> int | str:
+def require_class_label_of_same_type(
+    row: Row, column: str, label: Any, first_label: Any
+) -> int | str:
     """Return a label after checks; it must have the type of the source's first label."""
     # The type is compared, as isinstance accepts a bool as an int.
     if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
@@ -204,7 +208,7 @@ def require_class_of_same_type(row: Row, column: str, label: Any, first_label: A
 
 def require_row_text(row: Row, source: Corpus) -> str:
     """Return the text of a row; raises DataError where it is none."""
-    text = require_column_value(row, source.text_column)
+    text = require_column_value_of_allowed_length(row, source.text_column)
     if not isinstance(text, str):
         raise DataError(f"{row.location}: {source.text_column} is {text!r:.80}; it must be text")
     return text

@@ -29,9 +29,9 @@ from ortlaunch.worker.data.label_rows import (
     LabelledRow,
     SourceSummary,
     labelled_rows_filling_summary,
+    require_text_and_finite_number_of_row,
+    require_words_and_tags_of_row,
     text_and_class_of_row,
-    text_and_number_of_row,
-    words_and_tags_of_row,
 )
 from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
 from ortlaunch.worker.data.token_cache import (
@@ -41,7 +41,7 @@ from ortlaunch.worker.data.token_cache import (
     backend_without_truncation_or_padding,
     ignore_progress,
     load_or_write_cached_tokens,
-    tokenizer_fingerprint,
+    tokenizer_text_for_cache_key,
 )
 
 if TYPE_CHECKING:
@@ -88,12 +88,14 @@ class LabelledTexts:
         key = f"{self._key} {length} {_tokenizer_state_text(tokenizer)}"
         self._documents = load_or_write_cached_tokens(
             TokenizeWork(
-                key, self._rows_then_summary_json, self._document_encoder_of_rows(tokenizer)
+                key,
+                self._rows_then_summary_json,
+                self._function_encoding_labelled_rows_to_tokens(tokenizer),
             ),
             show_progress,
         )
         summary = json.loads(_json_bytes_of_document(self._documents, len(self)))
-        # Each label once; labels that are names stay so until `number_labels_and_list_names`.
+        # Each label once; labels that are names stay so until `renumber_labels_and_list_class_names`.
         self.labels: list[Any] = summary["labels"]
         # Rows, or words, of each label.
         self.counts: list[int] = summary["counts"]
@@ -115,7 +117,7 @@ class LabelledTexts:
             yield row, row.share
         yield json.dumps({**vars(summary), "labels": [*summary.labels]}), 1.0
 
-    def _document_encoder_of_rows(
+    def _function_encoding_labelled_rows_to_tokens(
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
         """Return the function that makes documents of rows."""
@@ -229,7 +231,7 @@ class ScoredTexts(LabelledTexts):
     """Samples of texts with a number each, for regression."""
 
     task = "sequence-regression"
-    read = staticmethod(text_and_number_of_row)
+    read = staticmethod(require_text_and_finite_number_of_row)
     behind = 2
     classes = 0
 
@@ -245,7 +247,7 @@ class TaggedWords(LabelledTexts):
     """
 
     task = "token-classification"
-    read = staticmethod(words_and_tags_of_row)
+    read = staticmethod(require_words_and_tags_of_row)
     varies = True
 
     def __init__(
@@ -313,7 +315,7 @@ def _tokenizer_state_text(tokenizer: PreTrainedTokenizerBase) -> str:
         )
         state_text = (
             f"{settings_text} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} "
-            f"{tokenizer_fingerprint(tokenizer)}"
+            f"{tokenizer_text_for_cache_key(tokenizer)}"
         )
     special = getattr(tokenizer, "split_special_tokens", False)
     return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {state_text}"
@@ -336,17 +338,17 @@ def _json_bytes_of_document(documents: Documents, index: int) -> bytes:
 SAMPLES_BY_LABEL = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
 
 
-def number_labels_and_list_names(
+def renumber_labels_and_list_class_names(
     train: Samples,
     evaluation: Samples | None,
-    model_numbers: Mapping[str, int] = MappingProxyType({}),
+    class_number_by_model_label: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
     """Replace label names by class numbers in all samples.
 
     Args:
         train: training samples.
         evaluation: evaluation samples.
-        model_numbers: class numbers that the model has for label names already. They are used if they
+        class_number_by_model_label: class numbers that the model has for label names already. They are used if they
             include all labels; otherwise labels are numbered by their value if all are whole
             numbers, else in alphabetical order.
 
@@ -360,16 +362,20 @@ def number_labels_and_list_names(
     parts = _labelled_parts(train)
     # A part of the training samples is numbered with them.
     held_out = [part for part in _labelled_parts(evaluation) if part not in parts]
-    are_words = _are_all_labels_names(*parts, *held_out)
+    are_words = _are_all_labels_names_or_refuse_mix(*parts, *held_out)
     word_by_label = _name_by_label([*parts, *held_out], [])
     # Integers that a data set gives names are class numbers.
     are_names = are_words or not class_names_of_integer_labels(train, evaluation)
-    if word_by_label and are_names and model_numbers.keys() >= {*word_by_label.values()}:
+    if (
+        word_by_label
+        and are_names
+        and class_number_by_model_label.keys() >= {*word_by_label.values()}
+    ):
         for part in (*parts, *held_out):
             part.renumber_labels(
-                {label: model_numbers[word] for label, word in word_by_label.items()}
+                {label: class_number_by_model_label[word] for label, word in word_by_label.items()}
             )
-        return sorted(model_numbers, key=model_numbers.__getitem__)
+        return sorted(class_number_by_model_label, key=class_number_by_model_label.__getitem__)
     if not are_words:
         return []
     label_words = sorted({word for part in parts for word in part.distinct_labels()})
@@ -393,8 +399,8 @@ def number_labels_and_list_names(
     return label_words
 
 
-def renumber_labels_by_trained_classes(
-    samples: Samples, trained_numbers: Mapping[str, int], class_count: int
+def renumber_labels_by_class_names_or_numbers(
+    samples: Samples, class_number_by_name: Mapping[str, int], class_count_or_zero: int
 ) -> None:
     """Replace labels by the class numbers of a trained model; some classes may not appear.
 
@@ -403,8 +409,8 @@ def renumber_labels_by_trained_classes(
 
     Args:
         samples: the samples.
-        trained_numbers: class name to class number; empty if classes have no names.
-        class_count: number of classes; 0: unknown.
+        class_number_by_name: class name to class number; empty if classes have no names.
+        class_count_or_zero: number of classes; 0: unknown.
 
     Raises:
         DataError: the model has no such class.
@@ -413,11 +419,11 @@ def renumber_labels_by_trained_classes(
     names = class_names_of_integer_labels(samples, None)
     word_by_label = _name_by_label(parts, names)
     number_by_label = {
-        label: trained_numbers[word]
+        label: class_number_by_name[word]
         for label, word in word_by_label.items()
-        if word in trained_numbers
+        if word in class_number_by_name
     }
-    are_named = not all(map(_DEFAULT_NAME.fullmatch, trained_numbers))
+    are_named = not all(map(_DEFAULT_NAME.fullmatch, class_number_by_name))
     are_numbers = not (names or any(isinstance(label, str) for label in word_by_label))
     if not number_by_label and (
         are_numbers if are_named else all(_WHOLE.fullmatch(str(label)) for label in word_by_label)
@@ -425,16 +431,16 @@ def renumber_labels_by_trained_classes(
         number_by_label = {
             label: int(label)
             for label in word_by_label
-            if not class_count or int(label) < class_count
+            if not class_count_or_zero or int(label) < class_count_or_zero
         }
         if are_named and number_by_label:
             add_cache_note(f"data: labels are whole numbers and no class names; they are read as class numbers: "
-                 f"0 is {min(trained_numbers, key=trained_numbers.__getitem__)!r}")  # fmt: skip
+                 f"0 is {min(class_number_by_name, key=class_number_by_name.__getitem__)!r}")  # fmt: skip
     if unknown := [label for label in word_by_label if label not in number_by_label]:
         locations = dict(part.largest for part in parts)
         label = max(unknown, key=lambda candidate: candidate in locations)
-        limit = f" from 0 to {class_count - 1:,}" if class_count else ""
-        shown = ", ".join(trained_numbers) if are_named else f"it has only numbers{limit}"
+        limit = f" from 0 to {class_count_or_zero - 1:,}" if class_count_or_zero else ""
+        shown = ", ".join(class_number_by_name) if are_named else f"it has only numbers{limit}"
         location = locations.get(label, "data")
         raise DataError(f"{location}: label {label!r} is none of the model's: {shown}")
     for part in parts:
@@ -454,7 +460,7 @@ def _labelled_parts(samples: Samples | None) -> list[LabelledTexts]:
     return [part for part in parts if isinstance(part, LabelledTexts)]
 
 
-def _are_all_labels_names(*parts: LabelledTexts) -> bool:
+def _are_all_labels_names_or_refuse_mix(*parts: LabelledTexts) -> bool:
     """Return whether all labels are names; raises DataError where sources differ."""
     label_types = {type(label) for part in parts for label in part.distinct_labels()}
     if len(label_types) > 1:
@@ -466,16 +472,18 @@ def _are_all_labels_names(*parts: LabelledTexts) -> bool:
 
 
 def class_and_rare_class_lines(
-    train: Samples, names_of_classes: Sequence[str], class_count: int
+    training_samples: Samples, names_of_classes: Sequence[str], class_count: int
 ) -> Iterator[str]:
     """Yield lines for the user: the classes, and those with too few training rows to learn.
 
     Args:
-        train: training samples; without classes nothing is yielded.
+        training_samples: training samples; without classes nothing is yielded.
         names_of_classes: class names by number; [] if classes have no names.
         class_count: number of classes of the model.
     """
-    parts = [part for part in _labelled_parts(train) if not isinstance(part, ScoredTexts)]
+    parts = [
+        part for part in _labelled_parts(training_samples) if not isinstance(part, ScoredTexts)
+    ]
     if not parts:
         return
     counts = Counter[Any]()

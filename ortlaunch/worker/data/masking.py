@@ -84,7 +84,7 @@ class Masking:
         self.sep = tokenizer.sep_token_id
         self.mask_id = tokenizer.mask_token_id
         self.is_continuation = (
-            _is_continuation_by_token_id(tokenizer) if settings.whole_words else None
+            _is_word_continuation_by_token_id(tokenizer) if settings.whole_words else None
         )
 
     def masked_token_count(self, token_count: int) -> int:
@@ -117,7 +117,7 @@ class Masking:
         chosen_tokens = (
             _choose_tokens_with_lowest_draws(turns, counts)
             if self.is_continuation is None
-            else self._choose_whole_words(token_ids, turns, counts)
+            else self._choose_whole_words_by_lowest_draws(token_ids, turns, counts)
         )
         rows, places = chosen_tokens.nonzero()
         original_ids = token_ids[rows, places]
@@ -129,11 +129,15 @@ class Masking:
             fate < 0.8, self.mask_id, np.where(fate < 0.9, original_ids, random_ids)
         )
 
-    def _choose_whole_words(self, ids: _Ints, turns: _Floats, counts: list[int]) -> _Bools:
+    def _choose_whole_words_by_lowest_draws(
+        self, token_ids: _Ints, draw_by_token: _Floats, max_tokens_by_sample: list[int]
+    ) -> _Bools:
         """Choose whole words in the order of their first tokens' turns, within the counts."""
         assert self.is_continuation is not None
-        chosen_tokens: _Bools = np.zeros(ids.shape, dtype=bool)
-        for row, row_ids, turn, count in zip(chosen_tokens, ids, turns, counts):
+        chosen_tokens: _Bools = np.zeros(token_ids.shape, dtype=bool)
+        for row, row_ids, turn, count in zip(
+            chosen_tokens, token_ids, draw_by_token, max_tokens_by_sample
+        ):
             places = (turn < _NEVER).nonzero()[0]
             # A word begins at a token that is no continuation, or after a gap (a special token).
             begins = ~self.is_continuation[row_ids[places]]
@@ -155,10 +159,12 @@ class Masking:
         return chosen_tokens
 
 
-def _choose_tokens_with_lowest_draws(draw_by_token: _Floats, counts: list[int]) -> _Bools:
-    """Choose the tokens with the lowest turns: (samples, length) bool, `counts` in each sample."""
-    lowest_indices = draw_by_token.argsort()[:, : max(counts)]
-    is_within_count = np.arange(lowest_indices.shape[1]) < np.array(counts)[:, None]
+def _choose_tokens_with_lowest_draws(
+    draw_by_token: _Floats, token_count_by_sample: list[int]
+) -> _Bools:
+    """Choose the tokens with the lowest turns: (samples, length) bool, `token_count_by_sample` in each sample."""
+    lowest_indices = draw_by_token.argsort()[:, : max(token_count_by_sample)]
+    is_within_count = np.arange(lowest_indices.shape[1]) < np.array(token_count_by_sample)[:, None]
     chosen_tokens: _Bools = np.zeros(draw_by_token.shape, dtype=bool)
     np.put_along_axis(chosen_tokens, lowest_indices, is_within_count, axis=1)
     # A sample may have fewer tokens to choose from than its count.
@@ -166,7 +172,7 @@ def _choose_tokens_with_lowest_draws(draw_by_token: _Floats, counts: list[int]) 
     return chosen_tokens
 
 
-def _is_continuation_by_token_id(tokenizer: PreTrainedTokenizerBase) -> _Bools:
+def _is_word_continuation_by_token_id(tokenizer: PreTrainedTokenizerBase) -> _Bools:
     """Return which tokens of the vocabulary continue a word: (words,) bool.
 
     Raises:

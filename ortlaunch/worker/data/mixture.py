@@ -122,7 +122,7 @@ class MixedOrder:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self.seed = seed
-        self.counts = block_positions_by_source(weights)
+        self.counts = block_position_count_by_source(weights)
         self.orders: list[SampleOrder | StreamedSamples] = [
             SampleOrder(size, source_seed(seed, source_index))
             for source_index, size in enumerate(sizes)
@@ -134,14 +134,15 @@ class MixedOrder:
     def at(self, positions: list[int]) -> list[tuple[int, int]]:
         """Return (sample, epoch of its source) at each of these places."""
         return [
-            self._sample_and_epoch_at_offset(*divmod(position, BLOCK)) for position in positions
+            self._sample_index_and_epoch_at_block_offset(*divmod(position, BLOCK))
+            for position in positions
         ]
 
     def passed(self, order_place: int, samples_ahead: int) -> list[Position]:
         """Release the samples of streamed sources before a place; return their positions."""
         block, block_offset = divmod(order_place, BLOCK)
         used_in_block = np.bincount(
-            self._source_and_count_at_block_positions(block)[0][:block_offset],
+            self._source_and_earlier_count_at_block_positions(block)[0][:block_offset],
             minlength=len(self.counts),
         )
         used_by_source = (block * self.counts + used_in_block).tolist()
@@ -152,16 +153,18 @@ class MixedOrder:
             for position in order.passed(used, samples_ahead)
         ]
 
-    def _sample_and_epoch_at_offset(self, block: int, block_offset: int) -> tuple[int, int]:
+    def _sample_index_and_epoch_at_block_offset(
+        self, block: int, block_offset: int
+    ) -> tuple[int, int]:
         # Every earlier block had `counts[number]` samples of this source.
-        sources, used_in_block = self._source_and_count_at_block_positions(block)
+        sources, used_in_block = self._source_and_earlier_count_at_block_positions(block)
         source_index = int(sources[block_offset])
         ((index, epoch),) = self.orders[source_index].at(
             [block * int(self.counts[source_index]) + int(used_in_block[block_offset])]
         )
         return self.begins[source_index] + index, epoch
 
-    def _source_and_count_at_block_positions(self, block: int) -> tuple[_Ints, _Ints]:
+    def _source_and_earlier_count_at_block_positions(self, block: int) -> tuple[_Ints, _Ints]:
         """Return the source at each place of a block, and its number of earlier places there."""
         if block not in self._blocks:
             self._blocks = {
@@ -188,7 +191,7 @@ def streamed_sources_of_samples(samples: Samples) -> list[StreamedSamples]:
     return [part for part in parts if isinstance(part, StreamedSamples)]
 
 
-def indices_of_readable_samples(samples: Samples) -> Sequence[int]:
+def indices_of_all_or_first_streamed_samples(samples: Samples) -> Sequence[int]:
     """Return the indices of samples that can be read now: all, or the first ones of each source."""
     if not streamed_sources_of_samples(samples):
         return range(len(samples))
@@ -198,16 +201,16 @@ def indices_of_readable_samples(samples: Samples) -> Sequence[int]:
         begin + index
         for begin, part in zip(begins, parts)
         for index in (
-            part.indices_read_first(_MAX_AUDITED)
+            part.wait_and_list_indices_read_first(_MAX_AUDITED)
             if isinstance(part, StreamedSamples)
             else range(len(part))
         )[:_MAX_AUDITED]
     ]
 
 
-def block_positions_by_source(weights: Sequence[float]) -> _Ints:
+def block_position_count_by_source(weight_by_source: Sequence[float]) -> _Ints:
     """Return the number of places of a block for each source; their sum is `BLOCK`."""
-    exact = np.asarray(weights, np.float64) / sum(weights) * BLOCK
+    exact = np.asarray(weight_by_source, np.float64) / sum(weight_by_source) * BLOCK
     counts: _Ints = np.floor(exact).astype(np.int64)
     # The sources with the largest remainders get one place more.
     largest = np.argsort(counts - exact, kind="stable")[: BLOCK - int(counts.sum())]
@@ -259,7 +262,7 @@ class SampleSubset:
 
 
 def split_training_and_held_out(
-    samples: Samples, held_out: HeldOut, seed: int
+    samples: Samples, held_out_settings: HeldOut, seed: int
 ) -> tuple[Samples, Samples]:
     """Return the training part and the part that is held out.
 
@@ -269,15 +272,19 @@ def split_training_and_held_out(
         DataError: one of the parts would be empty.
     """
     total = len(samples)
-    share = held_out.samples / total if held_out.samples else float(held_out.share or 0)
+    share = (
+        held_out_settings.samples / total
+        if held_out_settings.samples
+        else float(held_out_settings.share or 0)
+    )
     if not isinstance(samples, Mixture):
-        return _split_off_held_out_count(
-            samples, held_out.samples or max(1, round(share * total)), seed
+        return _split_training_and_held_out_count(
+            samples, held_out_settings.samples or max(1, round(share * total)), seed
         )
     # Cumulative rounding, so that the parts have exactly as many samples as requested.
     ends = [round(end * share) for end in (0, *samples.ends)]
     pairs = [
-        _split_off_held_out_count(part, stop - start, source_seed(seed, source_index))
+        _split_training_and_held_out_count(part, stop - start, source_seed(seed, source_index))
         for source_index, (part, start, stop) in enumerate(zip(samples.parts, ends, ends[1:]))
     ]
     training_part = Mixture([part for part, _ in pairs], samples.weights)
@@ -287,7 +294,7 @@ def split_training_and_held_out(
     return training_part, Mixture(held_out_parts, [1.0] * len(held_out_parts))
 
 
-def _split_off_held_out_count(
+def _split_training_and_held_out_count(
     samples: Samples, held_out_count: int, seed: int
 ) -> tuple[SampleSubset, SampleSubset]:
     total = len(samples)

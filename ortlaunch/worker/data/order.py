@@ -93,13 +93,13 @@ class FeistelPermutation:
         self.keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        permuted = self._permute_once(places.astype(np.uint64))
+        permuted = self._permute_grid_numbers_once(places.astype(np.uint64))
         # This ends: a walk along a permutation returns to its start, which is in the data set.
         while (is_outside := permuted >= self.samples).any():
-            permuted[is_outside] = self._permute_once(permuted[is_outside])
+            permuted[is_outside] = self._permute_grid_numbers_once(permuted[is_outside])
         return permuted.astype(np.int64)
 
-    def _permute_once(self, grid_numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permute_grid_numbers_once(self, grid_numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Permute the numbers of the rectangle once."""
         # Row and column in turn are shifted (modulo their size) by a hash of the other; each shift
         # can be undone, so that the whole is a permutation.

@@ -33,7 +33,7 @@ class PackedSamples:
         self.samples = samples
         self.length = length
         sizes = np.array([samples.size(index) for index in range(len(samples))])
-        packs = first_fit_decreasing(sizes, length)
+        packs = bin_by_item_of_first_fit_decreasing(sizes, length)
         # (samples,): the samples of the first pack, then those of the second one, and so on.
         self.members = np.argsort(packs, kind="stable")
         self.ends = np.cumsum(np.bincount(packs))
@@ -92,16 +92,18 @@ def pack_chats_if_requested(samples: Samples, data_fields: Data, recipe_key: str
     return Mixture(parts, [len(part) for part in parts] if by_size else samples.weights)
 
 
-def first_fit_decreasing(sizes: Sequence[int] | _Ints, capacity: int) -> _Ints:
+def bin_by_item_of_first_fit_decreasing(
+    size_by_item: Sequence[int] | _Ints, capacity: int
+) -> _Ints:
     """Return the bin of each item: the first one with room, items from large to small.
 
     All items of one size are placed at once, which gives the same bins.
 
     Args:
-        sizes: (items,) from 1 to `capacity`.
+        size_by_item: (items,) from 1 to `capacity`.
         capacity: the size of a bin.
     """
-    items = np.asarray(sizes, np.int64)
+    items = np.asarray(size_by_item, np.int64)
     order = np.argsort(-items, kind="stable")
     starts = np.flatnonzero(np.diff(items[order], prepend=0))
     bin_of_item = np.empty(len(items), np.int64)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
+from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit_if_ended
 from ortlaunch.base.errors import (
     DataWorkerError,
     HookError,
@@ -97,7 +97,7 @@ class BatchReadAhead:
         self._next_key = (-1, -1)
         self._last_batch = ((-1, -1), TensorBatch())
 
-    def take_batch(self, step_index: int, pass_index: int) -> TensorBatch:
+    def take_next_batch_or_repeat_last(self, step_index: int, pass_index: int) -> TensorBatch:
         """Return micro batch `pass_index` of a step; the last one may be requested again."""
         if (step_index, pass_index) == self._last_batch[0]:
             return self._last_batch[1]
@@ -138,12 +138,14 @@ class BatchReadAhead:
 
 
 def _read_batches_by_thread(
-    read: ReadMicroBatch, place_sequence: Iterator[Places], reader: ReadAheadSettings
+    read: ReadMicroBatch, place_sequence: Iterator[Places], read_ahead_settings: ReadAheadSettings
 ) -> Iterator[TensorBatch]:
     def read_batch(places: Places) -> TensorBatch:
         batch = read(places)
         return (
-            {name: value.pin_memory() for name, value in batch.items()} if reader.pinned else batch
+            {name: value.pin_memory() for name, value in batch.items()}
+            if read_ahead_settings.pinned
+            else batch
         )
 
     thread = ThreadPoolExecutor(1)
@@ -162,7 +164,7 @@ def _read_batches_by_thread(
 
 
 def _read_batches_by_worker_processes(
-    read: ReadMicroBatch, place_sequence: Iterator[Places], reader: ReadAheadSettings
+    read: ReadMicroBatch, place_sequence: Iterator[Places], read_ahead_settings: ReadAheadSettings
 ) -> Iterator[Any]:
     """Yield batches that forked worker processes read."""
     from torch.utils.data import DataLoader
@@ -174,9 +176,9 @@ def _read_batches_by_worker_processes(
     # also reach them, are ignored there. The generator of its own keeps DataLoader from drawing
     # its base seed from the training's random numbers.
     loader: Any = DataLoader(
-        _BatchDataset(read), batch_size=None, sampler=place_sequence, num_workers=int(reader.workers or 0),
-        prefetch_factor=BATCHES_EACH_WORKER, pin_memory=reader.pinned,
-        worker_init_fn=_function_tying_worker_to_rank(os.getpid(), sender),
+        _BatchDataset(read), batch_size=None, sampler=place_sequence, num_workers=int(read_ahead_settings.workers or 0),
+        prefetch_factor=BATCHES_EACH_WORKER, pin_memory=read_ahead_settings.pinned,
+        worker_init_fn=_start_function_that_ties_worker_to_rank(os.getpid(), sender),
         generator=torch.Generator(), multiprocessing_context="fork",
     )  # fmt: skip
     # A stop signal waits until the new process ignores it; else it would end the process.
@@ -207,7 +209,7 @@ def _read_batches_by_worker_processes(
             # ConnectionError among them, where a worker ended while its batch was taken.
             except (OSError, EOFError, RuntimeError) as error:
                 raise _worker_error_with_remedy(
-                    _wait_for_worker_failure_or_empty(workers, receiver)
+                    _wait_for_worker_failure_text_or_empty(workers, receiver)
                     or first_message_line(error)
                 ) from error
             yield batch
@@ -220,7 +222,7 @@ def _read_batches_by_worker_processes(
                 worker.kill()
 
 
-def _wait_for_worker_failure_or_empty(workers: Sequence[BaseProcess], error_pipe: int) -> str:
+def _wait_for_worker_failure_text_or_empty(workers: Sequence[BaseProcess], error_pipe: int) -> str:
     """Return how a worker process ended, or failed to hand over a batch; "" if none did."""
     # Its connection may be closed before it has ended.
     wait_until_true_or_timeout(lambda: any(worker.exitcode for worker in workers), _END_SECONDS)
@@ -274,7 +276,9 @@ class _BatchDataset(Dataset[TensorBatch | OrtlaunchError]):
             )
 
 
-def _function_tying_worker_to_rank(rank_pid: int, error_pipe: int) -> Callable[[int], None]:
+def _start_function_that_ties_worker_to_rank(
+    rank_pid: int, error_pipe: int
+) -> Callable[[int], None]:
     """Return the start function of a worker process, which ties the process to its rank.
 
     Args:
@@ -298,6 +302,6 @@ def _function_tying_worker_to_rank(rank_pid: int, error_pipe: int) -> Callable[[
             signal.signal(signal_number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
-        request_signal_at_parent_end_or_exit(signal.SIGKILL, rank_pid)
+        request_signal_at_parent_end_or_exit_if_ended(signal.SIGKILL, rank_pid)
 
     return start_worker

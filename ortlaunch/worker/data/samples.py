@@ -27,7 +27,7 @@ class Samples(Protocol):
     def sample(self, index: int, epoch: int) -> Sample: ...
 
 
-def cut_padding_to_bucket(
+def cut_padding_to_shortest_fitting_bucket(
     batch: dict[str, torch.Tensor], bucket_lengths: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """Cut the padding of a batch to the shortest bucket that has room for its longest sample.

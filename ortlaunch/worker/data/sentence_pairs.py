@@ -71,7 +71,7 @@ class SentencePairs(MaskedSamples):
         for row, ((index, _), random_row) in enumerate(
             zip(index_epoch_pairs, random_values[:, : 2 + _ATTEMPTS].tolist())
         ):
-            document, start, size = self.document_window_of_sample(index)
+            document, start, size = self.document_start_and_token_count_of_sample(index)
             # The first segment has a quarter to three quarters of the tokens.
             low = max(1, size // 4)
             high = max(1, size * 3 // 4)
@@ -79,10 +79,12 @@ class SentencePairs(MaskedSamples):
             second_segment = start + cut, size - cut
             unrelated.append(int(random_row[1] < 0.5))
             if unrelated[-1]:
-                second_segment = self._draw_segment_of_other_document(
+                second_segment = self._draw_start_and_token_count_in_other_document(
                     document, size - cut, random_row[2:]
                 )
-            end = self._write_segments_with_marks(ids[row], (start, cut), second_segment)
+            end = self._write_marked_segments_and_count_tokens(
+                ids[row], (start, cut), second_segment
+            )
             ids[row, end:] = self.pad
             attention[row, :end], segments[row, cut + 2 : end] = 1, 1
             ends.append(end)
@@ -94,21 +96,23 @@ class SentencePairs(MaskedSamples):
             "next_sentence_label": torch.tensor(unrelated),
         }
 
-    def _write_segments_with_marks(self, token_id_row: _Ints, *segments: tuple[int, int]) -> int:
+    def _write_marked_segments_and_count_tokens(
+        self, token_id_row: _Ints, *start_and_token_count_pairs: tuple[int, int]
+    ) -> int:
         """Write [CLS] first [SEP] second [SEP] into `token_id_row`; return the number of tokens written.
 
         Args:
             token_id_row: (length,) a row of the batch.
-            segments: (first token in the corpus, number of tokens) of each segment.
+            start_and_token_count_pairs: (first token in the corpus, number of tokens) of each segment.
         """
         token_id_row[0], token_place = self.masking.cls, 1
-        for start, size in segments:
+        for start, size in start_and_token_count_pairs:
             token_id_row[token_place : token_place + size] = self.tokens[start : start + size]
             token_id_row[token_place + size] = self.masking.sep
             token_place += size + 1
         return token_place
 
-    def document_window_of_sample(self, sample_index: int) -> tuple[int, int, int]:
+    def document_start_and_token_count_of_sample(self, sample_index: int) -> tuple[int, int, int]:
         """Return (document, first token, number of tokens) of a sample."""
         document = int(self.until.searchsorted(sample_index, side="right"))
         window_index = sample_index - (int(self.until[document - 1]) if document else 0)
@@ -119,18 +123,18 @@ class SentencePairs(MaskedSamples):
     def _document_range(self, document: int) -> tuple[int, int]:
         return (int(self.ends[document - 1]) if document else 0), int(self.ends[document])
 
-    def _draw_segment_of_other_document(
-        self, document: int, segment_tokens: int, random_row: list[float]
+    def _draw_start_and_token_count_in_other_document(
+        self, document: int, segment_tokens: int, random_values: list[float]
     ) -> tuple[int, int]:
         """Return (first token, number of tokens) of a segment of another document.
 
         Documents are drawn in proportion to their size. If no drawn one has `segment_tokens` tokens, the
         longest segment found is used.
 
-        random_row: random values in [0, 1), one for each attempt.
+        random_values: random values in [0, 1), one for each attempt.
         """
         best_segment = (0, 0)
-        for random_value in random_row:
+        for random_value in random_values:
             token_index = int(random_value * len(self.tokens))
             other_document = int(self.ends.searchsorted(token_index, side="right"))
             if other_document != document:
@@ -142,11 +146,13 @@ class SentencePairs(MaskedSamples):
         token_count, start = (
             best_segment
             if best_segment[0]
-            else self._next_document_segment(document, segment_tokens)
+            else self._token_count_and_start_in_next_document(document, segment_tokens)
         )
         return start, token_count
 
-    def _next_document_segment(self, document: int, segment_tokens: int) -> tuple[int, int]:
+    def _token_count_and_start_in_next_document(
+        self, document: int, segment_tokens: int
+    ) -> tuple[int, int]:
         """Return a segment of the next document that has tokens.
 
         Needed where one document is nearly the whole corpus, so that every draw gave that one.

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ortlaunch.base.cache import (
-    reason_files_differ_from_checksum_record,
+    merge_into_checksum_record_and_protect_files,
+    reason_checksums_differ_refreshing_times_if_same,
     single_file_checksum_record_path,
-    write_checksum_record_and_protect_files,
 )
 
 SHARD = 1 << 28
@@ -85,7 +85,7 @@ def shard_damage_or_empty(base_path: Path, token_count: int) -> str:
     """Return why the first `token_count` tokens of interrupted shards are not intact, or ""."""
     full_shards, last_shard_tokens = divmod(token_count, SHARD)
     reasons = (
-        reason_files_differ_from_checksum_record(
+        reason_checksums_differ_refreshing_times_if_same(
             single_file_checksum_record_path(_shard_path(base_path, shard_index))
         )
         for shard_index in range(full_shards)
@@ -125,13 +125,13 @@ class ShardWriter:
     def _current_path(self) -> Path:
         return _shard_path(self.base, self.shard_index)
 
-    def append_and_seal_full_shards(self, token_ids: _Ints) -> None:
+    def append_tokens_and_checksum_full_shards(self, token_ids: _Ints) -> None:
         """Append tokens, (tokens,) uint32."""
         while len(token_ids) >= self.room_left:
             # NumPy's `tofile` does not report a full disk as such, only the amount written.
             self.file.write(token_ids[: self.room_left].data)
             self.file.close()
-            write_checksum_record_and_protect_files(
+            merge_into_checksum_record_and_protect_files(
                 single_file_checksum_record_path(self._current_path), [self._current_path]
             )
             token_ids = token_ids[self.room_left :]

@@ -23,12 +23,19 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from ortlaunch.base.cache import create_private_cache_folder, rewrite_files_unless_checksums_match
+from ortlaunch.base.cache import (
+    create_private_cache_folder_or_refuse,
+    write_files_and_checksums_unless_they_match,
+)
 from ortlaunch.base.errors import DamagedFile
 from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.run_folder.folder import is_temporary_file, read_own_json, write_json_atomically
-from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_and_shares
+from ortlaunch.run_folder.folder import (
+    is_temporary_file,
+    read_json_or_raise_damaged,
+    write_json_atomically,
+)
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_with_fraction_of_corpus_read
 from ortlaunch.worker.data.shards import (
     SHARD,
     ShardWriter,
@@ -97,7 +104,7 @@ class WriteProgress(NamedTuple):
     tokens: int = 0
 
 
-def token_ids_before_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def begin_token_ids_added_to_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before a text, for example Llama's <s>."""
     # The tokenizer's models have seen no text without them.
     ids_with_begin, plain_ids = (
@@ -128,15 +135,18 @@ def load_or_tokenize_documents(
         begin_token_ids: tokens before each document.
         show_or_print_at_intervals: called with progress messages.
     """
-    settings, encode = encoder_key_and_encoder_with_marks(tokenizer, adds_end_mark, begin_token_ids)
+    settings, encode = cache_key_text_and_encoder_with_marks(
+        tokenizer, adds_end_mark, begin_token_ids
+    )
     key = f"texts with ends {corpus_fingerprint(source)} {settings}"
     return load_or_write_cached_tokens(
-        TokenizeWork(key, lambda: read_texts_and_shares(source), encode), show_progress
+        TokenizeWork(key, lambda: read_texts_with_fraction_of_corpus_read(source), encode),
+        show_progress,
     )
 
 
-def encoder_key_and_encoder_with_marks(
-    tokenizer: PreTrainedTokenizerBase, adds_end_mark: bool, begin_ids: Sequence[int]
+def cache_key_text_and_encoder_with_marks(
+    tokenizer: PreTrainedTokenizerBase, adds_end_mark: bool, begin_token_ids: Sequence[int]
 ) -> tuple[str, Callable[[list[str]], Iterable[Sequence[int]]]]:
     """Return the function from texts to tokens with marks, and a text that determines it."""
     end_ids = (
@@ -145,12 +155,15 @@ def encoder_key_and_encoder_with_marks(
     encode = _encoder_without_special_tokens(tokenizer)
 
     def encode_with_marks(texts: list[str]) -> Iterator[list[int]]:
-        return ([*begin_ids, *ids, *end_ids] for ids in encode(texts))
+        return ([*begin_token_ids, *ids, *end_ids] for ids in encode(texts))
 
-    return f"{[*begin_ids]} {end_ids} {tokenizer_fingerprint(tokenizer)}", encode_with_marks
+    return (
+        f"{[*begin_token_ids]} {end_ids} {tokenizer_text_for_cache_key(tokenizer)}",
+        encode_with_marks,
+    )
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_text_for_cache_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a text that determines how the tokenizer splits texts, for a cache key."""
     return (
         tokenizer.backend_tokenizer.to_str()
@@ -164,11 +177,11 @@ def load_or_write_cached_tokens(
 ) -> Documents:
     """Return the tokens from the cache; the first process writes them, the others wait."""
     base = (
-        create_private_cache_folder("tokens")
+        create_private_cache_folder_or_refuse("tokens")
         / hashlib.sha256(f"{SHARD} {tokenize_work.key}".encode()).hexdigest()[:16]
     )
     with _acquire_corpus_lock_showing_wait(base, show_progress):
-        rewrite_files_unless_checksums_match(
+        write_files_and_checksums_unless_they_match(
             base.with_suffix(".seal"),
             lambda: _write_missing_tokens_and_list_files(base, tokenize_work, show_progress),
         )
@@ -203,7 +216,7 @@ def _write_missing_tokens_and_list_files(
     # lock, so no other one is writing them.
     for temporary_file in filter(is_temporary_file, base_path.parent.glob(f".{base_path.name}.*")):
         temporary_file.unlink()
-    earlier_progress = _progress_to_continue_from(base_path, ends_path, progress_path)
+    earlier_progress = _intact_progress_to_continue_or_zero(base_path, ends_path, progress_path)
     unwritten = chunks_of_limited_size(
         itertools.islice(work.items(), earlier_progress.documents, None)
     )
@@ -227,14 +240,14 @@ def _write_missing_tokens_and_list_files(
     return [*sorted_shard_paths(base_path), ends_path]
 
 
-def _progress_to_continue_from(
+def _intact_progress_to_continue_or_zero(
     base_path: Path, ends_path: Path, progress_path: Path
 ) -> WriteProgress:
     """Return the progress of an interrupted process, or none if its files cannot be continued."""
     if not all(path.exists() for path in (ends_path, progress_path)):
         return WriteProgress()
     try:
-        progress = WriteProgress(**read_own_json(progress_path))
+        progress = WriteProgress(**read_json_or_raise_damaged(progress_path))
     except (DamagedFile, TypeError):
         return WriteProgress()
     is_whole = ends_path.stat().st_size >= progress.documents * 8 and not shard_damage_or_empty(
@@ -256,7 +269,7 @@ def _append_chunks_and_save_progress(
     saved_at = time.monotonic()
     shown_at = 0.0
     for ids, sizes, chunk in encoded_chunks:
-        shard_writer.append_and_seal_full_shards(ids)
+        shard_writer.append_tokens_and_checksum_full_shards(ids)
         ends_file.write((progress.tokens + np.cumsum(sizes, dtype=np.int64)).data)
         progress = WriteProgress(progress.documents + len(chunk.items), progress.tokens + len(ids))
         current_time = time.monotonic()
@@ -338,11 +351,13 @@ def backend_without_truncation_or_padding(tokenizer: PreTrainedTokenizerBase) ->
     return backend
 
 
-def chunks_of_limited_size(items_and_shares: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
+def chunks_of_limited_size(
+    items_and_fractions_read: Iterable[tuple[Any, float]],
+) -> Iterator[Chunk]:
     """Yield chunks that are bounded in documents and characters, which bounds memory."""
     chunk_items = list[object]()
     characters = 0
-    for item, share in items_and_shares:
+    for item, share in items_and_fractions_read:
         chunk_items.append(item)
         characters += len(item)
         if len(chunk_items) == _DOCUMENTS_AT_ONCE or characters >= _LETTERS_AT_ONCE:

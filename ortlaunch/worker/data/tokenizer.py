@@ -15,15 +15,18 @@ from filelock import FileLock
 
 from ortlaunch.base.cache import (
     add_cache_note,
-    create_private_cache_folder,
-    rewrite_files_unless_checksums_match,
+    create_private_cache_folder_or_refuse,
+    write_files_and_checksums_unless_they_match,
 )
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, has_chat_rows
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.recipe.inputs import pretrained_files_in_folder, refuse_lfs_pointers
+from ortlaunch.recipe.inputs import (
+    pretrained_files_in_folder,
+    refuse_lfs_pointers_and_unreadable_files,
+)
 from ortlaunch.worker.data.chat_rows import message_contents_of_chats
-from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_and_shares
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_with_fraction_of_corpus_read
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 
 if TYPE_CHECKING:
@@ -43,25 +46,32 @@ _LONG_WORD = re.compile(r"\w{1000}|[^\w\s]{1000}")
 _LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
 
-def load_tokenizer_or_none(data_fields: Data, kept_folder: Path | None = None) -> Any:
+def load_tokenizer_with_added_tokens_or_none(
+    data_fields: Data, trained_tokenizer_folder: Path | None = None
+) -> Any:
     """Return the tokenizer of a recipe; None if the recipe has none.
 
     Args:
         data_fields: the recipe's data fields.
-        kept_folder: folder of the tokenizer that existing weights were trained with; None: as `data_fields`.
+        trained_tokenizer_folder: folder of the tokenizer that existing weights were trained with;
+            None: as `data_fields`.
 
     Raises:
         InputError: the tokenizer is neither a folder nor reachable on the hub.
     """
     if data_fields.tokenizer is None:
         return None
-    tokenizer = _load_or_train_tokenizer(data_fields, kept_folder)
-    if kept_folder is None and (data_fields.special_tokens or data_fields.added_tokens):
+    tokenizer = _load_or_train_tokenizer(data_fields, trained_tokenizer_folder)
+    if trained_tokenizer_folder is None and (
+        data_fields.special_tokens or data_fields.added_tokens
+    ):
         tokenizer.add_special_tokens(data_fields.special_tokens)
         tokenizer.add_tokens([*data_fields.added_tokens], special_tokens=True)
     # A kept tokenizer was saved with the chat template of its training.
-    if data_fields.chat_template is not None and kept_folder is None:
-        tokenizer.chat_template = _chat_template_text(data_fields.chat_template)
+    if data_fields.chat_template is not None and trained_tokenizer_folder is None:
+        tokenizer.chat_template = _chat_template_text_of_name_text_or_file(
+            data_fields.chat_template
+        )
     return tokenizer
 
 
@@ -86,14 +96,14 @@ def tokens_without_pretrained_weights(
     )
 
 
-def _chat_template_text(template_or_path: str) -> str:
+def _chat_template_text_of_name_text_or_file(template_or_path: str) -> str:
     """Return the text of a chat template, which is given by name, directly or as a file name."""
     if template_or_path in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[template_or_path]
     # Every template has braces; a file name with braces is not supported.
     if "{" in template_or_path:
         return template_or_path
-    refuse_lfs_pointers([template_or_path])
+    refuse_lfs_pointers_and_unreadable_files([template_or_path])
     try:
         return Path(template_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -120,19 +130,22 @@ def download_revision_or_keep_name(model_name: str) -> str:
     return snapshot_download(repository, revision=revision, ignore_patterns=ignored_patterns)
 
 
-def _load_or_train_tokenizer(data_fields: Data, kept_folder: Path | None) -> Any:
+def _load_or_train_tokenizer(data_fields: Data, trained_tokenizer_folder: Path | None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if isinstance(data_fields.tokenizer, TokenizerTraining):
         return PreTrainedTokenizerFast.from_pretrained(
-            kept_folder or _train_tokenizer_unless_cached(data_fields, data_fields.tokenizer)
+            trained_tokenizer_folder
+            or _train_tokenizer_unless_cached(data_fields, data_fields.tokenizer)
         )
-    refuse_lfs_pointers(
-        pretrained_files_in_folder("data.tokenizer", str(kept_folder or data_fields.tokenizer))
+    refuse_lfs_pointers_and_unreadable_files(
+        pretrained_files_in_folder(
+            "data.tokenizer", str(trained_tokenizer_folder or data_fields.tokenizer)
+        )
     )
     try:
         return AutoTokenizer.from_pretrained(
-            kept_folder or download_revision_or_keep_name(str(data_fields.tokenizer))
+            trained_tokenizer_folder or download_revision_or_keep_name(str(data_fields.tokenizer))
         )
     except (OSError, ValueError) as error:
         raise InputError(
@@ -148,34 +161,43 @@ def _train_tokenizer_unless_cached(data_fields: Data, training: TokenizerTrainin
     key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[
         :16
     ]
-    folder = create_private_cache_folder("tokenizers") / key
+    folder = create_private_cache_folder_or_refuse("tokenizers") / key
     # Of all processes that share the cache, the first one trains; the others wait.
     with FileLock(f"{folder}.lock"):
-        rewrite_files_unless_checksums_match(
+        write_files_and_checksums_unless_they_match(
             folder.with_suffix(".seal"),
-            lambda: _train_and_save_tokenizer(folder, data_fields, training),
+            lambda: _train_save_and_list_tokenizer_files(folder, data_fields, training),
         )
     return folder
 
 
-def _train_and_save_tokenizer(
+def _train_save_and_list_tokenizer_files(
     tokenizer_folder: Path, data_fields: Data, training: TokenizerTraining
 ) -> list[Path]:
     """Train and write a tokenizer; return its files."""
-    train_tokenizer = _train_wordpiece if training.train == "wordpiece" else _train_byte_level_bpe
+    train_tokenizer = (
+        _train_bert_wordpiece_tokenizer
+        if training.train == "wordpiece"
+        else _train_llama_byte_level_bpe_tokenizer
+    )
     trained = train_tokenizer(data_fields, training.vocab_size)
     shutil.rmtree(tokenizer_folder, ignore_errors=True)
     trained.save_pretrained(tokenizer_folder)
     return [path for path in tokenizer_folder.rglob("*") if path.is_file()]
 
 
-def _texts_to_train_tokenizer(data_fields: Data) -> Iterator[str]:
+def _training_texts_with_long_words_cut(data_fields: Data) -> Iterator[str]:
     """Yield the texts of all sources, one source after the other; weights do not matter."""
     for part in data_fields.parts:
         for text in (
             message_contents_of_chats(part.source)
             if has_chat_rows(part.source)
-            else (text for text, _ in read_texts_and_shares(part.source, joins_lists=True))
+            else (
+                text
+                for text, _ in read_texts_with_fraction_of_corpus_read(
+                    part.source, joins_lists=True
+                )
+            )
         ):
             # The training's time grows with the square of a word's length.
             shortened_text, count = _LONG_WORD.subn(r"\g<0> ", text)
@@ -186,7 +208,7 @@ def _texts_to_train_tokenizer(data_fields: Data) -> Iterator[str]:
             yield shortened_text
 
 
-def _train_wordpiece(data_fields: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def _train_bert_wordpiece_tokenizer(data_fields: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return a trained WordPiece tokenizer with the settings of BERT's."""
     # Trained twice: in a single pass the library numbers the `##x` tokens in the order of a hash
     # table, which differs between processes. The second pass has them in a fixed order.
@@ -196,16 +218,19 @@ def _train_wordpiece(data_fields: Data, vocab_size: int) -> PreTrainedTokenizerB
     special = list(_BERT_TOKENS.values())
     counts = Counter[str]()
     all_characters = _train_wordpiece_vocabulary(
-        _count_characters_passing_texts(_texts_to_train_tokenizer(data_fields), counts), 0, [], None
+        _count_characters_passing_texts(_training_texts_with_long_words_cut(data_fields), counts),
+        0,
+        [],
+        None,
     )
     characters = sorted((c for c in counts if c in all_characters), key=lambda c: (-counts[c], c))[
         :_MAX_CHARACTERS
     ]
     pieces = [f"##{c}" for c in sorted(characters) if f"##{c}" in all_characters]
     vocabulary = _train_wordpiece_vocabulary(
-        _texts_to_train_tokenizer(data_fields), vocab_size, special + pieces, characters
+        _training_texts_with_long_words_cut(data_fields), vocab_size, special + pieces, characters
     )
-    tokenizer = _bert_like_tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer = _lowercasing_bert_tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     ends = [(word, vocabulary[word]) for word in ("[SEP]", "[CLS]")]
     tokenizer.post_processor = processors.BertProcessing(*ends)
@@ -231,7 +256,7 @@ def _train_wordpiece_vocabulary(
     """
     from tokenizers import models, trainers
 
-    tokenizer = _bert_like_tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer = _lowercasing_bert_tokenizer(models.WordPiece(unk_token="[UNK]"))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocabulary_size,
         special_tokens=first_tokens,
@@ -243,26 +268,30 @@ def _train_wordpiece_vocabulary(
     return dict(tokenizer.get_vocab())
 
 
-def _bert_like_tokenizer(model: Any) -> Any:
+def _lowercasing_bert_tokenizer(tokenizer_model: Any) -> Any:
     from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(tokenizer_model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
 
 
-def _count_characters_passing_texts(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+def _count_characters_passing_texts(
+    texts: Iterable[str], count_by_character: Counter[str]
+) -> Iterator[str]:
     """Yield the texts unchanged, and count the characters of their normalized form."""
     from tokenizers import normalizers
 
     normalize = normalizers.BertNormalizer(lowercase=True).normalize_str
     for text in texts:
-        counts.update(normalize(text))
+        count_by_character.update(normalize(text))
         yield text
 
 
-def _train_byte_level_bpe(data_fields: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def _train_llama_byte_level_bpe_tokenizer(
+    data_fields: Data, vocab_size: int
+) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -275,7 +304,7 @@ def _train_byte_level_bpe(data_fields: Data, vocab_size: int) -> PreTrainedToken
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts_to_train_tokenizer(data_fields), trainer)
+    tokenizer.train_from_iterator(_training_texts_with_long_words_cut(data_fields), trainer)
     names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_TOKENS

@@ -177,29 +177,38 @@ def batch_in_original_form(batch: dict[str, torch.Tensor]) -> Any:
     return batch.get(_BATCH, list_or_mapping)
 
 
-def _process_independent_form(value: Any) -> object:
+def _value_as_rounded_text_and_numbers(sample_value: Any) -> object:
     """Return a value as text and numbers that are the same in every process and on every CPU."""
-    if isinstance(value, Mapping):
-        return [(str(name), _process_independent_form(item)) for name, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [_process_independent_form(item) for item in value]
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        value = value.detach().cpu()
-        value = value.float().numpy() if value.is_floating_point() else value.numpy()
-    elif isinstance(value, (int, float, complex)):
-        value = np.asarray(value)
-    if isinstance(value, (str, bytes)) or value is None:
-        return value
-    if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
-        return type(value).__name__
-    if value.dtype.kind not in "fc" or not value.size:
-        return value.shape, hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
+    if isinstance(sample_value, Mapping):
+        return [
+            (str(name), _value_as_rounded_text_and_numbers(item))
+            for name, item in sample_value.items()
+        ]
+    if isinstance(sample_value, (list, tuple)):
+        return [_value_as_rounded_text_and_numbers(item) for item in sample_value]
+    if isinstance(sample_value, torch.Tensor) and sample_value.layout is torch.strided:
+        sample_value = sample_value.detach().cpu()
+        sample_value = (
+            sample_value.float().numpy()
+            if sample_value.is_floating_point()
+            else sample_value.numpy()
+        )
+    elif isinstance(sample_value, (int, float, complex)):
+        sample_value = np.asarray(sample_value)
+    if isinstance(sample_value, (str, bytes)) or sample_value is None:
+        return sample_value
+    if not isinstance(sample_value, (np.ndarray, np.generic)) or sample_value.dtype.hasobject:
+        return type(sample_value).__name__
+    if sample_value.dtype.kind not in "fc" or not sample_value.size:
+        return sample_value.shape, hashlib.blake2b(
+            sample_value.tobytes(), digest_size=8
+        ).hexdigest()
     # Some elements, rounded: CPUs differ in the last digits, and wholly where values cancel out.
-    some_elements = value.ravel()[:: max(1, value.size // _ELEMENTS)]
+    some_elements = sample_value.ravel()[:: max(1, sample_value.size // _ELEMENTS)]
     some_elements = np.where(
         np.abs(some_elements) < np.abs(some_elements).max() / 1e4, 0, some_elements
     )
-    return value.shape, [f"{item:.3g}" for item in some_elements]
+    return sample_value.shape, [f"{item:.3g}" for item in some_elements]
 
 
 class UserSamples:
@@ -264,16 +273,18 @@ class UserSamples:
             for index in np.linspace(
                 0, len(self) - 1, min(_HASHED_SAMPLES, len(self)), dtype=int
             ).tolist():
-                hashes = {self._sample_hash(index) for _ in range(_READS_EACH)}
+                hashes = {
+                    self._seed_and_hash_sample_or_its_error(index) for _ in range(_READS_EACH)
+                }
                 if len(hashes) > 1:
                     return None
                 fingerprint_parts += hashes
         return " ".join(fingerprint_parts)
 
-    def _sample_hash(self, sample_index: int) -> str:
+    def _seed_and_hash_sample_or_its_error(self, sample_index: int) -> str:
         seed_cpu_generators_for_sample(0, sample_index, 0)
         try:
-            form = _process_independent_form(self.sample(sample_index, 0))
+            form = _value_as_rounded_text_and_numbers(self.sample(sample_index, 0))
         # The user's code may raise anything. It does so again where the training reads the sample.
         except Exception as error:
             form = type(error).__name__

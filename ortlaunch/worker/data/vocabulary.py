@@ -21,7 +21,7 @@ from ortlaunch.run_folder.file_sums import (
     flush_and_checksum_files,
     list_files_below,
 )
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import VocabularyRecord, json_values_of_record
 from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.tables.model_tasks import MODEL_TASKS
@@ -51,7 +51,7 @@ def read_run_vocabulary_or_none(run: RunDir) -> Vocabulary | None:
     if not run.vocabulary.exists():
         return None
     try:
-        record = VocabularyRecord(**read_own_json(run.vocabulary))
+        record = VocabularyRecord(**read_json_or_raise_damaged(run.vocabulary))
         labels = {str(word): class_number for class_number, word in enumerate(record.labels)}
         for name, file in record.tokenizer_files.items():
             if damage := file_difference_text_or_empty(run.tokenizer / name, file):
@@ -65,7 +65,7 @@ def read_run_vocabulary_or_none(run: RunDir) -> Vocabulary | None:
     return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, record.classes)
 
 
-def vocabulary_of_start_checkpoint(run: RunDir, recipe: Recipe) -> Vocabulary | None:
+def vocabulary_of_start_checkpoint_or_none(run: RunDir, recipe: Recipe) -> Vocabulary | None:
     """Return the vocabulary of the checkpoint from which a run resumes.
 
     None if there is no such checkpoint, or if its run keeps no vocabulary.
@@ -77,7 +77,7 @@ def vocabulary_of_start_checkpoint(run: RunDir, recipe: Recipe) -> Vocabulary | 
     # A kept tokenizer is used only if the recipe trains the same one. A tokenizer that the recipe
     # names is loaded by its name, as it was for the data's identity in the checkpoint.
     is_same_training = (
-        read_own_json(source_run.vocabulary)["trained_tokenizer"]
+        read_json_or_raise_damaged(source_run.vocabulary)["trained_tokenizer"]
         == _tokenizer_training_settings_or_none(recipe.data)
         is not None
     )
@@ -106,7 +106,7 @@ def vocabulary_of_transformers_config(config: PreTrainedConfig | None, task: str
     return Vocabulary(None, numbers, config.num_labels or 0)
 
 
-def write_vocabulary_if_changed(
+def write_vocabulary_and_tokenizer_if_changed(
     run: RunDir,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
@@ -123,7 +123,7 @@ def write_vocabulary_if_changed(
     if (
         run.complete_checkpoints()
         and run.vocabulary.exists()
-        and {**read_own_json(run.vocabulary), "tokenizer_files": {}}
+        and {**read_json_or_raise_damaged(run.vocabulary), "tokenizer_files": {}}
         == json_values_of_record(record)
     ):
         return
@@ -142,7 +142,7 @@ def _tokenizer_training_settings_or_none(data: Fields) -> Json | None:
     return {**data.tokenizer.model_dump(mode="json"), "chat_template": data.chat_template}
 
 
-def class_number_by_label_of_model(recipe: Recipe) -> Mapping[str, int]:
+def class_number_by_label_of_recipe_or_pretrained(recipe: Recipe) -> Mapping[str, int]:
     """Return the class numbers of label names, of `model.config` or else of `model.pretrained`."""
     model = recipe.model
     recipe_labels = class_number_by_label_in_recipe(recipe)

@@ -61,12 +61,12 @@ def named_state_of_deepspeed_engine(engine: Any, model: nn.Module, rank: int) ->
         optimizer.optimizer,
         persistent_buffers_by_name(model),
         replicated=optimizer_class == "FP16_UnfusedOptimizer",
-        loss_scale=_dynamic_loss_scale_or_none(optimizer),
+        loss_scale=_dynamic_loss_scale_access_or_none(optimizer),
         refresh=lambda: refresh(optimizer),
     )
 
 
-def _ranges_without_zero(
+def _ranges_of_fp32_copies_without_zero(
     optimizer: UnshardedMasterWeights, model: nn.Module, rank: int
 ) -> list[ParameterRange]:
     """Return the parts without ZeRO in fp16 or bf16: one float32 copy of each parameter."""
@@ -144,7 +144,7 @@ _StateAccess = tuple[
     Callable[[Any, nn.Module, int], Iterable[ParameterRange]], Callable[[Any], None]
 ]
 _ACCESS_BY_CLASS: dict[str, _StateAccess] = {
-    "FP16_UnfusedOptimizer": (_ranges_without_zero, _copy_masters_into_weights),
+    "FP16_UnfusedOptimizer": (_ranges_of_fp32_copies_without_zero, _copy_masters_into_weights),
     "DeepSpeedZeroOptimizer": (
         _ranges_in_zero_1_and_2,
         lambda optimizer: optimizer.update_lp_params(),
@@ -154,7 +154,7 @@ _ACCESS_BY_CLASS: dict[str, _StateAccess] = {
 }
 
 
-def _dynamic_loss_scale_or_none(optimizer: object) -> LossScale | None:
+def _dynamic_loss_scale_access_or_none(optimizer: object) -> LossScale | None:
     """Return access to a dynamic loss scale; None for a fixed one, which the recipe sets."""
     # The attribute's name differs between DeepSpeed's optimizers.
     scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))

@@ -29,7 +29,7 @@ from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.user_modules import key_and_factory_pairs
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device import graph
-from ortlaunch.worker.device.device import Device, import_ort_training_artifacts_module
+from ortlaunch.worker.device.device import Device, silence_ort_and_import_training_artifacts_module
 from ortlaunch.worker.device.graph import ForwardGraph
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.onnx_export import largest_or_nan
@@ -52,7 +52,7 @@ def write_and_check_device_artifacts(
     """Write everything that `ortlaunch device` needs into an existing folder.
 
     Args:
-        recipe: the recipe, changed by `recipe_for_device_artifacts`.
+        recipe: the recipe, changed by `unsharded_one_pass_recipe_for_device`.
         artifacts_folder: the folder to write to.
         trained_module: the model with its weights.
         data: the data of the run.
@@ -65,7 +65,7 @@ def write_and_check_device_artifacts(
         InputError: the model is too large, or keeps state that a device cannot update.
         MissingDependency: onnxruntime-training is not installed.
     """
-    artifacts_module = import_ort_training_artifacts_module()
+    artifacts_module = silence_ort_and_import_training_artifacts_module()
     loss_module = trained_module.float()
     device_folder = DeviceFolder(artifacts_folder)
     size = sum(
@@ -81,11 +81,13 @@ def write_and_check_device_artifacts(
         forward = graph.export_loss_graph_and_sort_weights(
             loss_module, batches, Path(scratch) / "forward.onnx"
         )
-        _generate_training_graphs(artifacts_module, recipe, forward, artifacts_folder)
-    with _raise_untrainable_operator_error():
+        _generate_training_graphs_and_set_adamw_mode(
+            artifacts_module, recipe, forward, artifacts_folder
+        )
+    with _translate_untrainable_operator_error():
         device = Device(device_folder, device_folder.checkpoint)
     largest_found = largest_or_nan(
-        _largest_difference_from_pytorch(
+        _largest_loss_or_logit_difference_from_pytorch(
             device, graph.ModelWithLoss(loss_module.model, tuple(batch)), batch
         )
         for batch in batches
@@ -98,7 +100,7 @@ def write_and_check_device_artifacts(
     record = _artifacts_record(recipe, forward, largest_found)
     write_json_atomically(device_folder.description, json_values_of_record(record))
     write_text_atomically(device_folder.recipe, dump_recipe_yaml(recipe))
-    _save_config_and_tokenizer(loss_module, artifacts_folder, data.tokenizer)
+    _save_config_and_tokenizer_if_present(loss_module, artifacts_folder, data.tokenizer)
     # A recipe with factories needs the user's own modules where the artifacts are used.
     for module in imported_user_modules() if dict(key_and_factory_pairs(recipe)) else ():
         (artifacts_folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ def write_and_check_device_artifacts(
     return record
 
 
-def recipe_for_device_artifacts(recipe: Recipe, micro_samples: int) -> Recipe:
+def unsharded_one_pass_recipe_for_device(recipe: Recipe, micro_samples: int) -> Recipe:
     """Return the recipe of the artifacts: each step is one pass, and nothing is sharded."""
     model_changes = dict[str, object](gradient_checkpointing=False)
     # ONNX Runtime derives the gradient of eager attention, which consists of basic operators.
@@ -123,15 +125,15 @@ def recipe_for_device_artifacts(recipe: Recipe, micro_samples: int) -> Recipe:
     )
 
 
-def _generate_training_graphs(
+def _generate_training_graphs_and_set_adamw_mode(
     artifacts_module: Any, recipe: Recipe, forward: ForwardGraph, artifacts_folder: Path
 ) -> None:
     import onnx
 
-    with _discard_stderr(), _raise_untrainable_operator_error():
+    with _discard_stderr(), _translate_untrainable_operator_error():
         artifacts_module.generate_artifacts(
             onnx.load(str(forward.path)), requires_grad=forward.trained, frozen_params=forward.frozen or None,
-            optimizer=_ort_device_optimizer(recipe), artifact_directory=str(artifacts_folder),
+            optimizer=_ort_device_sgd_or_adamw(recipe), artifact_directory=str(artifacts_folder),
         )  # fmt: skip
     path = DeviceFolder(artifacts_folder).optimizer
     model = onnx.load(str(path))
@@ -143,7 +145,7 @@ def _generate_training_graphs(
     onnx.save(model, str(path))
 
 
-def _ort_device_optimizer(recipe: Recipe) -> object:
+def _ort_device_sgd_or_adamw(recipe: Recipe) -> object:
     """Return the recipe's optimizer, as far as ONNX Runtime supports it on devices."""
     from onnxruntime.training.onnxblock import optim
 
@@ -182,7 +184,7 @@ def _unsupported_setting_notes(recipe: Recipe, forward: ForwardGraph) -> Iterato
 
 
 @torch.no_grad()
-def _largest_difference_from_pytorch(
+def _largest_loss_or_logit_difference_from_pytorch(
     device: Device, module: graph.ModelWithLoss, batch: TensorBatch
 ) -> float:
     """Return the largest difference of loss and logits from PyTorch's, without dropout."""
@@ -217,7 +219,7 @@ def _artifacts_record(
     )
 
 
-def _save_config_and_tokenizer(
+def _save_config_and_tokenizer_if_present(
     loss_module: LossModule, artifacts_folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model: Any = loss_module.model
@@ -230,7 +232,7 @@ def _save_config_and_tokenizer(
 
 
 @contextlib.contextmanager
-def _raise_untrainable_operator_error() -> Iterator[None]:
+def _translate_untrainable_operator_error() -> Iterator[None]:
     """Raise EngineError with the operator that ONNX Runtime cannot train, in one sentence."""
     try:
         yield

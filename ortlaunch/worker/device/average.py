@@ -11,23 +11,23 @@ import numpy as np
 from ortlaunch.base.errors import CheckpointError, InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.worker.device.device import (
     AVERAGED,
     SAMPLES,
     STEPS,
     WEIGHTS,
     Device,
-    import_ort_training_artifacts_module,
     int_property_or_0,
-    load_checkpoint_or_browser_weights,
+    load_ort_checkpoint_or_browser_weights,
+    silence_ort_and_import_training_artifacts_module,
     write_checkpoint_state_atomically,
 )
 
 WeightRecord = Json
 
 
-def write_weighted_average_checkpoint(
+def average_client_checkpoints_write_and_print(
     device_folder: DeviceFolder,
     checkpoints: list[Path],
     client_weights: Sequence[float] | None,
@@ -45,9 +45,9 @@ def write_weighted_average_checkpoint(
         CheckpointError: a checkpoint is not of these artifacts, or has inf or nan.
         InputError: a client has no positive weight.
     """
-    import_ort_training_artifacts_module()
-    states = [load_checkpoint_or_browser_weights(device_folder, path) for path in checkpoints]
-    weight_records = read_own_json(device_folder.description)["parameters"]
+    silence_ort_and_import_training_artifacts_module()
+    states = [load_ort_checkpoint_or_browser_weights(device_folder, path) for path in checkpoints]
+    weight_records = read_json_or_raise_damaged(device_folder.description)["parameters"]
     problems = [
         line
         for path, state in zip(checkpoints, states)
@@ -56,7 +56,7 @@ def write_weighted_average_checkpoint(
     if problems:
         raise CheckpointError("\n".join(problems))
     _require_equal_frozen_weights(checkpoints, states, weight_records)
-    shares = _fraction_of_each_client(checkpoints, states, client_weights)
+    shares = _fraction_of_each_client_by_weight_or_samples(checkpoints, states, client_weights)
     # Only the state of a living module accepts weights.
     # The frozen weights are the same in each. A browser's file has none.
     full_checkpoints = [path for path in checkpoints if path.suffix != WEIGHTS]
@@ -131,7 +131,7 @@ def _require_equal_frozen_weights(
                 )
 
 
-def _fraction_of_each_client(
+def _fraction_of_each_client_by_weight_or_samples(
     checkpoints: list[Path], states: list[Any], requested_weights: Sequence[float] | None
 ) -> list[float]:
     """Return the share of each client in the mean; their sum is 1."""

@@ -32,10 +32,10 @@ class Device:
     def __init__(
         self, device_folder: DeviceFolder, checkpoint: Path, is_training: bool = False
     ) -> None:
-        import_ort_training_artifacts_module()
+        silence_ort_and_import_training_artifacts_module()
         from onnxruntime.training.api import Module, Optimizer
 
-        self.state = load_checkpoint_state(checkpoint)
+        self.state = load_ort_checkpoint_state_or_refuse(checkpoint)
         self.module = Module(device_folder.training, self.state, device_folder.eval)
         self.inputs: list[str] = self.module.input_names()
         self.outputs: list[str] = self.module.output_names()
@@ -43,7 +43,7 @@ class Device:
 
     def evaluate_batch(self, batch: TensorBatch) -> NamedArrays:
         """Return loss and logits of a batch, without dropout."""
-        return self._run_pass(self.module.eval(), batch)
+        return self._run_module_and_name_outputs(self.module.eval(), batch)
 
     def train_on_batch(self, batch: TensorBatch, learning_rate: float) -> float:
         """Run one forward and backward pass and an optimizer step; return the loss.
@@ -54,13 +54,17 @@ class Device:
         """
         assert self.optimizer is not None, "made for training"
         self.optimizer.set_learning_rate(learning_rate)
-        loss = float(self._run_pass(self.module.train(), split_documents_into_rows(batch))["loss"])
+        loss = float(
+            self._run_module_and_name_outputs(
+                self.module.train(), split_documents_into_rows(batch)
+            )["loss"]
+        )
         self.optimizer.step()
         # The gradients are reset at the beginning of the next pass.
         self.module.lazy_reset_grad()
         return loss
 
-    def _run_pass(self, module: Any, batch: TensorBatch) -> NamedArrays:
+    def _run_module_and_name_outputs(self, module: Any, batch: TensorBatch) -> NamedArrays:
         output_arrays = module(*graph_input_arrays(self.inputs, batch).values())
         return dict(
             zip(
@@ -85,7 +89,7 @@ class Device:
         return output_names
 
 
-def import_ort_training_artifacts_module() -> Any:
+def silence_ort_and_import_training_artifacts_module() -> Any:
     """Return the module onnxruntime.training.artifacts.
 
     Raises:
@@ -107,7 +111,7 @@ def import_ort_training_artifacts_module() -> Any:
         restore_checkpoint_functions()
 
 
-def load_checkpoint_state(checkpoint_path: Path) -> Any:
+def load_ort_checkpoint_state_or_refuse(checkpoint_path: Path) -> Any:
     """Return the state of a checkpoint: weights, properties and, if present, optimizer state.
 
     Raises:
@@ -124,7 +128,9 @@ def load_checkpoint_state(checkpoint_path: Path) -> Any:
         ) from None
 
 
-def load_checkpoint_or_browser_weights(device_folder: DeviceFolder, checkpoint_path: Path) -> Any:
+def load_ort_checkpoint_or_browser_weights(
+    device_folder: DeviceFolder, checkpoint_path: Path
+) -> Any:
     """Return the state of a checkpoint, or of a file of weights that a browser sent.
 
     Such a file, NAME.f32, has the trained weights in one row, little-endian float32, in the order
@@ -135,7 +141,7 @@ def load_checkpoint_or_browser_weights(device_folder: DeviceFolder, checkpoint_p
         CheckpointError: the file is no checkpoint, or has another number of weights.
     """
     if checkpoint_path.suffix != WEIGHTS:
-        return load_checkpoint_state(checkpoint_path)
+        return load_ort_checkpoint_state_or_refuse(checkpoint_path)
     import numpy as np
     from onnxruntime import OrtValue
 

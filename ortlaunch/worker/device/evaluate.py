@@ -10,7 +10,7 @@ from torch import nn
 from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.held_out import missing_evaluation_message
+from ortlaunch.recipe.fields.held_out import missing_evaluation_message_with_example
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import Evaluation
@@ -36,7 +36,7 @@ class _OnDevice(nn.Module):
         }
 
 
-def evaluate_device_checkpoint_and_print(
+def evaluate_device_checkpoint_write_and_print(
     device_folder: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path
 ) -> Evaluation:
     """Evaluate a checkpoint, write evaluation.json, and print the results.
@@ -45,7 +45,7 @@ def evaluate_device_checkpoint_and_print(
         InputError: the recipe has no evaluation data.
     """
     if data.evaluation is None:
-        raise InputError(missing_evaluation_message(device_folder.recipe, recipe.data))
+        raise InputError(missing_evaluation_message_with_example(device_folder.recipe, recipe.data))
     device = Device(device_folder, checkpoint)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     loss_module = LossModule(_OnDevice(device))

@@ -17,10 +17,12 @@ from torch import nn
 
 from ortlaunch.base.errors import EngineError, InputError, first_message_line
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_export_with_exact_forms
+from ortlaunch.ortmodule.torch_in_graph.operator_table import (
+    wrap_export_with_exact_forms_without_fast_path,
+)
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import LoadedData, batch_function_of_recipe
-from ortlaunch.worker.data.mixture import indices_of_readable_samples
+from ortlaunch.worker.data import LoadedData, collate_function_of_recipe
+from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
 from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.model import LossModule, require_scalar_loss
 from ortlaunch.worker.onnx.onnx_export import three_text_batches_of_own_data
@@ -36,7 +38,7 @@ Axes = dict[str, dict[int, str]]
 class ModelWithLoss(ExportedModule):
     """A model with its loss: the loss and all named outputs."""
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
+    def loss_and_other_tensor_outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same tensors by name."""
         output = self.model(**dict(zip(self.inputs, tensors)))
         pairs = output.items() if isinstance(output, Mapping) else ()
@@ -72,11 +74,11 @@ def labelled_batches_in_forward_order(
     The first two batches differ in the number of samples and, for texts, in length.
     """
     samples = data.evaluation or data.train
-    indices_at_hand = indices_of_readable_samples(samples)
+    indices_at_hand = indices_of_all_or_first_streamed_samples(samples)
     chosen_samples = [
         samples.sample(indices_at_hand[index % len(indices_at_hand)], epoch=0) for index in range(3)
     ]
-    labelled_batch = batch_function_of_recipe(recipe)(chosen_samples)
+    labelled_batch = collate_function_of_recipe(recipe)(chosen_samples)
     model: Any = loss_module.model
     # The forward of a peft model has no named parameters.
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -101,7 +103,7 @@ def labelled_batches_in_forward_order(
     for batch in three_text_batches_of_own_data(model, data):
         rows, length = batch["input_ids"].shape
         labels = {
-            name: _labels_of_smaller_batch(
+            name: _cut_labels_keeping_one_counted(
                 labelled_batch[name], rows, length, labelled_batch["input_ids"].size(1)
             )
             for name in LABELS
@@ -114,7 +116,7 @@ def labelled_batches_in_forward_order(
     return graph_batches
 
 
-def _labels_of_smaller_batch(
+def _cut_labels_keeping_one_counted(
     labels: torch.Tensor, rows: int, length: int, full_length: int
 ) -> torch.Tensor:
     """Return the labels of a smaller batch; at least one label of each text counts."""
@@ -140,16 +142,18 @@ def export_loss_graph_and_sort_weights(
         EngineError: the exporter cannot write the model, or writes a shared weight twice.
     """
     module = ModelWithLoss(loss_module.model, tuple(batches[0])).train()
-    _refuse_batch_statistics(module)
-    inputs = _batch_and_length_axes(batches)
-    outputs = _batch_and_length_axes([module.outputs_by_name(*batch.values()) for batch in batches])
+    _refuse_running_statistics_in_on_device_export(module)
+    inputs = _variable_axis_names_by_tensor(batches)
+    outputs = _variable_axis_names_by_tensor(
+        [module.loss_and_other_tensor_outputs_by_name(*batch.values()) for batch in batches]
+    )
     with warnings.catch_warnings(), torch.random.fork_rng():
         # Warnings about values that tracing fixes; the comparison with PyTorch shows whether they
         # matter.
         warnings.simplefilter("ignore")
         try:
             # Whisper needs these operators.
-            wrap_export_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")(
+            wrap_export_with_exact_forms_without_fast_path(torch.onnx.export, "diff", "cumsum", "unflatten")(
                 module, tuple(batches[0].values()), str(graph_path), input_names=[*inputs], output_names=[*outputs],
                 dynamic_axes={**inputs, **outputs}, opset_version=OPSET, dynamo=False, do_constant_folding=False,
                 training=torch.onnx.TrainingMode.TRAINING,
@@ -160,7 +164,7 @@ def export_loss_graph_and_sort_weights(
                 f"--format ondevice: the model does not export: {first_message_line(error)}"
             ) from error
     _write_intermediate_shapes_into_graph(graph_path, batches)
-    return _fill_trained_frozen_and_unused(
+    return _sort_weights_into_trained_frozen_and_unused(
         module, ForwardGraph(graph_path, inputs, outputs, [], [], [], {})
     )
 
@@ -193,7 +197,7 @@ def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[Tensor
 def _axis_name_by_size_pair(batches: list[TensorBatch]) -> dict[tuple[int, int], str]:
     """Return the names of variable sizes: (size in batch 0, size in batch 1) -> name."""
     pairs = dict[tuple[int, int], str]()
-    axes = _batch_and_length_axes(batches)
+    axes = _variable_axis_names_by_tensor(batches)
     for name, value in batches[0].items():
         pairs.update(
             {
@@ -235,7 +239,7 @@ def _run_graph_for_all_values(model: Any, value_names: list[str], batch: TensorB
     )
 
 
-def _refuse_batch_statistics(module: nn.Module) -> None:
+def _refuse_running_statistics_in_on_device_export(module: nn.Module) -> None:
     tracking_names = [
         name for name, part in module.named_modules() if getattr(part, "track_running_stats", False)
     ]
@@ -245,7 +249,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
         )
 
 
-def _batch_and_length_axes(batches: list[TensorBatch]) -> Axes:
+def _variable_axis_names_by_tensor(batches: list[TensorBatch]) -> Axes:
     """Return the variable axes: axis 0 is "batch"; others that differ in two batches, "length"."""
     (long, short), axes_by_name = batches[:2], Axes()
     for name, value in long.items():
@@ -258,7 +262,9 @@ def _batch_and_length_axes(batches: list[TensorBatch]) -> Axes:
     return axes_by_name
 
 
-def _fill_trained_frozen_and_unused(module: ModelWithLoss, forward: ForwardGraph) -> ForwardGraph:
+def _sort_weights_into_trained_frozen_and_unused(
+    module: ModelWithLoss, forward: ForwardGraph
+) -> ForwardGraph:
     """Sort the graph's weights: trained ones require gradients and are used by the loss."""
     import onnx
 

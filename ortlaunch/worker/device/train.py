@@ -13,15 +13,15 @@ from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.worker.data import Batches, LoadedData, batch_function_of_recipe
+from ortlaunch.worker.data import Batches, LoadedData, collate_function_of_recipe
 from ortlaunch.worker.device.device import (
     AVERAGED,
     SAMPLES,
     STEPS,
     Device,
-    import_ort_training_artifacts_module,
     int_property_or_0,
-    load_checkpoint_state,
+    load_ort_checkpoint_state_or_refuse,
+    silence_ort_and_import_training_artifacts_module,
     write_checkpoint_state_atomically,
 )
 from ortlaunch.worker.engine.schedule import fraction_of_peak_learning_rate
@@ -49,10 +49,12 @@ def train_device_checkpoint_and_save(
         InputError: no step is left.
         NonFiniteError: a loss is inf or nan; nothing is saved.
     """
-    import_ort_training_artifacts_module()
+    silence_ort_and_import_training_artifacts_module()
     micro_samples = recipe.batch.micro_size
     assert isinstance(micro_samples, int), "the artifacts' recipe has a number"
-    step_span = _step_span_of_command(recipe, len(data.train), micro_samples, checkpoint, max_steps)
+    step_span = _step_span_or_refuse_if_finished(
+        recipe, len(data.train), micro_samples, checkpoint, max_steps
+    )
     # The seed of dropout; it differs from command to command, as each begins at another step.
     import_module("onnxruntime").set_seed(recipe.seed + step_span.first_step)
     device = Device(device_folder, checkpoint, is_training=True)
@@ -72,7 +74,7 @@ def train_device_checkpoint_and_save(
     losses = _train_steps_and_list_losses(
         device,
         recipe,
-        Batches(data.train, plan, recipe.seed, stack=batch_function_of_recipe(recipe)),
+        Batches(data.train, plan, recipe.seed, stack=collate_function_of_recipe(recipe)),
         step_span,
     )
     _update_step_and_sample_counts(device.state, step_span, micro_samples)
@@ -83,10 +85,10 @@ def train_device_checkpoint_and_save(
     )
 
 
-def _step_span_of_command(
+def _step_span_or_refuse_if_finished(
     recipe: Recipe, sample_count: int, micro_samples: int, checkpoint: Path, max_steps: int | None
 ) -> _StepSpan:
-    first_step = int_property_or_0(load_checkpoint_state(checkpoint), STEPS)
+    first_step = int_property_or_0(load_ort_checkpoint_state_or_refuse(checkpoint), STEPS)
     total_steps = recipe.train.max_steps
     if total_steps is None:
         # Rounded first, so that float errors do not add a step.
@@ -122,7 +124,11 @@ def _train_steps_and_list_losses(
         learning_rate = recipe.optimizer.learning_rate * fraction_of_peak_learning_rate(
             recipe.schedule, step, step_span.total_steps
         )
-        losses.append(device.train_on_batch(batches.micro_batch(step, 0, 0), learning_rate))
+        losses.append(
+            device.train_on_batch(
+                batches.read_micro_batch_and_count_tokens(step, 0, 0), learning_rate
+            )
+        )
         if not math.isfinite(losses[-1]):
             raise NonFiniteError(f"step {step + 1}: the loss is {losses[-1]}; nothing is saved")
         if (step + 1) % recipe.log.every_steps == 0 or step + 1 == step_span.end_step:

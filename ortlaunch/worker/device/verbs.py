@@ -18,9 +18,9 @@ def run(request: DeviceRequest) -> None:
     checkpoint = Path(request.checkpoint or "")
     target_path = Path(request.to or "")
     if request.verb == "average":
-        from ortlaunch.worker.device.average import write_weighted_average_checkpoint
+        from ortlaunch.worker.device.average import average_client_checkpoints_write_and_print
 
-        write_weighted_average_checkpoint(
+        average_client_checkpoints_write_and_print(
             device_folder,
             [Path(path) for path in request.checkpoints],
             request.weights,
@@ -48,7 +48,7 @@ def _load_data_and_train_or_evaluate(
 
     from ortlaunch.worker.data import LoadedData
     from ortlaunch.worker.data.vocabulary import vocabulary_of_transformers_config
-    from ortlaunch.worker.device.evaluate import evaluate_device_checkpoint_and_print
+    from ortlaunch.worker.device.evaluate import evaluate_device_checkpoint_write_and_print
     from ortlaunch.worker.device.train import train_device_checkpoint_and_save
     from ortlaunch.worker.model.model import refuse_data_exceeding_model_sizes
 
@@ -72,6 +72,6 @@ def _load_data_and_train_or_evaluate(
             device_folder, recipe, data, *checkpoint_and_target_path, max_steps
         )
     else:
-        evaluate_device_checkpoint_and_print(
+        evaluate_device_checkpoint_write_and_print(
             device_folder, recipe, data, checkpoint_and_target_path[0]
         )

@@ -43,7 +43,7 @@ def make_malloc_keep_memory_and_describe(environ: MutableMapping[str, str]) -> s
         return f"from the environment: {', '.join(f'{name}={environ[name]}' for name in user_variables)}"
     if platform.libc_ver()[0] != "glibc":
         return "released by malloc, which is not glibc's"
-    pages = _enable_huge_pages_if_faster(environ)
+    pages = _set_huge_pages_variable_and_describe(environ)
     libc = ctypes.CDLL(None)
     was_accepted = libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(
         _TRIM_THRESHOLD, _NEVER_TRIM
@@ -55,7 +55,7 @@ def make_malloc_keep_memory_and_describe(environ: MutableMapping[str, str]) -> s
     )
 
 
-def _enable_huge_pages_if_faster(environ: MutableMapping[str, str]) -> str:
+def _set_huge_pages_variable_and_describe(environ: MutableMapping[str, str]) -> str:
     """Enable torch's huge pages where they are faster; return a description of the pages in use."""
     if _HUGE_PAGES in environ:
         return f"as {_HUGE_PAGES}={environ[_HUGE_PAGES]} says"

@@ -88,7 +88,7 @@ def bind_process_and_set_thread_count(
         requested_binding,
         cpus_sorted_by_numa_node_and_core(allowed_cpus),
         rank,
-        numa_nodes_of_local_gpus(plan, rank, environ),
+        numa_node_of_each_local_gpu_or_none(plan, rank, environ),
     )
     if rank_binding.threads is None:
         return rank_binding
@@ -254,7 +254,7 @@ def _first_sibling_of_cpu(cpu_number: int) -> int:
     return cpu_number
 
 
-def numa_nodes_of_local_gpus(
+def numa_node_of_each_local_gpu_or_none(
     plan: Plan, rank: Rank, environ: Mapping[str, str]
 ) -> list[int | None]:
     """Return the NUMA node of each local rank's GPU; None where it is unknown; empty on a CPU."""

@@ -139,7 +139,7 @@ def run_and_compare_passes(
         )
 
 
-def compare_replaying_random_numbers(
+def compare_passes_replaying_random_numbers_if_drawn(
     reference_model: nn.Module,
     engine_module: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
@@ -289,7 +289,7 @@ def _loss_and_scaled_gradients(
     return float(loss.detach()), dict(zip(parameters, gradients))
 
 
-def active_dropout_attributes(model: nn.Module) -> list[tuple[object, str, float]]:
+def owner_name_and_ratio_of_active_dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
     """Return (owner, attribute, value) of every dropout above 0.
 
     Owners are modules and the configs of modules.
@@ -319,7 +319,7 @@ def _is_dropout_ratio(owner: object, attribute_name: str) -> bool:
 @contextlib.contextmanager
 def disable_dropout(model: nn.Module) -> Iterator[None]:
     """Set every dropout of the model to 0 while the context is open; training mode stays on."""
-    active_ratios = active_dropout_attributes(model)
+    active_ratios = owner_name_and_ratio_of_active_dropouts(model)
     try:
         for owner, name, _ in active_ratios:
             setattr(owner, name, 0.0)

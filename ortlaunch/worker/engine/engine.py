@@ -30,7 +30,7 @@ from ortlaunch.run_folder.engine_report import (
     OnnxRuntime,
     OptimizerChoice,
 )
-from ortlaunch.worker.engine.comparison import active_dropout_attributes
+from ortlaunch.worker.engine.comparison import owner_name_and_ratio_of_active_dropouts
 from ortlaunch.worker.engine.flops import training_flops_per_token_or_none
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.engine.optimizer import (
@@ -39,15 +39,15 @@ from ortlaunch.worker.engine.optimizer import (
     require_trained_parameters,
 )
 from ortlaunch.worker.engine.ort_engine import (
-    build_and_probe_ort_module,
+    build_and_probe_ort_module_or_fall_back,
     first_and_last_error_line,
     onnxruntime_report_so_far,
-    repair_and_export_notes,
+    unapplied_repair_and_export_notes,
     wrap_model_in_ortmodule,
 )
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
-from ortlaunch.worker.model.chunked_head import chunk_head_if_possible
+from ortlaunch.worker.model.chunked_head import chunk_head_if_trial_agrees_and_describe
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import (
     measure_matmul_precision_record,
@@ -109,7 +109,7 @@ class TrainingEngine:
     def to_device(self, batch: TensorBatch) -> TensorBatch:
         """Move a batch to the device and cast floating-point tensors to the weights' dtype."""
         return _move_and_cast_batch(
-            self.loss_weight.batch_without_weight_key_with_label(batch),
+            self.loss_weight.batch_without_weight_key_with_counted_label(batch),
             self.device,
             self.input_dtype,
         )
@@ -121,7 +121,7 @@ class TrainingEngine:
         """
         return (
             self.wrap_another_model(self.plain)
-            if active_dropout_attributes(self.plain) or self.keeps_build_precision
+            if owner_name_and_ratio_of_active_dropouts(self.plain) or self.keeps_build_precision
             else self.eval_module
         )
 
@@ -190,13 +190,13 @@ def build_engine(
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     loss_weight = LossWeight(recipe, model)
     chunked_loss = _chunk_head_on_all_ranks_or_none(
-        recipe, model, loss_weight.batch_without_weight_key_with_label(sample_batch), group
+        recipe, model, loss_weight.batch_without_weight_key_with_counted_label(sample_batch), group
     )
     model.evaluates_with_scores = evaluates_with_scores(recipe)
     dtype = narrow_dtype_or_none(recipe.precision) if plan.deepspeed else None
     if dtype is not None:
         # DeepSpeed would cast them later: on the device, and after an export.
-        cast_parameters_in_place(model, dtype)
+        cast_floating_point_parameters_in_place(model, dtype)
     _move_model_or_buffers_under_zero_3(model, group.device, recipe)
     require_trained_parameters(model, recipe.model.freeze or ())
     engine_name = recipe.engine.name
@@ -204,12 +204,14 @@ def build_engine(
     module: nn.Module = model
     witness: PassAndGraphCounters | None = None
     if engine_name == "ort":
-        module, witness, fallback = build_and_probe_ort_module(
+        module, witness, fallback = build_and_probe_ort_module_or_fall_back(
             recipe,
             model,
             group,
             _move_and_cast_batch(
-                loss_weight.batch_without_weight_key_with_label(sample_batch), group.device, dtype
+                loss_weight.batch_without_weight_key_with_counted_label(sample_batch),
+                group.device,
+                dtype,
             ),
         )
         engine_name = "eager" if fallback else "ort"
@@ -220,7 +222,7 @@ def build_engine(
     built_optimizer = build_optimizer(
         recipe.optimizer, module, engine_name, group.device, plan.deepspeed, group.size
     )
-    stepper = _create_stepper(recipe, plan, module, built_optimizer, group)
+    stepper = _create_deepspeed_or_torch_stepper(recipe, plan, module, built_optimizer, group)
     fused_norm = _install_fused_gradient_norm_and_describe(recipe, engine_name, stepper, group)
     record = EngineReport(
         engine=EngineChoice(
@@ -247,10 +249,13 @@ def build_engine(
         chunked_loss=chunked_loss,
         attention=_attention_implementation(model),
         pretrained=dict(model.loaded) if model.loaded else None,
-        gradient_checkpointing=_gradient_checkpointing_component(recipe, engine_name),
+        gradient_checkpointing=_gradient_checkpointing_component_or_none(recipe, engine_name),
         onnxruntime=None,
         # torch.__version__ names the build, too, as in 2.4.0+cu121.
-        versions={**extensions.installed_versions(_PACKAGES), "torch": torch.__version__},
+        versions={
+            **extensions.installed_version_by_package_name(_PACKAGES),
+            "torch": torch.__version__,
+        },
         fp16_optimizer=fused_norm,
         # The session fills it in.
         freed_memory=None,
@@ -269,7 +274,7 @@ def build_engine(
     notes = (
         *notes_on_weights_not_loaded(model.loaded),
         *built_optimizer.notes,
-        *(repair_and_export_notes() if witness else ()),
+        *(unapplied_repair_and_export_notes() if witness else ()),
     )
     ort_report = (
         functools.partial(onnxruntime_report_so_far, requested_recipe, witness)
@@ -295,7 +300,7 @@ def build_engine(
     )
 
 
-def cast_parameters_in_place(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast_floating_point_parameters_in_place(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters in place, and no buffer, as DeepSpeed does."""
     # Rotary frequencies are a buffer: those of a Llama in float16 are off by 0.99 rad at position
     # 4,096.
@@ -329,7 +334,7 @@ def _replace_engine_fields(recipe: Recipe, **engine_fields: Any) -> Recipe:
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=engine_fields)})
 
 
-def _create_stepper(
+def _create_deepspeed_or_torch_stepper(
     recipe: Recipe,
     plan: Plan,
     module: nn.Module,
@@ -348,7 +353,9 @@ def _chunk_head_on_all_ranks_or_none(
 ) -> ChunkedLoss:
     """Compute head and loss in chunks on every rank or on none; return the record."""
     # Ranks may decide differently, because their batches differ in size.
-    chunked_loss = chunk_head_if_possible(recipe, model, sample_batch, group.device.type)
+    chunked_loss = chunk_head_if_trial_agrees_and_describe(
+        recipe, model, sample_batch, group.device.type
+    )
     reason = next((text for text in group.gather(chunked_loss.why or "") if text), None)
     if reason and chunked_loss.rows:
         model.chunk_head_or_restore_it(None)
@@ -379,7 +386,7 @@ def _restore_compile_counters_after() -> Iterator[None]:
     counters.update(counts_before)
 
 
-def _gradient_checkpointing_component(recipe: Recipe, engine_name: str) -> str | None:
+def _gradient_checkpointing_component_or_none(recipe: Recipe, engine_name: str) -> str | None:
     """Return the component that recomputes layers for `model.gradient_checkpointing`, or None."""
     if not recipe.model.gradient_checkpointing:
         return None
@@ -402,8 +409,10 @@ def _install_fused_gradient_norm_and_describe(
 
     It is ONNX Runtime's where that is possible, else ours.
     """
-    from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_deepspeed_overflow_check_and_norm
-    from ortlaunch.ortmodule.fp16_optimizer import fuse_gradient_norm_by_ort_or_own
+    from ortlaunch.ortmodule.deepspeed.gradient_norm import (
+        replace_overflow_check_and_norm_if_supported,
+    )
+    from ortlaunch.ortmodule.fp16_optimizer import fuse_overflow_check_and_norm_by_ort_or_own
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
         unfused_reason = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
@@ -412,8 +421,10 @@ def _install_fused_gradient_norm_and_describe(
         return FusedNorm(False, None, "zero.fused_gradient_norm is false")
     if engine_name == "ort":
         return FusedNorm(
-            *fuse_gradient_norm_by_ort_or_own(stepper.engine.optimizer, group.device.type)
+            *fuse_overflow_check_and_norm_by_ort_or_own(stepper.engine.optimizer, group.device.type)
         )
-    applied, by, unfused_reason = fuse_deepspeed_overflow_check_and_norm(stepper.engine.optimizer)
+    applied, by, unfused_reason = replace_overflow_check_and_norm_if_supported(
+        stepper.engine.optimizer
+    )
     reasons = ("the engine has no ONNX Runtime", unfused_reason)
     return FusedNorm(applied, by, "; ".join(reason for reason in reasons if reason))

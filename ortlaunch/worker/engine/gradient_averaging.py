@@ -44,7 +44,7 @@ class GradientAveraging:
         self._has_checked = False
 
     @contextlib.contextmanager
-    def average_gradients_around_pass(self, is_last_pass: bool) -> Iterator[None]:
+    def average_gradients_around_last_pass(self, is_last_pass: bool) -> Iterator[None]:
         """Average gradients around one forward and backward pass.
 
         Args:

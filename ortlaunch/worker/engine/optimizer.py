@@ -73,12 +73,12 @@ class BuiltOptimizer(NamedTuple):
     """The record of its parameter groups."""
 
 
-def require_trained_parameters(model: nn.Module, frozen: Sequence[str] = ()) -> None:
+def require_trained_parameters(model: nn.Module, freeze_patterns: Sequence[str] = ()) -> None:
     """Check that there is something to train.
 
     Args:
         model: the model.
-        frozen: the patterns of model.freeze.
+        freeze_patterns: the patterns of model.freeze.
 
     Raises:
         InputError: the model has no trained parameter.
@@ -88,8 +88,8 @@ def require_trained_parameters(model: nn.Module, frozen: Sequence[str] = ()) -> 
         why = (
             f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
         )
-        if count and frozen:
-            why += f" under model.freeze={[*frozen]}: leave out a pattern, or except some with !"
+        if count and freeze_patterns:
+            why += f" under model.freeze={[*freeze_patterns]}: leave out a pattern, or except some with !"
         raise InputError(f"model: there is nothing to train: {why}")
 
 

@@ -44,7 +44,7 @@ _LAYER_ADVICE = {
 }
 
 
-def build_and_probe_ort_module(
+def build_and_probe_ort_module_or_fall_back(
     recipe: Recipe, model: LossModule, group: DistributedContext, sample_batch: TensorBatch
 ) -> tuple[nn.Module, PassAndGraphCounters, str]:
     """Build the model in ORTModule and run it once; all ranks make the same decision.
@@ -59,7 +59,7 @@ def build_and_probe_ort_module(
         Exception: the model raises in plain PyTorch, too.
         MissingDependency: ORTModule cannot be imported.
     """
-    from ortlaunch.ortmodule.options import refuse_settings_without_effect
+    from ortlaunch.ortmodule.options import refuse_attention_or_triton_settings_without_effect
     from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
     witness = PassAndGraphCounters()
@@ -67,14 +67,16 @@ def build_and_probe_ort_module(
     # Once a host, and in a separate process: ORT may abort its process if a library or driver is
     # missing.
     on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
-    reason = cuda_libraries.reason_ort_fails_on_gpu_or_empty() if on_gpu else ""
+    reason = cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty() if on_gpu else ""
     ort_module = None
     try:
         if not any(group.gather(reason)):
             ort_module = wrap_model_in_ortmodule(recipe, model, group)
             with keep_python_stacks_in_exports(bool(recipe.log.profile_steps)):
                 _run_probe_pass_and_restore_state(recipe, ort_module, model, group, sample_batch)
-            refuse_settings_without_effect(ortmodule_settings(recipe.engine), witness.graphs)
+            refuse_attention_or_triton_settings_without_effect(
+                ortmodule_settings(recipe.engine), witness.graphs
+            )
     except MissingDependency:
         raise
     except EngineError as error:
@@ -93,7 +95,7 @@ def build_and_probe_ort_module(
             f"{_ADVICE}{_LAYER_ADVICE[bool(recipe.engine.torch_modules)]}"
         )
     # The pass of `_probe` does not count as the run's.
-    witness.reset_pass_counters()
+    witness.reset_pass_fallback_and_torch_call_counts()
     return (model if reason or ort_module is None else ort_module), witness, reason
 
 
@@ -173,7 +175,7 @@ def onnxruntime_report_so_far(recipe: Recipe, witness: PassAndGraphCounters) -> 
     )
 
 
-def repair_and_export_notes() -> tuple[str, ...]:
+def unapplied_repair_and_export_notes() -> tuple[str, ...]:
     """Return notes for the user: repairs that were not applied, and notes of the export."""
     from ortlaunch.ortmodule.base import repair_registry
     from ortlaunch.ortmodule.base.counters import tally

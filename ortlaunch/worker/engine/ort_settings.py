@@ -15,8 +15,8 @@ from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import (
+    ort_variable_and_contradiction_pairs,
     replace_setting_names_by_recipe_fields,
-    variable_and_contradiction_pairs,
     variables_in,
 )
 
@@ -56,13 +56,13 @@ def import_ortmodule_with_settings(engine: Engine, environ: Mapping[str, str] = 
 
     contradictory_variables = [
         f"{name}={environ[name]} on this host {reason}"
-        for name, reason in variable_and_contradiction_pairs(engine, environ)
+        for name, reason in ort_variable_and_contradiction_pairs(engine, environ)
     ]
     if contradictory_variables:
         raise EngineError("\n".join(contradictory_variables))
     _variables.update(variables_in(environ))
     try:
-        options.import_ortmodule_with_settings(ortmodule_settings(engine))
+        options.import_ortmodule_with_settings_or_refuse(ortmodule_settings(engine))
     except EngineError as error:
         raise EngineError(replace_setting_names_by_recipe_fields(str(error))) from None
 

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.hooks import RemovableHandle
 
 from ortlaunch.base import machine
-from ortlaunch.base.cache import create_private_cache_folder
+from ortlaunch.base.cache import create_private_cache_folder_or_refuse
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning import prediction
 from ortlaunch.planning.prediction import Rates, StepWork
@@ -181,8 +181,8 @@ def count_measure_and_cache_prediction(
     except (DataDependentOutputException, DynamicOutputShapeException):
         step_work = count_step_work(*count_arguments, with_values=True)
     model_type = getattr(getattr(model.model, "config", None), "model_type", None)
-    create_private_cache_folder("predictions")
-    others = machine.watch_and_describe_busy_processes()
+    create_private_cache_folder_or_refuse("predictions")
+    others = machine.watch_and_describe_other_busy_processes()
     rates = measure_seconds_per_unit_by_operator(
         device, narrow_dtype_or_none(recipe.precision) or torch.float32
     )
@@ -221,7 +221,9 @@ def count_step_work(
         model = copy.deepcopy(model)
     # The tracker warns of each backward pass of a module without inputs that have gradients.
     masks_context = (
-        contextlib.nullcontext() if with_values else _skip_masks_that_hide_nothing(batch)
+        contextlib.nullcontext()
+        if with_values
+        else _let_transformers_skip_full_attention_masks(batch)
     )
     with (
         masks_context,
@@ -268,7 +270,7 @@ def count_step_work(
 
 
 @contextlib.contextmanager
-def _skip_masks_that_hide_nothing(batch: Mapping[str, object]) -> Iterator[None]:
+def _let_transformers_skip_full_attention_masks(batch: Mapping[str, object]) -> Iterator[None]:
     """Make transformers leave out the attention mask if no mask of the batch hides a token.
 
     In a run transformers reads the values of a mask to decide this. Here they have none, and it

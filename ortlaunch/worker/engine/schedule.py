@@ -18,7 +18,7 @@ def warmup_step_count(schedule: Schedule, max_steps: int) -> int:
     return round((schedule.warmup_ratio or 0.0) * max_steps)
 
 
-def decay_step_count(schedule: Schedule, max_steps: int) -> int:
+def wsd_decay_step_count(schedule: Schedule, max_steps: int) -> int:
     """Return the number of steps of wsd's decay: at least one, and none of the warm-up steps."""
     # Warm-up and decay may both be rounded up: their sum must not exceed max_steps.
     return max(
@@ -48,7 +48,7 @@ def fraction_of_peak_learning_rate(schedule: Schedule, step_index: int, max_step
     if schedule.name == "polynomial":
         return float((1.0 - step_index / max_steps) ** schedule.power)
     whole_decay = (schedule.name, max_steps - warmup)
-    end_decay = (schedule.decay_type, decay_step_count(schedule, max_steps))
+    end_decay = (schedule.decay_type, wsd_decay_step_count(schedule, max_steps))
     decay_type, steps = end_decay if schedule.name == "wsd" else whole_decay
     progress = max(0.0, (step_index - (max_steps - steps)) / max(1, steps))
     return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * _decay_factor(

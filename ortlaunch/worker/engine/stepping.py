@@ -146,7 +146,7 @@ class TorchStepper:
     def _autocast_and_average_around_pass(self, is_last_of_step: bool) -> Iterator[None]:
         """Open autocast around a pass; average gradients with the last micro batch."""
         averaging = (
-            self.averaging.average_gradients_around_pass(is_last_of_step)
+            self.averaging.average_gradients_around_last_pass(is_last_of_step)
             if self.averaging
             else contextlib.nullcontext()
         )
@@ -181,7 +181,7 @@ class TorchStepper:
         return loss.detach()
 
     def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
-        _set_learning_rates(self.optimizer, learning_rates)
+        _set_learning_rate_times_factor_of_each_group(self.optimizer, learning_rates)
         self.scaler.unscale_(self.optimizer)
         norm = self._clip_and_return_unclipped_norm()
         # With a scaler an overflow is usual: the scaler skips the step and lowers its scale.
@@ -267,7 +267,7 @@ class DeepSpeedStepper:
         with hide_package_unless_loaded("mlflow"):
             import deepspeed
 
-        _disable_deepspeed_shm_and_muon(deepspeed)
+        _disable_deepspeed_shm_muon_compile_and_warnings(deepspeed)
         self.model = model
         self.group = group
         self.returned_values = ValueMeans()
@@ -307,7 +307,7 @@ class DeepSpeedStepper:
         return loss.detach()
 
     def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
-        _set_learning_rates(self.engine.optimizer, learning_rates)
+        _set_learning_rate_times_factor_of_each_group(self.engine.optimizer, learning_rates)
         # Stage 0 in fp32: DeepSpeed does not compute a norm.
         if not hasattr(self.engine.optimizer, "_global_grad_norm"):
             return self._step_unless_norm_is_non_finite(float64_gradient_norm(self.model))
@@ -344,7 +344,7 @@ class DeepSpeedStepper:
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (
-            (name, _gradient_part_of_this_rank(p) if p.requires_grad else None)
+            (name, _deepspeed_gradient_part_of_this_rank_or_none(p) if p.requires_grad else None)
             for name, p in self.model.named_parameters()
         )
 
@@ -378,7 +378,9 @@ class DeepSpeedStepper:
         return sharded
 
 
-def _set_learning_rates(optimizer: Any, learning_rates: Sequence[float]) -> None:
+def _set_learning_rate_times_factor_of_each_group(
+    optimizer: Any, learning_rates: Sequence[float]
+) -> None:
     """Set the learning rate of each parameter group; a single rate is that of all.
 
     A group may have a factor of that rate (parameter_groups).
@@ -430,7 +432,7 @@ def float64_gradient_norm(model: nn.Module) -> float:
     return math.sqrt(float(float64_sum_of_squares(dense))) if dense else 0.0
 
 
-def _gradient_part_of_this_rank(parameter: Any) -> torch.Tensor | None:
+def _deepspeed_gradient_part_of_this_rank_or_none(parameter: Any) -> torch.Tensor | None:
     """Return this rank's piece of a gradient under DeepSpeed, between backward pass and step."""
     # Only parameters of ZeRO 3 have this attribute.
     if hasattr(parameter, "ds_id"):
@@ -472,7 +474,7 @@ def _disable_optimizer_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]
         del vars(optimizer)["step"]
 
 
-def _disable_deepspeed_shm_and_muon(deepspeed: Any) -> None:
+def _disable_deepspeed_shm_muon_compile_and_warnings(deepspeed: Any) -> None:
     # On CPU DeepSpeed would compile, for half a minute, an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # ZeRO imports Muon, which no recipe has. Muon's import compiles functions, for which torch would

@@ -33,7 +33,9 @@ class TorchScheduler:
         }
         return copy.deepcopy(self._initial_state, shared)
 
-    def advance_and_read_rates(self, step_index: int, completed_epochs: int) -> list[float]:
+    def advance_or_restart_and_read_learning_rates(
+        self, step_index: int, completed_epochs: int
+    ) -> list[float]:
         """Return the rate of each group at `step_index`, from 0, after so many whole epochs."""
         optimizer, config = self._current_state
         due_steps = (

@@ -52,8 +52,8 @@ def load_and_evaluate_model_file(
     from ortlaunch.worker.data.vocabulary import vocabulary_of_transformers_config
     from ortlaunch.worker.model.model import (
         LossModule,
-        build_loss_module,
         refuse_data_exceeding_model_sizes,
+        seed_and_build_loss_module_on_cpu,
     )
     from ortlaunch.worker.onnx.onnx_model import OnnxModel
     from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -74,7 +74,7 @@ def load_and_evaluate_model_file(
     if model_path.suffix == ".onnx":
         loss_module = LossModule(OnnxModel(model_path, recipe.model.task, config))
     else:
-        loss_module = build_loss_module(recipe, data)
+        loss_module = seed_and_build_loss_module_on_cpu(recipe, data)
     return evaluate_loss_module(recipe, loss_module, data.evaluation, group)
 
 
@@ -82,8 +82,10 @@ def evaluate_loss_module(
     recipe: Recipe, loss_module: Any, samples: Any, group: Any, evaluated_step: int | None = None
 ) -> Evaluation:
     """Evaluate a LossModule on these samples."""
-    from ortlaunch.worker.data import Batches, batch_function_of_recipe
-    from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
+    from ortlaunch.worker.data import Batches, collate_function_of_recipe
+    from ortlaunch.worker.evaluation.evaluation import (
+        seed_and_evaluate_loss_and_metrics_unless_stopped,
+    )
     from ortlaunch.worker.evaluation.record import build_evaluation_record
     from ortlaunch.worker.model.loss_weight import LossWeight
     from ortlaunch.worker.supervision.progress import Progress
@@ -98,7 +100,7 @@ def evaluate_loss_module(
         plain=loss_module,
         device=group.device,
         loss_weight=loss_weight,
-        to_device=loss_weight.batch_without_weight_key_with_label,
+        to_device=loss_weight.batch_without_weight_key_with_counted_label,
         # As eager PyTorch, the module returns more than a loss.
         record=SimpleNamespace(engine=SimpleNamespace(used="eager")),
     )
@@ -108,8 +110,8 @@ def evaluate_loss_module(
         samples,
         BatchPlan(micro_size, micro_size, 1, 1, None),
         recipe.seed,
-        recipe.data.padding_lengths_below_sequence_length,
-        batch_function_of_recipe(recipe),
+        recipe.data.padding_bucket_or_multiple_of_8_lengths,
+        collate_function_of_recipe(recipe),
     )
     plan = SimpleNamespace(batch=batches.batch)
     session: Any = SimpleNamespace(
@@ -121,6 +123,6 @@ def evaluate_loss_module(
         batches=batches,
         progress=Progress(rank=1),
     )
-    metrics = evaluate_loss_and_metrics(session, samples)
+    metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(session, samples)
     assert metrics is not None, "nobody was asked to stop"
     return build_evaluation_record(evaluated_step, len(samples), metrics)

@@ -56,7 +56,7 @@ def rank_batches_and_counted_indices(
 
 
 @torch.no_grad()
-def evaluate_loss_and_metrics(
+def seed_and_evaluate_loss_and_metrics_unless_stopped(
     session: Session, samples: Samples, rank_agreement: RankAgreement | None = None
 ) -> dict[str, float] | None:
     """Return the mean loss over the evaluation corpus and the task's metrics, by name (collective).
@@ -100,7 +100,7 @@ def evaluate_loss_and_metrics(
             )
             session.progress.shared_progress.count_progress_mark()
             device_batch = engine.to_device(batch)
-            module_output = _run_forward_padding_short_batch(session, device_batch)
+            module_output = _run_forward_filling_short_ort_batch(session, device_batch)
             loss = (
                 returned_values.add_values_and_return_loss(module_output, weight)
                 if engine.plain.has_numbers
@@ -117,7 +117,7 @@ def evaluate_loss_and_metrics(
                 )
             for counter in counters:
                 counter.count_micro_batch(output, {**device_batch, **labels}, bool(counted_indices))
-            own_metric.keep_outputs_and_batch(counted_indices, output, batch)
+            own_metric.keep_output_and_batch_arrays_of_samples(counted_indices, output, batch)
         engine.plain.call_lightning_hook("on_validation_epoch_end", returned_values)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
     losses, weights = zip(*group.gather_numbers([weighted_loss, total_weight]))
@@ -141,7 +141,7 @@ def evaluate_loss_and_metrics(
     return metrics | own_metric.call_on_rank_0_and_share_values(group, metrics)
 
 
-def _run_forward_padding_short_batch(session: Session, device_batch: TensorBatch) -> Any:
+def _run_forward_filling_short_ort_batch(session: Session, device_batch: TensorBatch) -> Any:
     """Return the output of the engine's module for a batch; of a LightningModule in plain PyTorch.
 
     For engine ort a short last batch is filled with copies of its last sample, without labels.

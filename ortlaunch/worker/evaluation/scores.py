@@ -125,9 +125,11 @@ class ClassScores:
     def read(self, group: DistributedContext) -> dict[str, float]:
         scores = {
             "classification_accuracy": float(
-                _sum_state_over_ranks_and_compute(self._accuracy, group)
+                _replace_state_by_sum_over_ranks_and_compute(self._accuracy, group)
             ),
-            "f1_macro": float(_sum_state_over_ranks_and_compute(self._f1, group).nanmean()),
+            "f1_macro": float(
+                _replace_state_by_sum_over_ranks_and_compute(self._f1, group).nanmean()
+            ),
         }
         return scores | (
             self._entities.entity_metrics_over_ranks(group) if self._entities is not None else {}
@@ -181,7 +183,7 @@ class Transcripts:
             self._errors.update(*texts)
 
     def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        rate = float(_sum_state_over_ranks_and_compute(self._errors, group))
+        rate = float(_replace_state_by_sum_over_ranks_and_compute(self._errors, group))
         return {"word_error_rate": rate} if math.isfinite(rate) else {}
 
 
@@ -228,7 +230,7 @@ def _gather_uneven_values(
     ]
 
 
-def _sum_state_over_ranks_and_compute(metric: Any, group: DistributedContext) -> Any:
+def _replace_state_by_sum_over_ranks_and_compute(metric: Any, group: DistributedContext) -> Any:
     """Compute a metric from the counts of all ranks."""
     for name, rank_state in metric.metric_state.items():
         states_by_rank = group.gather_numbers(rank_state.flatten().tolist())

@@ -16,7 +16,7 @@ from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run_folder.file_sums import list_files_below
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.data.media.samples import load_processor_or_none
+from ortlaunch.worker.data.media.samples import load_media_processor_or_none
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -72,14 +72,14 @@ def write_transformers_or_peft_folder(
         with hide_package_unless_loaded("deepspeed"):
             model.save_pretrained(export_folder)
     else:
-        _save_safetensors_with_shared_once(model, str(export_folder / "model.safetensors"))
-    for part in (data.tokenizer, load_processor_or_none(recipe)):
+        _save_safetensors_with_shared_tensors_once(model, str(export_folder / "model.safetensors"))
+    for part in (data.tokenizer, load_media_processor_or_none(recipe)):
         if part is not None:
             part.save_pretrained(export_folder)
     apply_umask_and_flush_files(export_folder)
 
 
-def _write_onnx(
+def _write_check_and_flush_onnx_export(
     recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> OnnxCheck:
     from ortlaunch.worker.onnx.onnx_export import write_and_check_onnx_folder
@@ -89,7 +89,7 @@ def _write_onnx(
     return check
 
 
-def _write_ondevice(
+def _write_check_and_flush_device_artifacts(
     recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> DeviceArtifacts:
     from ortlaunch.worker.device.artifacts import write_and_check_device_artifacts
@@ -103,8 +103,8 @@ FORMATS: dict[
     str, Callable[[Recipe, Path, LossModule, LoadedData], OnnxCheck | DeviceArtifacts | None]
 ] = {
     "huggingface": write_transformers_or_peft_folder,
-    "onnx": _write_onnx,
-    "ondevice": _write_ondevice,
+    "onnx": _write_check_and_flush_onnx_export,
+    "ondevice": _write_check_and_flush_device_artifacts,
 }
 """Writers by the value of `ortlaunch export --format`; commands/export.py has the same names."""
 
@@ -122,7 +122,7 @@ def apply_umask_and_flush_files(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _save_safetensors_with_shared_once(model: torch.nn.Module, file_path: str) -> None:
+def _save_safetensors_with_shared_tensors_once(model: torch.nn.Module, file_path: str) -> None:
     """Write a file for safetensors' `load_model`, with each shared tensor once."""
     # safetensors' own `save_model` refuses weights that ZeRO keeps as pieces of one large tensor.
     from safetensors.torch import save_file

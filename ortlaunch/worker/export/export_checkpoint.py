@@ -53,13 +53,17 @@ def write_and_record_checkpoint_export(
         lora_form: merged, alone, or "" for the recipe's setting.
         is_automatic: whether `checkpoint.export` requested it.
     """
-    from ortlaunch.worker.device.artifacts import recipe_for_device_artifacts
+    from ortlaunch.worker.device.artifacts import unsharded_one_pass_recipe_for_device
     from ortlaunch.worker.export.export import FORMATS
 
     recipe = _recipe_with_requested_lora_form(_read_run_recipe(run), export_format, lora_form)
     if export_format == "ondevice":
-        recipe = recipe_for_device_artifacts(recipe, Plan.read(run.plan).batch.micro_samples)
-    recipe, model, data = load_trained_model_of_checkpoint(run, checkpoint_step, recipe)
+        recipe = unsharded_one_pass_recipe_for_device(
+            recipe, Plan.read(run.plan).batch.micro_samples
+        )
+    recipe, model, data = load_recipe_trained_model_and_data_of_checkpoint(
+        run, checkpoint_step, recipe
+    )
     partial = export_folder.with_name(f"{export_folder.name}.partial")
     # An earlier export may have been killed.
     shutil.rmtree(partial, ignore_errors=True)
@@ -84,7 +88,7 @@ def write_and_record_checkpoint_export(
         print_device_artifacts_summary(result)
 
 
-def load_trained_model_of_checkpoint(
+def load_recipe_trained_model_and_data_of_checkpoint(
     run: RunDir, checkpoint_step: int, recipe: Recipe | None = None
 ) -> tuple[Recipe, LossModule, LoadedData]:
     """Return recipe, model with the weights of a checkpoint, and data of a run, on the CPU.
@@ -100,12 +104,12 @@ def load_trained_model_of_checkpoint(
     import torch
 
     from ortlaunch.user_modules import append_factory_folders_to_sys_path
-    from ortlaunch.worker.checkpoint.restore import load_trainable_weights_and_buffers
+    from ortlaunch.worker.checkpoint.restore import load_weights_and_buffers_into_unsharded_model
     from ortlaunch.worker.checkpoint.verify import gather_checkpoint_damage_or_empty
     from ortlaunch.worker.data import load_data_and_print_notes
     from ortlaunch.worker.data.vocabulary import read_run_vocabulary_or_none
     from ortlaunch.worker.model.identity import frozen_weights_fingerprint_or_none
-    from ortlaunch.worker.model.model import build_loss_module
+    from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
     from ortlaunch.worker.model.precision import dtype_of
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -127,11 +131,11 @@ def load_trained_model_of_checkpoint(
     data = load_data_and_print_notes(
         recipe, single_rank, vocabulary=read_run_vocabulary_or_none(run)
     )
-    model = build_loss_module(recipe, data)
+    model = seed_and_build_loss_module_on_cpu(recipe, data)
     require_unchanged_frozen_weights(
         run.checkpoint_folder(checkpoint_step), frozen_weights_fingerprint_or_none(model)
     )
-    load_trainable_weights_and_buffers(run.checkpoint_folder(checkpoint_step), model)
+    load_weights_and_buffers_into_unsharded_model(run.checkpoint_folder(checkpoint_step), model)
     # DeepSpeed keeps the model in this precision, and so does the run's own export.
     if plan.deepspeed:
         model.to(dtype_of(recipe.precision))

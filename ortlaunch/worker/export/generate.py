@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.base.errors import InputError, first_message_line
-from ortlaunch.recipe.inputs import pretrained_files_in_folder, refuse_lfs_pointers
+from ortlaunch.recipe.inputs import (
+    pretrained_files_in_folder,
+    refuse_lfs_pointers_and_unreadable_files,
+)
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tables.tasks import GenerationRequest
 
@@ -23,11 +26,13 @@ def run(request: GenerationRequest) -> None:
     # The command has replaced it by the step.
     assert request.step != "best"
     print(
-        prompt_and_generated_text(*_load_model_and_tokenizer(request.model, request.step), request)
+        seed_and_generate_after_plain_or_chat_prompt(
+            *_load_model_and_tokenizer_of_folder_or_run(request.model, request.step), request
+        )
     )
 
 
-def _load_model_and_tokenizer(
+def _load_model_and_tokenizer_of_folder_or_run(
     model_location: str, checkpoint_step_or_none: int | None
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return model and tokenizer of a folder, or of a run's checkpoint.
@@ -40,17 +45,21 @@ def _load_model_and_tokenizer(
     logging.disable_progress_bar()
     if checkpoint_step_or_none is None:
         for key in ("model.pretrained", "data.tokenizer"):
-            refuse_lfs_pointers(pretrained_files_in_folder(key, model_location))
+            refuse_lfs_pointers_and_unreadable_files(
+                pretrained_files_in_folder(key, model_location)
+            )
         try:
             return AutoModelForCausalLM.from_pretrained(
                 model_location
             ), AutoTokenizer.from_pretrained(model_location)
         except (OSError, ValueError) as error:
             raise InputError(f"{model_location}: {first_message_line(error)}") from None
-    from ortlaunch.worker.export.export_checkpoint import load_trained_model_of_checkpoint
+    from ortlaunch.worker.export.export_checkpoint import (
+        load_recipe_trained_model_and_data_of_checkpoint,
+    )
     from ortlaunch.worker.model.model import restore_cache_setting
 
-    _, loss_module, data = load_trained_model_of_checkpoint(
+    _, loss_module, data = load_recipe_trained_model_and_data_of_checkpoint(
         RunDir(Path(model_location)), checkpoint_step_or_none
     )
     if data.tokenizer is None:
@@ -61,7 +70,7 @@ def _load_model_and_tokenizer(
     return loss_module.model, data.tokenizer
 
 
-def prompt_and_generated_text(
+def seed_and_generate_after_plain_or_chat_prompt(
     model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest
 ) -> str:
     """Return the prompt and its continuation.
@@ -82,9 +91,9 @@ def prompt_and_generated_text(
             flush=True,
         )
     ids, ends = (
-        _chat_prompt_ids_and_end_tokens(tokenizer, prompt)
+        _chat_prompt_ids_and_answer_end_token_ids(tokenizer, prompt)
         if uses_template
-        else (_prompt_ids_after_begin_mark(tokenizer, prompt), [])
+        else (_prompt_ids_with_begin_mark_or_refuse_empty(tokenizer, prompt), [])
     )
     _require_enough_positions(model, len(ids), request.tokens)
     samples = request.temperature > 0
@@ -118,7 +127,7 @@ def prompt_and_generated_text(
     return str(tokenizer.decode(output_ids, skip_special_tokens=True))
 
 
-def _chat_prompt_ids_and_end_tokens(
+def _chat_prompt_ids_and_answer_end_token_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of the prompt as a user's message, and the tokens that end an answer.
@@ -154,12 +163,18 @@ def _chat_prompt_ids_and_end_tokens(
     return ids, [token for token in ids_after[:1] if token in special]
 
 
-def _prompt_ids_after_begin_mark(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _prompt_ids_with_begin_mark_or_refuse_empty(
+    tokenizer: PreTrainedTokenizerBase, prompt: str
+) -> list[int]:
     """Return the token ids of the prompt, after the tokenizer's begin mark, without an end mark."""
-    from ortlaunch.worker.data.token_cache import token_ids_before_text
+    from ortlaunch.worker.data.token_cache import begin_token_ids_added_to_text
 
     # A tokenizer may put other tokens before a text, too; the begin mark alone is used.
-    begin = [token for token in token_ids_before_text(tokenizer) if token == tokenizer.bos_token_id]
+    begin = [
+        token
+        for token in begin_token_ids_added_to_text(tokenizer)
+        if token == tokenizer.bos_token_id
+    ]
     ids: list[int] = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     if not ids:
         raise InputError("the prompt has no token; give some text")

@@ -13,7 +13,7 @@ from ortlaunch.base.units import count_with_noun
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import read_resolved_recipe_of_run
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.tables.tasks import ImportRequest
 from ortlaunch.worker.checkpoint.restore import CheckpointTensors
@@ -21,11 +21,13 @@ from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.checkpoint.transaction import write_snapshot_as_checkpoint
 from ortlaunch.worker.device.average import checkpoint_problem_lines
 from ortlaunch.worker.device.device import (
-    import_ort_training_artifacts_module,
-    load_checkpoint_or_browser_weights,
+    load_ort_checkpoint_or_browser_weights,
+    silence_ort_and_import_training_artifacts_module,
 )
 from ortlaunch.worker.export.export import write_transformers_or_peft_folder
-from ortlaunch.worker.export.export_checkpoint import load_trained_model_of_checkpoint
+from ortlaunch.worker.export.export_checkpoint import (
+    load_recipe_trained_model_and_data_of_checkpoint,
+)
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.named_state import (
     NamedState,
@@ -39,12 +41,12 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 def run(request: ImportRequest) -> None:
     """Run the requested import."""
     artifacts, checkpoint, folder, step, target_folder = request
-    write_run_from_device_checkpoint(
+    write_run_and_export_from_device_checkpoint(
         DeviceFolder(artifacts), Path(checkpoint), RunDir(folder), step, RunDir(target_folder)
     )
 
 
-def write_run_from_device_checkpoint(
+def write_run_and_export_from_device_checkpoint(
     device_folder: DeviceFolder,
     checkpoint: Path,
     run: RunDir,
@@ -64,16 +66,18 @@ def write_run_from_device_checkpoint(
         CheckpointError: the checkpoint is not of these artifacts or of another model than the run,
             or has inf or nan.
     """
-    import_ort_training_artifacts_module()
-    state = load_checkpoint_or_browser_weights(device_folder, checkpoint)
-    weight_records = read_own_json(device_folder.description)["parameters"]
+    silence_ort_and_import_training_artifacts_module()
+    state = load_ort_checkpoint_or_browser_weights(device_folder, checkpoint)
+    weight_records = read_json_or_raise_damaged(device_folder.description)["parameters"]
     if problems := [*checkpoint_problem_lines(checkpoint, state, weight_records)]:
         raise CheckpointError("\n".join(problems))
     # In float32, as a checkpoint and the artifacts are: in bf16 frozen weights would be rounded.
     float32_recipe = read_resolved_recipe_of_run(run.recipe).model_copy(
         update={"precision": "fp32"}
     )
-    recipe, model, data = load_trained_model_of_checkpoint(run, checkpoint_step, float32_recipe)
+    recipe, model, data = load_recipe_trained_model_and_data_of_checkpoint(
+        run, checkpoint_step, float32_recipe
+    )
     changed_count = _copy_weights_and_count_trained(
         model,
         {
@@ -91,7 +95,7 @@ def write_run_from_device_checkpoint(
     )
     source = run.checkpoint_folder(checkpoint_step)
     loop_state = CheckpointTensors(source).index["state"]
-    made_by = read_own_json(source / ORIGIN) if (source / ORIGIN).exists() else {}
+    made_by = read_json_or_raise_damaged(source / ORIGIN) if (source / ORIGIN).exists() else {}
     partial = RunDir(target_run.path.with_name(f"{target_run.path.name}.partial"))
     shutil.rmtree(partial.path, ignore_errors=True)
     partial.checkpoints.mkdir(parents=True)

@@ -17,7 +17,7 @@ from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.fields.data import Corpus, HeldOut
 from ortlaunch.recipe.text.source_location import values_with_hidden_secrets
 from ortlaunch.recipe.text.yaml_text import dump_yaml
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.tables.metrics import METRICS
 
@@ -34,7 +34,7 @@ def build_model_card(
         export_folder: the folder of the export.
     """
     recipe = read_resolved_recipe_of_run(run.recipe)
-    engine = read_own_json(run.engine) if run.engine.exists() else {}
+    engine = read_json_or_raise_damaged(run.engine) if run.engine.exists() else {}
     # Later metrics belong to other weights than this checkpoint's.
     lines = [
         line

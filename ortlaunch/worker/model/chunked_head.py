@@ -92,7 +92,7 @@ def _head_input(output: Any) -> Tensor:
     return head_input
 
 
-def chunk_head_if_possible(
+def chunk_head_if_trial_agrees_and_describe(
     recipe: Recipe, loss_module: Any, sample_batch: BatchMapping, device_type: str
 ) -> ChunkedLoss:
     """Chunk the loss of a LossModule if the recipe and the model permit it.
@@ -118,7 +118,7 @@ def chunk_head_if_possible(
         return ChunkedLoss(requested, None, f"logits of {labels:,} x {vocabulary:,} are small")
     name = next(name for name, layer in loss_module.model.named_modules() if layer is head)
     chunked = ChunkedHead(name, rows, predicts_next_token(loss_module.model))
-    reason = _reason_chunked_trial_failed_or_none(loss_module, chunked, sample_batch)
+    reason = _chunk_head_and_reason_trial_failed_or_none(loss_module, chunked, sample_batch)
     loss_module.chunk_head_or_restore_it(None if reason else chunked)
     return ChunkedLoss(requested, None if reason else rows, reason)
 
@@ -157,7 +157,7 @@ def predicts_next_token(model: nn.Module) -> bool:
     )
 
 
-def _reason_chunked_trial_failed_or_none(
+def _chunk_head_and_reason_trial_failed_or_none(
     loss_module: Any, chunked_head: ChunkedHead, sample_batch: BatchMapping
 ) -> str | None:
     """Return why the chunked loss is not the model's own; None if they agree on a few tokens."""
@@ -165,7 +165,10 @@ def _reason_chunked_trial_failed_or_none(
         tokens = _first_tokens_as_labelled_batch(
             sample_batch, next(loss_module.parameters()).device
         )
-        with _evaluate_without_gradients(loss_module), use_matmul_precision("highest"):
+        with (
+            _evaluation_mode_without_gradients_until_end(loss_module),
+            use_matmul_precision("highest"),
+        ):
             model_loss = float(loss_module(**tokens))
             loss_module.chunk_head_or_restore_it(chunked_head)
             chunked_value = float(loss_module(**tokens))
@@ -201,7 +204,7 @@ def _first_tokens_as_labelled_batch(
 
 
 @contextlib.contextmanager
-def _evaluate_without_gradients(module: nn.Module) -> Iterator[None]:
+def _evaluation_mode_without_gradients_until_end(module: nn.Module) -> Iterator[None]:
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:

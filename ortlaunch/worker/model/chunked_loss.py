@@ -56,7 +56,7 @@ def chunked_cross_entropy(
     return loss
 
 
-def _head_loss_and_gradients(
+def _head_loss_gradients_and_gradient_factor(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -73,7 +73,7 @@ def _head_loss_and_gradients(
         labelled_rows = (labels != IGNORED).nonzero().squeeze(1)
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
-        loss, *gradients, factor = _allocate_loss_and_gradients(
+        loss, *gradients, factor = _allocate_unfilled_loss_gradients_and_factor(
             hidden, weight, bias, labels, chunk_rows, *wanted_gradients
         )
         mean = 1 / max(len(labelled_rows), 1)
@@ -98,7 +98,7 @@ def _head_loss_and_gradients(
         return loss / len(labelled_rows), *gradients, factor.fill_(mean / share)
 
 
-def _allocate_loss_and_gradients(
+def _allocate_unfilled_loss_gradients_and_factor(
     hidden: Tensor,
     weight: Tensor,
     bias: object,
@@ -202,7 +202,7 @@ def _is_known_to_be_one(factor: Tensor) -> bool:
     return type(factor) is Tensor and factor.device.type == "cpu" and float(factor) == 1.0
 
 
-def _register_operator() -> None:
+def _register_head_loss_operator_with_autograd() -> None:
     bools = "bool of_hidden, bool of_weight, bool of_bias"
     tensors = ", ".join(["Tensor"] * 5)
     torch.library.define(
@@ -210,11 +210,11 @@ def _register_operator() -> None:
         "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, "
         f"{bools}) -> ({tensors})",
     )
-    torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss_and_gradients)
-    torch.library.register_fake(OPERATOR, _allocate_loss_and_gradients)
+    torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss_gradients_and_gradient_factor)
+    torch.library.register_fake(OPERATOR, _allocate_unfilled_loss_gradients_and_factor)
     torch.library.register_autograd(
         OPERATOR, _scale_kept_gradients_once, setup_context=_keep_gradients_for_backward
     )
 
 
-_register_operator()
+_register_head_loss_operator_with_autograd()

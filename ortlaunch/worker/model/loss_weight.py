@@ -48,7 +48,7 @@ class LossWeight:
             and self.key not in inspect.signature(model.model.forward).parameters
         )
 
-    def weighted_micro_batches(
+    def micro_batches_with_loss_factors(
         self, batches: Batches, step_index: int, group: DistributedContext
     ) -> Iterator[tuple[TensorBatch, float]]:
         """Yield this rank's micro batches of a step, each with the factor for its loss.
@@ -69,12 +69,13 @@ class LossWeight:
             self.varies or (getattr(batches.samples, "varies", False) and self.by != "samples")
         ):
             yield from (
-                (batches.micro_batch(step_index, pass_index, group.rank), 1.0)
+                (batches.read_micro_batch_and_count_tokens(step_index, pass_index, group.rank), 1.0)
                 for pass_index in pass_indices
             )
             return
         micro_batches = [
-            batches.micro_batch(step_index, pass_index, group.rank) for pass_index in pass_indices
+            batches.read_micro_batch_and_count_tokens(step_index, pass_index, group.rank)
+            for pass_index in pass_indices
         ]
         rank_weights = [
             self.weight_of_micro_batch(
@@ -106,7 +107,7 @@ class LossWeight:
         `sample_indices_of_micro_batch` are its indices, for the error message.
         """
         if self.by == "labels" and ("labels" in batch or self.is_declared):
-            return float(self._counted_label_count(self._require_batch_value(batch, "labels")))
+            return float(self._count_of_labels_in_loss(self._require_batch_value(batch, "labels")))
         if self.key is None:
             return float(len(sample_indices))
         sample_weights = (
@@ -126,12 +127,12 @@ class LossWeight:
             )
         return math.fsum(sample_weights.tolist())
 
-    def batch_without_weight_key_with_label(self, batch: TensorBatch) -> TensorBatch:
+    def batch_without_weight_key_with_counted_label(self, batch: TensorBatch) -> TensorBatch:
         """Return a batch for the model: without our own key, and with at least one label."""
         if self.is_key_removed:
             batch = {name: value for name, value in batch.items() if name != self.key}
         labels = batch.get("labels")
-        if self.by != "labels" or labels is None or self._counted_label_count(labels):
+        if self.by != "labels" or labels is None or self._count_of_labels_in_loss(labels):
             return batch
         # The mean over no label is nan, and 0 times nan is nan, too. The weight of this micro batch
         # is 0, so that the added label does not count.
@@ -139,7 +140,7 @@ class LossWeight:
         labels.view(len(labels), -1)[0, -1] = 0
         return {**batch, "labels": labels}
 
-    def _counted_label_count(self, labels: torch.Tensor) -> int:
+    def _count_of_labels_in_loss(self, labels: torch.Tensor) -> int:
         """Return the number of labels that the loss counts."""
         # Labels of a regression: all of them count.
         if labels.is_floating_point():

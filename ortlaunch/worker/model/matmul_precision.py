@@ -75,7 +75,9 @@ def use_onednn_if_required_or_faster(
         EngineError: `engine.onednn` is true, and a matmul keeps fewer bits than float32 has.
     """
     requested = recipe.engine.onednn
-    if not (_is_onednn_faster(recipe, model, device) if requested is None else requested):
+    if not (
+        _is_onednn_allowed_and_faster(recipe, model, device) if requested is None else requested
+    ):
         return False
     # Torch calls oneDNN at its setting `medium`. This does not lower the precision on processors
     # without a bfloat16 unit inside float32 matmuls: so measure it.
@@ -92,7 +94,7 @@ def use_onednn_if_required_or_faster(
     return False
 
 
-def _is_onednn_faster(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+def _is_onednn_allowed_and_faster(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
     exact = not recipe.format.is_narrow and recipe.engine.matmul_precision == "highest"
     if not exact or device.type != "cpu" or not machine.is_onednn_faster():
         return False
@@ -112,7 +114,7 @@ def measure_matmul_precision_record(
     bits = measure_matmul_mantissa_bits(device)
     gains_nothing = requested != "highest" and bits == 23
     no_gain_reason = (
-        machine.reason_cpu_matmul_precision_gains_nothing(requested)
+        machine.reason_cpu_matmul_precision_gains_nothing_or_none(requested)
         if device.type == "cpu"
         else "this GPU has no TensorFloat32"
     )

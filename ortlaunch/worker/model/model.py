@@ -22,7 +22,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.inputs import (
     pretrained_files_in_folder,
-    refuse_lfs_pointers,
+    refuse_lfs_pointers_and_unreadable_files,
     rounded_vocabulary_size,
 )
 from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
@@ -40,7 +40,10 @@ from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.model.host_memory import keep_saved_tensors_on_host_except
 from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_patterns
-from ortlaunch.worker.model.pretrained import LoadedNames, load_pretrained_and_report_names
+from ortlaunch.worker.model.pretrained import (
+    LoadedNames,
+    load_pretrained_resizing_vocabulary_and_list_names,
+)
 from ortlaunch.worker.model.returned_values import (
     LOSS,
     ValueMeans,
@@ -97,14 +100,14 @@ class LossModule(nn.Module):
     def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         if self.offloads and self.training:
             with keep_saved_tensors_on_host_except(self.model.parameters()):
-                return self._loss_and_values(batch)
-        return self._loss_and_values(batch)
+                return self._loss_or_dict_of_loss_and_values(batch)
+        return self._loss_or_dict_of_loss_and_values(batch)
 
-    def _loss_and_values(
+    def _loss_or_dict_of_loss_and_values(
         self, batch: dict[str, torch.Tensor]
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
-            batch = packing.batch_with_separated_documents(batch, self.model)
+            batch = packing.batch_with_documents_in_rows_or_masked(batch, self.model)
         if self.chunked is not None:
             loss, output = self.chunked.chunked_loss_and_output(self.model, batch, self.training)
         else:
@@ -224,7 +227,7 @@ def require_scalar_loss(model_output: Any) -> torch.Tensor:
     return loss
 
 
-def build_loss_module(recipe: Recipe, data: LoadedData) -> LossModule:
+def seed_and_build_loss_module_on_cpu(recipe: Recipe, data: LoadedData) -> LossModule:
     """Build the model in float32 on the CPU.
 
     The same seed gives the same weights on every rank and engine.
@@ -241,10 +244,10 @@ def build_loss_module(recipe: Recipe, data: LoadedData) -> LossModule:
             if isinstance(model, type):
                 what = f"the class {model.__name__}, not an object of it"
             raise InputError(f"model.factory returned {what}; it must return a torch.nn.Module")
-        model = _compile_layers_without_wrappers(model)
+        model = _unwrap_compiled_layers_in_place(model)
         _refuse_sparse_gradients(recipe, model)
     else:
-        model, loaded = _create_or_load_transformers_model(recipe, data)
+        model, loaded = _transformers_model_and_loaded_names_or_none(recipe, data)
         # transformers derives it from the class's name. For GPT2LMHeadModel it finds None, and
         # prints that None is unrecognized.
         vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
@@ -271,7 +274,7 @@ def build_loss_module(recipe: Recipe, data: LoadedData) -> LossModule:
     return loss_module
 
 
-def _compile_layers_without_wrappers(model: nn.Module) -> nn.Module:
+def _unwrap_compiled_layers_in_place(model: nn.Module) -> nn.Module:
     """Return a model whose layers of `torch.compile` are compiled in place.
 
     A wrapper of `torch.compile` would add `_orig_mod.` to the names of weights, so that neither a
@@ -365,22 +368,22 @@ def _enable_gradient_checkpointing(model: nn.Module) -> None:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
 
 
-def _create_or_load_transformers_model(
+def _transformers_model_and_loaded_names_or_none(
     recipe: Recipe, data: LoadedData
 ) -> tuple[nn.Module, LoadedNames | None]:
     import transformers
 
-    config = build_transformers_config(recipe, data)
+    config = build_transformers_config_fitting_data_or_refuse(recipe, data)
     attention = attention_implementation_or_none(recipe)
     auto = getattr(transformers, recipe.model.traits.auto_class)
     try:
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
-        return load_pretrained_and_report_names(
+        return load_pretrained_resizing_vocabulary_and_list_names(
             auto,
             download_revision_or_keep_name(recipe.model.pretrained),
             config,
-            has_new_head=recipe.model.traits.has_new_head,
+            allows_other_head=recipe.model.traits.has_new_head,
             allows_partial=recipe.model.allow_partial,
             attn_implementation=attention,
             torch_dtype=torch.float32,
@@ -393,7 +396,7 @@ def _create_or_load_transformers_model(
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
 
 
-def build_transformers_config(recipe: Recipe, data: LoadedData) -> Any:
+def build_transformers_config_fitting_data_or_refuse(recipe: Recipe, data: LoadedData) -> Any:
     """Return the config of a model of transformers, without its weights.
 
     Raises:
@@ -404,7 +407,9 @@ def build_transformers_config(recipe: Recipe, data: LoadedData) -> Any:
     fields = dict(recipe.model.config or {})
     source = recipe.model.pretrained
     model_type = fields.pop("model_type", None)
-    refuse_lfs_pointers(pretrained_files_in_folder("model.pretrained", str(source)))
+    refuse_lfs_pointers_and_unreadable_files(
+        pretrained_files_in_folder("model.pretrained", str(source))
+    )
     try:
         config = (
             AutoConfig.for_model(model_type)

@@ -26,7 +26,9 @@ _LOCAL = ("sliding_attention", "chunked_attention")
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
 
-def batch_with_separated_documents(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
+def batch_with_documents_in_rows_or_masked(
+    batch: Mapping[str, Tensor], model: nn.Module
+) -> dict[str, Any]:
     """Return a packed batch in the form that the model accepts."""
     # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
@@ -75,7 +77,7 @@ def replace_document_ids_by_mask(
     is_visible = (documents[:, None, :, None] == documents[:, None, None, :]) & (distances >= 0)
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
     masks = {}
-    for attention_type, size in _visible_tokens_by_attention_type(config).items():
+    for attention_type, size in _visible_token_limit_by_attention_type(config).items():
         is_near = is_visible
         if size and attention_type == "chunked_attention":
             chunks = batch["position_ids"] // size
@@ -96,7 +98,7 @@ def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _visible_tokens_by_attention_type(config: Any) -> dict[str, int]:
+def _visible_token_limit_by_attention_type(config: Any) -> dict[str, int]:
     """Return a model's types of attention, each with the number of tokens seen; 0: all.
 
     transformers leaves such limits out of a mask that it is given.
@@ -139,7 +141,10 @@ def require_model_separates_documents(model: nn.Module) -> None:
     name = type(model).__name__
     dtype = next(model.parameters()).dtype
     try:
-        with _evaluation_mode_until_end(model), _shrink_attention_limits(_text_config(config)):
+        with (
+            _evaluation_mode_until_end(model),
+            _shrink_attention_limits_until_end(_text_config(config)),
+        ):
             expected = model(**lone_documents, attention_mask=None).logits
             separate_difference, joined_difference = (
                 _largest_logit_difference_of_second(
@@ -169,7 +174,7 @@ def _largest_logit_difference_of_second(logits: Tensor, expected: Tensor) -> flo
 
 
 @contextlib.contextmanager
-def _shrink_attention_limits(config: Any) -> Iterator[None]:
+def _shrink_attention_limits_until_end(config: Any) -> Iterator[None]:
     """Make the limits of a model's attention so small that the test's documents exceed them."""
     names = [name for name in _LIMITS if getattr(config, name, None)]
     former_limits = [getattr(config, name) for name in names]

@@ -80,7 +80,7 @@ def build_parameter_groups_and_notes(
     names = [name for name, _ in named]
     patterns = [pattern for group in optimizer_settings.groups for pattern in group.match]
     _require_each_pattern_matches("optimizer.groups", patterns, names, "trained parameter")
-    depths = layers_above_by_parameter_name(
+    depths = layer_count_above_by_parameter_name(
         [name for name, _ in named_parameters_without_prefix(module)]
     )
     undecayed_names = {
@@ -143,7 +143,7 @@ def parameter_group_records(
     return records
 
 
-def layers_above_by_parameter_name(parameter_names: Sequence[str]) -> dict[str, int]:
+def layer_count_above_by_parameter_name(parameter_names: Sequence[str]) -> dict[str, int]:
     """Return the number of layers above each parameter, in the stack that it belongs to.
 
     The number in a name's path is its layer. Parameters without one belong to the stack beside or
@@ -200,10 +200,12 @@ def _default_optimizer_name(recipe: Optimizer, name: str, parameter: nn.Paramete
     return "adamw"
 
 
-def _parameter_group_finder(recipe: Optimizer) -> Callable[[str, nn.Parameter], ParameterGroup]:
+def _parameter_group_finder(
+    optimizer_settings: Optimizer,
+) -> Callable[[str, nn.Parameter], ParameterGroup]:
     """Return the function that finds the group of a parameter."""
-    attributes = recipe.attributes and import_user_function(
-        "optimizer.attributes", recipe.attributes
+    attributes = optimizer_settings.attributes and import_user_function(
+        "optimizer.attributes", optimizer_settings.attributes
     )
     default_group = ParameterGroup(match=("*",))
 
@@ -211,10 +213,14 @@ def _parameter_group_finder(recipe: Optimizer) -> Callable[[str, nn.Parameter], 
         returned_fields = attributes(name, parameter) if callable(attributes) else None
         if returned_fields is not None:
             return _parse_user_parameter_group(
-                returned_fields, f"{recipe.attributes}({name!r}, ...)"
+                returned_fields, f"{optimizer_settings.attributes}({name!r}, ...)"
             )
         return next(
-            (recipe_group for recipe_group in recipe.groups if _matches(name, recipe_group.match)),
+            (
+                recipe_group
+                for recipe_group in optimizer_settings.groups
+                if _matches(name, recipe_group.match)
+            ),
             default_group,
         )
 
@@ -257,15 +263,20 @@ def _require_each_pattern_matches(
         )
 
 
-def _unmatched_no_decay_notes(recipe: Optimizer, parameter_names: Sequence[str]) -> tuple[str, ...]:
+def _unmatched_no_decay_notes(
+    optimizer_settings: Optimizer, parameter_names: Sequence[str]
+) -> tuple[str, ...]:
     """Return a note if words of `no_decay` are in no trained parameter's name."""
     unmatched = [
-        word for word in recipe.no_decay if not any(word in name for name in parameter_names)
+        word
+        for word in optimizer_settings.no_decay
+        if not any(word in name for name in parameter_names)
     ]
     # The default lists the norms of several model families, of which each model has only some:
     # only the user's own names make a note.
     is_user_setting = (
-        recipe.no_decay != Optimizer.model_fields["no_decay"].default and recipe.weight_decay > 0
+        optimizer_settings.no_decay != Optimizer.model_fields["no_decay"].default
+        and optimizer_settings.weight_decay > 0
     )
     if not (unmatched and is_user_setting):
         return ()

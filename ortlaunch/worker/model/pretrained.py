@@ -39,12 +39,12 @@ _OLD_BUFFERS = (
 _MAX_NAMED = 6
 
 
-def load_pretrained_and_report_names(
+def load_pretrained_resizing_vocabulary_and_list_names(
     auto_class: Any,
     folder_or_hub_name: str,
     config: PreTrainedConfig,
     *,
-    has_new_head: bool,
+    allows_other_head: bool,
     allows_partial: bool,
     **options: Any,
 ) -> tuple[nn.Module, LoadedNames]:
@@ -55,7 +55,7 @@ def load_pretrained_and_report_names(
         folder_or_hub_name: a folder, or a name on the hub.
         config: the model's config. If its vocabulary differs from that of `folder_or_hub_name`, the embeddings
             are resized to it.
-        has_new_head: whether the task's head may be missing, or have another number of labels.
+        allows_other_head: whether the task's head may be missing, or have another number of labels.
         allows_partial: whether any weights may be missing or left over.
         options: further arguments of `from_pretrained`.
 
@@ -79,11 +79,13 @@ def load_pretrained_and_report_names(
         setattr(config, name, getattr(source_config, name, None))
     if source_vocabulary != requested_vocabulary:
         config.get_text_config().vocab_size = source_vocabulary
-    model, info = _load_with_loading_info(auto_class, folder_or_hub_name, config=config, **options)
+    model, info = _load_model_and_transformers_loading_info(
+        auto_class, folder_or_hub_name, config=config, **options
+    )
     relabelled = [
         mismatch
         for mismatch in info["mismatched_keys"]
-        if has_new_head and _is_head_with_other_label_count(mismatch, model)
+        if allows_other_head and _is_head_with_other_label_count(mismatch, model)
     ]
     mismatch_texts = sorted(
         _mismatch_text(mismatch)
@@ -96,7 +98,7 @@ def load_pretrained_and_report_names(
         )
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
     if not allows_partial:
-        _refuse_missing_or_unused_weights(model, loaded, has_new_head)
+        _refuse_missing_or_unused_weights(model, loaded, allows_other_head)
     resized = _resize_embeddings_and_describe(model, source_vocabulary, requested_vocabulary)
     model.config.update(new_tokens)
     return model, {
@@ -106,14 +108,14 @@ def load_pretrained_and_report_names(
     }
 
 
-def _load_with_loading_info(
+def _load_model_and_transformers_loading_info(
     auto_class: Any, folder_or_hub_name: str, **options: Any
 ) -> tuple[PreTrainedModel, Json]:
     """Return the model and transformers' loading info."""
     from safetensors import SafetensorError
 
     try:
-        with _suppress_transformers_loading_reports():
+        with _suppress_loading_reports_and_keep_bar_off():
             model, info = auto_class.from_pretrained(
                 folder_or_hub_name,
                 **options,
@@ -146,7 +148,7 @@ def _resize_embeddings_and_describe(
     """Resize the embeddings to the requested vocabulary; return a description of the change."""
     if source_vocabulary == requested_vocabulary:
         return []
-    with _suppress_transformers_loading_reports():
+    with _suppress_loading_reports_and_keep_bar_off():
         model.resize_token_embeddings(requested_vocabulary)
     return [f"{source_vocabulary} tokens to {requested_vocabulary}"]
 
@@ -248,7 +250,7 @@ def _first_names_text(names: list[str], separator: str = ", ") -> str:
 
 
 @contextlib.contextmanager
-def _suppress_transformers_loading_reports() -> Iterator[None]:
+def _suppress_loading_reports_and_keep_bar_off() -> Iterator[None]:
     """Suppress transformers' progress bar and loading report while the context is open."""
     from transformers.utils import logging as theirs
 

@@ -21,18 +21,20 @@ from torch import nn
 
 from ortlaunch.base.errors import EngineError, InputError, MissingDependency, first_message_line
 from ortlaunch.ortmodule.base.torch_calls import pause_tracing_and_torch_function
-from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_export_with_exact_forms
+from ortlaunch.ortmodule.torch_in_graph.operator_table import (
+    wrap_export_with_exact_forms_without_fast_path,
+)
 from ortlaunch.ortmodule.tracing.export_wrappers import wrap_export_restoring_autocast_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.data.media.samples import load_processor_or_none
-from ortlaunch.worker.data.mixture import indices_of_readable_samples
+from ortlaunch.worker.data.media.samples import load_media_processor_or_none
+from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.user_model import (
     ExportedModule,
-    batches_of_three_two_and_one,
     model_with_row_outputs_and_batches,
+    own_data_batches_of_three_two_and_one_samples,
 )
 from ortlaunch.worker.tensor_batch import TensorBatch
 
@@ -60,7 +62,7 @@ class VariableAxes(NamedTuple):
 class LogitsModel(ExportedModule):
     """A model of transformers without its loss: its logits."""
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
+    def loss_and_other_tensor_outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same logits by transformers' names."""
         output = self.model(**dict(zip(self.inputs, tensors)), return_dict=True)
         logits_by_name = {name: value for name, value in output.items() if name.endswith("logits")}
@@ -92,11 +94,11 @@ def write_and_check_onnx_folder(
     if recipe.model.traits.is_own:
         exported_module, batches = model_with_row_outputs_and_batches(recipe, model, data)
     else:
-        batches = media_batches_or_none(recipe, model, data) or three_text_batches_of_own_data(
-            model, data
-        )
+        batches = three_media_batches_or_none_for_texts(
+            recipe, model, data
+        ) or three_text_batches_of_own_data(model, data)
         exported_module = LogitsModel(model, tuple(batches[0])).eval()
-    sizes = _named_variable_axes(exported_module, batches)
+    sizes = _input_and_output_variable_axis_names(exported_module, batches)
     decisions = _write_graph_and_list_fixed_values(
         exported_module, batches[0], sizes, export_folder
     )
@@ -110,7 +112,9 @@ def write_and_check_onnx_folder(
         )
     inputs = _used_graph_inputs_printing_others(export_folder / "model.onnx", [*sizes.inputs])
     largest_found = largest_or_nan(
-        run_graph_and_largest_difference(exported_module, batch, export_folder / "model.onnx")
+        largest_output_difference_of_graph_from_pytorch(
+            exported_module, batch, export_folder / "model.onnx"
+        )
         for batch in batches
     )
     # `not <=` also refuses nan.
@@ -119,7 +123,7 @@ def write_and_check_onnx_folder(
             f"ONNX Runtime's outputs differ from PyTorch's by {largest_found:.3g}; the limit is {DIFFERENCE_LIMIT:g}"
         )
     _save_config_and_preprocessors(
-        trained_module, model, export_folder, (data.tokenizer, load_processor_or_none(recipe))
+        trained_module, model, export_folder, (data.tokenizer, load_media_processor_or_none(recipe))
     )
     shapes = [_sample_count_and_length(batch, sizes) for batch in batches]
     input_axes = {name: sizes.inputs[name] for name in inputs}
@@ -159,12 +163,14 @@ def _require_onnx_packages() -> None:
 
 
 @torch.no_grad()
-def media_batches_or_none(recipe: Recipe, model: Any, data: LoadedData) -> list[TensorBatch] | None:
+def three_media_batches_or_none_for_texts(
+    recipe: Recipe, model: Any, data: LoadedData
+) -> list[TensorBatch] | None:
     """Return three batches of images or recordings of the run's data; None for texts.
 
     A decoder gets the words before each label, as in training.
     """
-    batches = batches_of_three_two_and_one(recipe, data)
+    batches = own_data_batches_of_three_two_and_one_samples(recipe, data)
     if "input_ids" in batches[0]:
         return None
     inputs = []
@@ -184,7 +190,7 @@ def media_batches_or_none(recipe: Recipe, model: Any, data: LoadedData) -> list[
 def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[TensorBatch]:
     """Return three batches of the run's own data: padded, shorter, and with a single sample."""
     samples = data.evaluation or data.train
-    indices = indices_of_readable_samples(samples)
+    indices = indices_of_all_or_first_streamed_samples(samples)
     full_batch = collate(
         [samples.sample(indices[index % len(indices)], epoch=0) for index in range(3)]
     )
@@ -220,7 +226,7 @@ def _graph_input_names(model: nn.Module, batch: TensorBatch) -> list[str]:
 
 
 @torch.no_grad()
-def _named_variable_axes(
+def _input_and_output_variable_axis_names(
     exported_module: ExportedModule, batches: list[TensorBatch]
 ) -> VariableAxes:
     """Return the variable axes: axis 0, and axes whose size differs between the batches.
@@ -244,7 +250,12 @@ def _named_variable_axes(
 
     return VariableAxes(
         axes_of_batches(batches),
-        axes_of_batches([exported_module.outputs_by_name(*batch.values()) for batch in batches]),
+        axes_of_batches(
+            [
+                exported_module.loss_and_other_tensor_outputs_by_name(*batch.values())
+                for batch in batches
+            ]
+        ),
     )
 
 
@@ -264,7 +275,9 @@ def _write_graph_and_list_fixed_values(
     with (
         warnings.catch_warnings(record=True) as trace_warnings,
         mock.patch.object(
-            torch, "broadcast_tensors", partial(_broadcast_unless_equal, torch.broadcast_tensors)
+            torch,
+            "broadcast_tensors",
+            partial(_broadcast_unless_of_equal_shape, torch.broadcast_tensors),
         ),
     ):
         warnings.simplefilter("ignore")
@@ -272,7 +285,9 @@ def _write_graph_and_list_fixed_values(
         warnings.simplefilter("always", torch.jit.TracerWarning)
         try:
             # Whisper and MultiheadAttention need these operators.
-            export = wrap_export_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
+            export = wrap_export_with_exact_forms_without_fast_path(
+                torch.onnx.export, "diff", "cumsum", "unflatten"
+            )
             wrap_export_restoring_autocast_cache(export)(
                 exported_module, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
@@ -312,7 +327,7 @@ def _write_graph_and_list_fixed_values(
     ]
 
 
-def _broadcast_unless_equal(
+def _broadcast_unless_of_equal_shape(
     original: Callable[..., Any], *tensors: torch.Tensor
 ) -> Sequence[torch.Tensor]:
     """Leave tensors of one size as they are.
@@ -349,7 +364,7 @@ def _used_graph_inputs_printing_others(graph_path: Path, input_names: list[str])
 
 
 @torch.no_grad()
-def run_graph_and_largest_difference(
+def largest_output_difference_of_graph_from_pytorch(
     exported_module: ExportedModule, batch: TensorBatch, graph_path: Path
 ) -> float:
     """Return the largest difference of any output from PyTorch's, on the CPU.
@@ -370,7 +385,9 @@ def run_graph_and_largest_difference(
             graph_input.name: batch[graph_input.name].numpy()
             for graph_input in session.get_inputs()
         }
-        ort_outputs = session.run([*exported_module.outputs_by_name(*batch.values())], input_arrays)
+        ort_outputs = session.run(
+            [*exported_module.loss_and_other_tensor_outputs_by_name(*batch.values())], input_arrays
+        )
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise EngineError(

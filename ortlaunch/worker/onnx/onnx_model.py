@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ortlaunch.base.errors import InputError, MissingDependency, first_message_line
 from ortlaunch.base.json_types import Json
-from ortlaunch.recipe.inputs import refuse_lfs_pointers
+from ortlaunch.recipe.inputs import refuse_lfs_pointers_and_unreadable_files
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.tensor_batch import TensorBatch
@@ -39,7 +39,7 @@ class OnnxModel(nn.Module):
             InputError: onnxruntime cannot load the graph, or it has no logits.
         """
         super().__init__()
-        self.session = _load_cpu_session(path)
+        self.session = _load_cpu_session_or_refuse(path)
         self.task = task
         self.config = config
         self.inputs = [graph_value.name for graph_value in self.session.get_inputs()]
@@ -77,14 +77,14 @@ def graph_input_arrays(input_names: Sequence[str], batch: TensorBatch) -> Json:
     return array_by_name
 
 
-def _load_cpu_session(graph_path: Path) -> Any:
+def _load_cpu_session_or_refuse(graph_path: Path) -> Any:
     try:
         import onnxruntime
     except ImportError:
         raise MissingDependency(
             'model.onnx needs onnxruntime: pip install "ortlaunch[ort-cpu]"'
         ) from None
-    refuse_lfs_pointers([str(graph_path)])
+    refuse_lfs_pointers_and_unreadable_files([str(graph_path)])
     try:
         return onnxruntime.InferenceSession(str(graph_path), providers=["CPUExecutionProvider"])
     # onnxruntime has a class of its own for each type of error.

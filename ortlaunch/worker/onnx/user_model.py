@@ -14,8 +14,8 @@ from torch import nn
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import LoadedData, batch_function_of_recipe
-from ortlaunch.worker.data.mixture import indices_of_readable_samples
+from ortlaunch.worker.data import LoadedData, collate_function_of_recipe
+from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
 from ortlaunch.worker.model.model import require_scalar_loss
 from ortlaunch.worker.model.returned_values import LOSS, outputs_by_name_or_index
 from ortlaunch.worker.tensor_batch import TensorBatch
@@ -33,9 +33,9 @@ class ExportedModule(nn.Module):
         self.inputs = tuple(inputs)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.outputs_by_name(*tensors).values())
+        return tuple(self.loss_and_other_tensor_outputs_by_name(*tensors).values())
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
+    def loss_and_other_tensor_outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same outputs by name."""
         raise NotImplementedError
 
@@ -47,17 +47,19 @@ class OutputsModel(ExportedModule):
         super().__init__(model, inputs)
         self.outputs = outputs
 
-    def outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
+    def loss_and_other_tensor_outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
         """Return the same outputs by name."""
         named_outputs = _output_tensors_besides_loss(self.model(**dict(zip(self.inputs, tensors))))
         return {name: named_outputs[name] for name in self.outputs}
 
 
-def batches_of_three_two_and_one(recipe: Recipe, data: LoadedData) -> list[TensorBatch]:
+def own_data_batches_of_three_two_and_one_samples(
+    recipe: Recipe, data: LoadedData
+) -> list[TensorBatch]:
     """Return batches of three samples, two and one of the run's own data."""
     samples = data.evaluation or data.train
-    indices_at_hand = indices_of_readable_samples(samples)
-    stack = batch_function_of_recipe(recipe)
+    indices_at_hand = indices_of_all_or_first_streamed_samples(samples)
+    stack = collate_function_of_recipe(recipe)
     return [
         stack(
             [
@@ -81,8 +83,8 @@ def model_with_row_outputs_and_batches(
         InputError: the model has no output besides its loss, or one with the name of an input.
     """
     model = model.eval()
-    full_batches = batches_of_three_two_and_one(recipe, data)
-    inputs = _inputs_that_outputs_need(model, full_batches[0])
+    full_batches = own_data_batches_of_three_two_and_one_samples(recipe, data)
+    inputs = _names_of_inputs_that_outputs_need(model, full_batches[0])
     batches = [{name: batch[name] for name in inputs} for batch in full_batches]
     outputs_by_batch = [_output_tensors_besides_loss(model(**batch)) for batch in batches]
     sizes = [len(indices) for indices in _SAMPLES]
@@ -109,7 +111,7 @@ def model_with_row_outputs_and_batches(
     return OutputsModel(model, inputs, outputs).eval(), batches
 
 
-def _inputs_that_outputs_need(model: nn.Module, batch: TensorBatch) -> list[str]:
+def _names_of_inputs_that_outputs_need(model: nn.Module, batch: TensorBatch) -> list[str]:
     """Return the names of the tensors that forward needs, in the order of its parameters.
 
     A tensor is left out if forward returns the same outputs and no loss without it.

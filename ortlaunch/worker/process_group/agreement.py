@@ -53,14 +53,14 @@ class RankAgreement:
             finally:
                 torch._C._autograd._enable_record_function(True)
 
-    def wait_for_agreed_request(self) -> RankRequest:
+    def handle_signals_and_wait_for_agreed_request(self) -> RankRequest:
         """Return the agreed request of all ranks.
 
         A request that came after `begin` belongs to the next agreement.
         """
         # The first call ends the first step. From then on there is something to save, and signals
         # are requests instead of ending the process.
-        self.requests.handle_signals_as_requests()
+        self.requests.handle_signals_as_requests_and_tell_supervisor()
         if self._channel is None:
             return self.requests.requested
         assert self._work is not None, "begin() comes first"
@@ -70,7 +70,7 @@ class RankAgreement:
     def agree_on_request_now(self) -> RankRequest:
         """Agree at once, by `begin` and `end`, after a long operation."""
         self.start_request_all_reduce()
-        return self.wait_for_agreed_request()
+        return self.handle_signals_and_wait_for_agreed_request()
 
     def clear_save_request_and_agree(self) -> RankRequest:
         """Clear a request to save, which a checkpoint has fulfilled; return the next agreement."""
@@ -87,7 +87,7 @@ def accept_save_and_stop_requests(group: DistributedContext) -> Iterator[RankAgr
     try:
         yield rank_agreement
     finally:
-        requests.restore_former_signal_handlers()
+        requests.restore_former_signal_handlers_and_tell_supervisor()
     # A request that came too late for any agreement.
     if not rank_agreement.agreed_stop.stops:
-        requests.kill_self_by_unanswered_request()
+        requests.kill_self_by_signal_of_unanswered_stop()

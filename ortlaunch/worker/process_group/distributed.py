@@ -35,8 +35,8 @@ from ortlaunch.worker.process_group.join import (
 )
 from ortlaunch.worker.process_group.peer_users import refuse_foreign_users_in_new_groups
 from ortlaunch.worker.supervision.gpus import (
-    reason_torch_sees_no_gpu,
-    set_cuda_kernel_cache_unless_set,
+    reason_torch_sees_no_gpu_and_remedy,
+    set_cuda_kernel_cache_and_loading_unless_set,
     set_visible_gpus_and_return_own_index,
 )
 
@@ -163,7 +163,9 @@ def create_cpu_group_of_all_ranks() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def join_process_group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
+def join_process_group_until_end(
+    plan: Plan, rank: Rank, run: RunDir
+) -> Iterator[DistributedContext]:
     """Join the planned world; leave it at the end of the context.
 
     Args:
@@ -175,12 +177,12 @@ def join_process_group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Distribu
         LaunchError: the launcher's world is not the plan's, or the ranks cannot meet.
     """
     require_planned_rank(plan, rank)
-    machine.raise_open_file_limit()
+    machine.raise_open_file_limit_to_hard_limit()
     # Ranks of one host connect at once: who has connected is checked when a group is made.
     if not are_all_on_one_host(rank):
         _let_gloo_connect_on_demand(rank.world_size, os.environ)
     _lower_torch_debug_level_for_ddp(plan, rank)
-    device = _set_and_return_device(plan, rank)
+    device = _set_visible_gpus_and_return_device(plan, rank)
     detected_launcher = rank_and_launcher_name_or_none(os.environ)
     launcher = detected_launcher[1] if detected_launcher else ""
     if device.type == "cuda":
@@ -238,7 +240,7 @@ def require_planned_rank(plan: Plan, rank: Rank) -> None:
         raise WorldError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
 
 
-def require_same_recipe_and_plan(
+def require_same_recipe_and_plan_and_mark_ranks_met(
     group: DistributedContext, run: RunDir, file_texts: list[str]
 ) -> None:
     """Check that all ranks have read the same recipe and plan (collective).
@@ -260,16 +262,16 @@ def require_same_recipe_and_plan(
         )
 
 
-def _set_and_return_device(plan: Plan, rank: Rank) -> torch.device:
+def _set_visible_gpus_and_return_device(plan: Plan, rank: Rank) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
     devices = plan.node_of(rank.rank).devices
     index = set_visible_gpus_and_return_own_index(devices, rank, os.environ)
-    set_cuda_kernel_cache_unless_set(os.environ)
+    set_cuda_kernel_cache_and_loading_unless_set(os.environ)
     host_name = socket.gethostname()
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"the plan trains on cuda, and no GPU is visible on {host_name}: {reason_torch_sees_no_gpu()}"
+            f"the plan trains on cuda, and no GPU is visible on {host_name}: {reason_torch_sees_no_gpu_and_remedy()}"
         )
     gpu_count = torch.cuda.device_count()
     if index >= gpu_count:

@@ -24,7 +24,7 @@ from ortlaunch.base.errors import LaunchError, MissingDependency, WorldError, fi
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.worker.process_group.rendezvous_port import ranks_cannot_connect_error
 from ortlaunch.worker.supervision import interface
 
@@ -164,7 +164,7 @@ def _store_of_rank_0_through_run_folder(
         time.sleep(pause)
         # Longer pauses, because thousands of ranks may poll a shared disk.
         pause = min(1.0, pause * 1.2)
-    return _serve_or_connect_tcp_store(rank, read_own_json(address_file, list), None)
+    return _serve_or_connect_tcp_store(rank, read_json_or_raise_damaged(address_file, list), None)
 
 
 def _rank_0_address_path(run: RunDir, launcher_name: str) -> Path:

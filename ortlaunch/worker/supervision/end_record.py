@@ -25,7 +25,7 @@ from ortlaunch.base.errors import (
 )
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run_folder.cause_text import CRASH_SIGNALS
-from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record
+from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record_or_describe_damage
 from ortlaunch.run_folder.folder import RunDir, is_disk_nearly_full, json_text
 from ortlaunch.run_folder.library_messages import (
     is_lost_peer_message,
@@ -100,7 +100,7 @@ class RankEndRecorder:
 
     def read_record(self) -> ErrorRecord:
         """Return the record."""
-        return read_error_record(self._record_path)
+        return read_error_record_or_describe_damage(self._record_path)
 
     def write_exception_record_and_log(self, error: BaseException, log_descriptor: int) -> int:
         """Record the rank's own exception, also in the descriptor `log_descriptor`; return its exit status."""
@@ -132,7 +132,7 @@ class RankEndRecorder:
             secondary=is_secondary,
             time=end_time,
         )
-        self.add_rank_and_store_record(
+        self.add_rank_count_error_and_store_record(
             os.getpid(), f"failed with {error_type}{full_disk_note}", record
         )
         sys.stderr.flush()
@@ -142,7 +142,7 @@ class RankEndRecorder:
 
     def write_record_of_silent_end(self, pid: int, description: str, end: ObservedEnd) -> None:
         """Record the end of a rank that recorded nothing itself."""
-        log_end = self._last_100_log_lines()
+        log_end = self._last_100_error_log_lines_text_or_empty()
         last_lines = "\n".join(log_end.splitlines()[-20:])
         full_disk_note = self._full_disk_note_or_empty() if end.signal is None else ""
         cause, detail = _cause_and_line_of_unrecorded_end(end.signal, last_lines, full_disk_note)
@@ -160,16 +160,18 @@ class RankEndRecorder:
             memory_kills=end.memory_kills,
             time=time.time(),
         )
-        self.add_rank_and_store_record(pid, description + full_disk_note, record)
+        self.add_rank_count_error_and_store_record(pid, description + full_disk_note, record)
 
-    def add_rank_and_store_record(self, pid: int, description: str, record: ErrorRecord) -> None:
+    def add_rank_count_error_and_store_record(
+        self, pid: int, description: str, record: ErrorRecord
+    ) -> None:
         """Add the rank, host and progress to the record, and store it atomically."""
         host = socket.gethostname()
         rank = self.rank
         rank_and_host = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
         progress = self._pulse.read_rank_progress()
         limit = machine.smallest_memory_limit()
-        self._store_even_on_full_disk(
+        self._store_record_in_reserved_space_if_disk_is_full(
             replace(
                 record,
                 rank=rank.rank,
@@ -181,16 +183,18 @@ class RankEndRecorder:
                 step=progress.step,
                 phase=progress.phase,
                 memory_limit={"name": limit.name, "bytes": limit.total_bytes},
-                after=self.run.append_rank_to_error_count(rank.rank),
+                after=self.run.append_rank_and_return_earlier_error_count(rank.rank),
             )
         )
 
     def mark_record_as_secondary(self) -> None:
         """Mark the failure as secondary: it followed a request to end."""
         with contextlib.suppress(OSError):
-            self._store_even_on_full_disk(replace(self.read_record(), secondary=True))
+            self._store_record_in_reserved_space_if_disk_is_full(
+                replace(self.read_record(), secondary=True)
+            )
 
-    def _store_even_on_full_disk(self, record: ErrorRecord) -> None:
+    def _store_record_in_reserved_space_if_disk_is_full(self, record: ErrorRecord) -> None:
         try:
             record.write(self._record_path)
         except OSError:
@@ -208,7 +212,7 @@ class RankEndRecorder:
             f": no space left on device ({self.run})" if is_disk_nearly_full(self.run.path) else ""
         )
 
-    def _last_100_log_lines(self) -> str:
+    def _last_100_error_log_lines_text_or_empty(self) -> str:
         """Return the last 100 lines of the rank's error log, more than a stack has."""
         with contextlib.suppress(OSError):
             lines = (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.base.cache import create_private_cache_folder
+from ortlaunch.base.cache import create_private_cache_folder_or_refuse
 from ortlaunch.base.errors import LaunchError
 from ortlaunch.rank import Rank
 
@@ -72,7 +72,7 @@ def set_visible_gpus_and_return_own_index(
     return distinct.index(planned_gpu_by_local_rank[rank.local_rank])
 
 
-def set_cuda_kernel_cache_unless_set(environ: MutableMapping[str, str]) -> None:
+def set_cuda_kernel_cache_and_loading_unless_set(environ: MutableMapping[str, str]) -> None:
     """Keep the kernels that the driver compiles for a newer GPU in our cache, so once per machine.
 
     The driver's default limit is a quarter of the space that onnxruntime-training 1.19.2 needs, and
@@ -84,7 +84,7 @@ def set_cuda_kernel_cache_unless_set(environ: MutableMapping[str, str]) -> None:
     # 4 GiB, in bytes.
     environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
     if "CUDA_CACHE_PATH" not in environ:
-        environ["CUDA_CACHE_PATH"] = str(create_private_cache_folder("cuda"))
+        environ["CUDA_CACHE_PATH"] = str(create_private_cache_folder_or_refuse("cuda"))
 
 
 class ForwardTimer:
@@ -127,7 +127,7 @@ def _record_cuda_event() -> object:
     return event
 
 
-def export_phase_name(device: torch.device) -> str:
+def onnxruntime_export_phase_text(device: torch.device) -> str:
     """Return the phase name of building engine ort.
 
     For a GPU newer than ORT's machine code, the driver compiles every kernel.
@@ -139,7 +139,7 @@ def export_phase_name(device: torch.device) -> str:
     return f"{phase}, compiling its kernels for this GPU (once)" if is_newer_gpu else phase
 
 
-def reason_torch_sees_no_gpu() -> str:
+def reason_torch_sees_no_gpu_and_remedy() -> str:
     """Return why this torch sees no GPU, and the remedy."""
     if torch.version.cuda is None:
         return (

@@ -183,10 +183,10 @@ class HeartbeatExchange:
     def receive_and_process_messages(self) -> None:
         """Process all messages that have arrived."""
         if self.has_met_rank_0:
-            for message, address in self._authenticated_messages_and_senders():
-                self._process_message(message, address)
+            for message, address in self._receive_authenticated_messages_and_senders():
+                self._store_message_and_acknowledge_heartbeat(message, address)
 
-    def _process_message(self, message: Json, sender_address: Any) -> None:
+    def _store_message_and_acknowledge_heartbeat(self, message: Json, sender_address: Any) -> None:
         message_type = message["say"]
         if not self.is_hub:
             self._hub_heard = time.monotonic()
@@ -203,7 +203,9 @@ class HeartbeatExchange:
             self._ended_ranks.add(message["rank"])
             self._last_beats.pop(message["rank"], None)
 
-    def _authenticated_messages_and_senders(self) -> Iterator[tuple[dict[str, object], object]]:
+    def _receive_authenticated_messages_and_senders(
+        self,
+    ) -> Iterator[tuple[dict[str, object], object]]:
         assert self.socket is not None
         for _ in range(_MESSAGES_AT_ONCE):
             try:

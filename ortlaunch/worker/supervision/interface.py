@@ -38,7 +38,7 @@ def own_address_reachable_by_hosts(
         LaunchError: there is no such address.
     """
     if interface_name := environ.get(_GLOO):
-        return _require_address_of_first_interface(interface_name)
+        return _require_all_interfaces_and_return_first_address(interface_name)
     own_host = socket.gethostname()
     # A host may be written as user@host.
     names = [name.rpartition("@")[2] for name in other_host_names]
@@ -86,7 +86,7 @@ def set_gloo_and_nccl_interface_unless_set(
     """
     requested_interface = environ.get(_GLOO)
     if requested_interface:
-        _require_address_of_first_interface(requested_interface)
+        _require_all_interfaces_and_return_first_address(requested_interface)
     name = requested_interface or interface_with_address_or_none(own_address)
     for variable, value in gloo_and_nccl_interface_variables(name).items() if name else ():
         environ.setdefault(variable, value)
@@ -99,7 +99,7 @@ def interface_with_address_or_none(address: str) -> str | None:
     )
 
 
-def is_interface_running(interface_name: str) -> bool:
+def is_interface_running_or_unknown(interface_name: str) -> bool:
     """Return whether an interface is up and its other end is alive, as far as the kernel knows."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(
@@ -114,7 +114,7 @@ def interface_names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def _require_address_of_first_interface(interface_list: str) -> str:
+def _require_all_interfaces_and_return_first_address(interface_list: str) -> str:
     # torch takes a list, whose first interface is that of the listener.
     addresses = {name: _ipv4_address_or_none(name) for name in interface_list.split(",")}
     absent_names = [name for name, address in addresses.items() if address is None]

@@ -21,7 +21,7 @@ from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.run_folder.lost_host import LostHost
 from ortlaunch.worker.supervision.interface import (
     interface_with_address_or_none,
-    is_interface_running,
+    is_interface_running_or_unknown,
     own_address_on_route_or_none,
 )
 from ortlaunch.worker.supervision.stall_rules import Heartbeat
@@ -52,7 +52,7 @@ class LostHostDetector:
             supervisor_address_by_rank: of the supervisors, by rank.
         """
         current_time = time.monotonic()
-        silent_beats = heartbeat_of_each_silent_host(heartbeats, self._host)
+        silent_beats = lowest_rank_heartbeat_of_each_silent_host(heartbeats, self._host)
         if not silent_beats or current_time < self._next_check:
             return None
         for beat in silent_beats:
@@ -76,7 +76,7 @@ class LostHostDetector:
         return LostHost(beat.rank, beat.host, reason)
 
 
-def heartbeat_of_each_silent_host(
+def lowest_rank_heartbeat_of_each_silent_host(
     heartbeats: Iterable[Heartbeat], own_host: str
 ) -> list[Heartbeat]:
     """Return one rank of every other host whose ranks are all silent."""
@@ -123,7 +123,7 @@ def is_host_reachable(address: str) -> bool:
 def own_dead_interface_towards_or_none(peer_address: str) -> str | None:
     """Return this host's interface on the way to `peer_address` if it has no cable or a dead other end."""
     name = interface_with_address_or_none(own_address_on_route_or_none(peer_address) or "")
-    return name if name is not None and not is_interface_running(name) else None
+    return name if name is not None and not is_interface_running_or_unknown(name) else None
 
 
 def terminate_then_kill_launcher() -> None:

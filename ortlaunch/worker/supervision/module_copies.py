@@ -21,7 +21,9 @@ _MAX_TOTAL_BYTES = 8 << 20
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def copy_user_modules_into_run_folder(run: RunDir, keeps_existing: bool = False) -> list[str]:
+def copy_user_modules_into_run_folder_and_list_notes(
+    run: RunDir, keeps_existing: bool = False
+) -> list[str]:
     """Copy the modules that are imported now from outside installed packages.
 
     Args:

@@ -61,12 +61,12 @@ class Progress:
 
     def seconds_by_activity(self) -> dict[str, float]:
         """Return the seconds of each phase so far, in the order in which the phases began."""
-        self._count_time_for_activity(self._activity)
+        self._count_elapsed_time_and_switch_activity(self._activity)
         return {
             activity: round(seconds, 3) for activity, seconds in self._seconds.items() if activity
         }
 
-    def _count_time_for_activity(self, activity: str) -> None:
+    def _count_elapsed_time_and_switch_activity(self, activity: str) -> None:
         """Count the time from now on for this phase."""
         current_time = time.perf_counter()
         self._seconds[self._activity] = (
@@ -77,8 +77,8 @@ class Progress:
 
     def begin_and_show_activity(self, activity: str) -> None:
         """Show the current activity, in place of the bar if there is one."""
-        self._count_time_for_activity(activity)
-        self.shared_progress.show_phase_and_count_mark(activity)
+        self._count_elapsed_time_and_switch_activity(activity)
+        self.shared_progress.begin_phase_and_count_progress(activity)
         if self.width is not None:
             _print_live_line(f"{activity} ...")
 
@@ -90,7 +90,7 @@ class Progress:
 
     def begin_steps_and_show_bar(self, completed_steps: int, total_steps: int) -> None:
         """Count steps from now on; `completed_steps` of them are complete."""
-        self._count_time_for_activity(TRAINING)
+        self._count_elapsed_time_and_switch_activity(TRAINING)
         self.shared_progress.begin_steps(completed_steps)
         if self.width is not None:
             from tqdm import tqdm
@@ -112,7 +112,7 @@ class Progress:
 
     def count_step_and_update_bar(self) -> None:
         """Count one more step."""
-        self._count_time_for_activity(TRAINING)
+        self._count_elapsed_time_and_switch_activity(TRAINING)
         self._steps.append(self._seconds.get(TRAINING, 0.0))
         self.shared_progress.count_step_and_record_duration()
         if self.bar is not None:
@@ -147,8 +147,8 @@ class Progress:
         previous_activity = self._activity
         self.begin_and_show_activity(activity)
         yield
-        self._count_time_for_activity(previous_activity)
-        self.shared_progress.show_phase_and_count_mark(previous_activity)
+        self._count_elapsed_time_and_switch_activity(previous_activity)
+        self.shared_progress.begin_phase_and_count_progress(previous_activity)
         if self.bar is not None:
             self.bar.refresh()
 

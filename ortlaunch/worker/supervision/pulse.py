@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.process import (
+    bytes_read_and_written_or_raise_if_ended,
     iterate_process_and_descendant_ids,
     read_process_stat_or_none,
-    total_bytes_read_and_written,
 )
 
 STAGES = (
@@ -84,7 +84,7 @@ class SharedProgress:
         # A gpus.ForwardTimer for forward passes on a GPU.
         self.timer: Any = None
 
-    def show_phase_and_count_mark(self, phase: str) -> None:
+    def begin_phase_and_count_progress(self, phase: str) -> None:
         """Begin another phase."""
         self._phase = phase
         self._show_phase(phase.encode()[:200])
@@ -93,7 +93,7 @@ class SharedProgress:
         self._count_progress_mark()
 
     @contextlib.contextmanager
-    def show_long_operation_without_mark(self, phase: str) -> Iterator[None]:
+    def show_phase_until_end_without_counting_progress(self, phase: str) -> Iterator[None]:
         """While the context is open, show a long operation of this rank that others may not do now.
 
         It is a phase, but no progress mark.
@@ -127,11 +127,13 @@ class SharedProgress:
     def begin_steps(self, completed_steps: int) -> None:
         """Count steps from here; `completed_steps` of them are complete."""
         self._integers[_STEP], self._integers[_STEPS_HERE] = completed_steps, 0
-        self.show_phase_and_count_mark(TRAINING)
+        self.begin_phase_and_count_progress(TRAINING)
 
     def count_step_and_record_duration(self) -> None:
         """Count one completed step."""
-        self.show_phase_and_count_mark(TRAINING) if self._phase != TRAINING else self.begin_stage(0)
+        self.begin_phase_and_count_progress(
+            TRAINING
+        ) if self._phase != TRAINING else self.begin_stage(0)
         current_time = self._seconds[_LAST_MARK]
         integers = self._integers
         integers[_STEP] += 1
@@ -236,7 +238,7 @@ class ProcessActivityMeter:
         """Return processor seconds, and bytes to and from files and sockets; None if unreadable."""
         try:
             stats_and_bytes = [
-                (read_process_stat_or_none(pid), total_bytes_read_and_written(pid))
+                (read_process_stat_or_none(pid), bytes_read_and_written_or_raise_if_ended(pid))
                 for pid in iterate_process_and_descendant_ids(self.pid)
             ]
         except (OSError, ValueError):

@@ -60,12 +60,12 @@ def record_end_and_return_status(
     if watchdog.has_ended_rank:
         return _record_stall_or_lost_host(end_recorder, child, watchdog)
     signal_number = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else None
-    if signal_number and _is_stop_without_a_step(child, signal_number):
+    if signal_number and _was_stopped_with_nothing_to_save(child, signal_number):
         return _record_stop_with_nothing_saved(
             end_recorder, child, child.first_signal or signal_number
         )
     exit_code = os.WEXITSTATUS(wait_status)
-    description, end = _observe_end(
+    description, end = _description_and_fields_of_observed_end(
         end_recorder.run, child, signal_number, exit_code, memory_kills_before
     )
     if not end_recorder.is_written:
@@ -73,11 +73,11 @@ def record_end_and_return_status(
     # A failure recorded before the request to end is a cause of its own.
     elif end.is_secondary and end_recorder.read_record().time > child.signalled_at:
         end_recorder.mark_record_as_secondary()
-    _print_failure_under_foreign_launcher(end_recorder, child)
+    _print_failure_under_foreign_launcher_and_mark_it(end_recorder, child)
     return -end.signal if end.signal and end.exit_status != EXIT_SAVED else end.exit_status
 
 
-def _is_stop_without_a_step(child: RankProcess, signal_number: int) -> bool:
+def _was_stopped_with_nothing_to_save(child: RankProcess, signal_number: int) -> bool:
     """Return whether a stop ended the rank before its first step or after its last."""
     is_stop_signal = signal_number in _STOPS or (
         child.was_ended_by_us and signal_number == signal.SIGKILL
@@ -90,7 +90,7 @@ def _is_stop_without_a_step(child: RankProcess, signal_number: int) -> bool:
     )
 
 
-def _observe_end(
+def _description_and_fields_of_observed_end(
     run: RunDir,
     child: RankProcess,
     signal_number: int | None,
@@ -141,7 +141,7 @@ def _record_stall_or_lost_host(
 
     errors/stall.json and lost.json have the details.
     """
-    watchdog.write_stall_or_lost_host_record()
+    watchdog.write_stacks_and_stall_or_lost_host_record()
     status = STALLED
     end_type = "Stall"
     cause = Cause.HANG
@@ -154,7 +154,7 @@ def _record_stall_or_lost_host(
     if not end_recorder.is_written:
         end = ObservedEnd(end_type, status, is_secondary=True, cause=cause)
         end_recorder.write_record_of_silent_end(child.pid, f"was ended, for {description}", end)
-    _print_failure_under_foreign_launcher(end_recorder, child)
+    _print_failure_under_foreign_launcher_and_mark_it(end_recorder, child)
     return status
 
 
@@ -182,7 +182,7 @@ def _record_stop_with_nothing_saved(
     )
     if not end_recorder.is_written:
         end_recorder.write_record_of_silent_end(child.pid, description, end)
-    _print_failure_under_foreign_launcher(end_recorder, child)
+    _print_failure_under_foreign_launcher_and_mark_it(end_recorder, child)
     return code
 
 
@@ -220,7 +220,7 @@ def _add_memory_kill(
     )
 
 
-def _print_failure_under_foreign_launcher(
+def _print_failure_under_foreign_launcher_and_mark_it(
     end_recorder: RankEndRecorder, child: RankProcess
 ) -> None:
     """Print why this rank failed, under a launcher of the user's own, where nobody else would.

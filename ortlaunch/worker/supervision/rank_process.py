@@ -75,12 +75,12 @@ class RankProcess:
             return
         # A second Ctrl-C ends the rank without waiting for its save.
         is_repeated = self.first_signal is not None
-        if not is_repeated and not self._had_ended_before_signal(signal_number):
+        if not is_repeated and not self._had_ended_otherwise_than_by_signal(signal_number):
             self._write_stop_file_and_start_grace(signal_number)
         if self._is_launcher_gone_or_run_ending() or (
             is_repeated and signal_number == signal.SIGINT
         ):
-            self._signal_or_kill_rank(signal_number)
+            self._end_rank_by_signal_or_kill(signal_number)
         else:
             self.send_signal_unless_reaped(signal_number)
             # A stopped process handles no signal before SIGCONT.
@@ -123,7 +123,7 @@ class RankProcess:
         """Act on requests and failures that other processes recorded in the run folder."""
         if self.first_signal is not None:
             if not self.was_ended_by_us and self._is_launcher_gone_or_run_ending():
-                self._signal_or_kill_rank(self.first_signal)
+                self._end_rank_by_signal_or_kill(self.first_signal)
             return
         signal_number = (
             self.run_surroundings.signal_of_new_request_or_none(self.is_listening)
@@ -161,9 +161,9 @@ class RankProcess:
         """Return whether waiting is useless: no launcher any more, or a failed or cancelled run."""
         return os.getppid() != self._parent or self.run_surroundings.is_run_ending()
 
-    def _signal_or_kill_rank(self, signal_number: int) -> None:
+    def _end_rank_by_signal_or_kill(self, signal_number: int) -> None:
         # It may have ended by itself before its supervisor was notified.
-        if self._had_ended_before_signal(0):
+        if self._had_ended_otherwise_than_by_signal(0):
             return
         self.was_ended_by_us = True
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
@@ -188,7 +188,7 @@ class RankProcess:
         with contextlib.suppress(OSError):
             self.run.signal_mark_path(self.rank).unlink(missing_ok=True)
 
-    def _had_ended_before_signal(self, signal_number: int) -> bool:
+    def _had_ended_otherwise_than_by_signal(self, signal_number: int) -> bool:
         """Return whether the rank had ended before the signal `signal_number` came, not by that signal.
 
         Once one rank has failed, its launcher signals all ranks, also those that ended earlier.

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch.base import machine
-from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit
+from ortlaunch.base.die_with_parent import request_signal_at_parent_end_or_exit_if_ended
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run_folder import lock
@@ -37,7 +37,12 @@ from ortlaunch.worker.supervision.rank_process import (
     was_launcher_gone_at_start,
 )
 from ortlaunch.worker.supervision.requests import DEAF, LISTENING, RankRequests
-from ortlaunch.worker.supervision.terminal import NewOutput, OutputStream, PrefixedScreen, Screen
+from ortlaunch.worker.supervision.terminal import (
+    LinesAndLiveLine,
+    OutputStream,
+    PrefixedScreen,
+    Screen,
+)
 from ortlaunch.worker.supervision.watchdog import Watchdog
 
 _FINISHED_MARK = b"finished"
@@ -55,7 +60,7 @@ def fork_and_supervise_rank(
     Returns:
         The rank's exit status. If the rank died of a signal, this process dies of the same signal.
     """
-    request_signal_at_parent_end_or_exit(signal.SIGTERM, os.getppid())
+    request_signal_at_parent_end_or_exit_if_ended(signal.SIGTERM, os.getppid())
     plan = Plan.read(run.plan)
     if was_launcher_gone_at_start(os.environ, plan.started_by):
         return 128 + signal.SIGTERM
@@ -86,7 +91,7 @@ def fork_and_supervise_rank(
         signal.signal(signal_number, child.handle_or_pass_on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     read_ends = {name: ends[0] for name, ends in pipe_by_name.items()}
-    has_finished, status = _copy_output_until_rank_ends(
+    has_finished, status = _copy_output_and_return_has_finished_and_status(
         child, rank, run, read_ends, watchdog, create_screen_if_rank_is_shown(plan, rank.rank)
     )
     code = record_end_and_return_status(
@@ -134,7 +139,7 @@ def _run_rank_and_exit(
 
     Finalizers are skipped, because they could hang or change the exit status.
     """
-    request_signal_at_parent_end_or_exit(signal.SIGKILL, supervisor_pid)
+    request_signal_at_parent_end_or_exit_if_ended(signal.SIGKILL, supervisor_pid)
     # mpirun and Ctrl-C signal whole groups. In a group of its own, the rank and all that it starts
     # receive signals through their supervisor alone.
     os.setpgid(0, 0)
@@ -184,7 +189,7 @@ def create_screen_if_rank_is_shown(plan: Plan, rank: int) -> Screen | None:
     return Screen(descriptors, terminal_columns_of_command()) if rank == 0 else None
 
 
-def _copy_output_until_rank_ends(
+def _copy_output_and_return_has_finished_and_status(
     child: RankProcess,
     rank: Rank,
     run: RunDir,
@@ -233,14 +238,14 @@ def _copy_output_until_rank_ends(
                     )
                 else:
                     _copy_output_to_log_and_screen(
-                        sinks[key.data][0].add_bytes_and_take_complete_lines(data),
+                        sinks[key.data][0].add_bytes_and_take_complete_and_live_lines(data),
                         key.data,
                         sinks[key.data][1],
                         screen,
                     )
         for name, (stream, log) in sinks.items():
             _copy_output_to_log_and_screen(
-                NewOutput(stream.take_unfinished_line(), None), name, log, screen
+                LinesAndLiveLine(stream.take_unfinished_line(), None), name, log, screen
             )
         screen.erase_live_line() if screen else None
     return finished_bytes.endswith(_FINISHED_MARK), status
@@ -260,7 +265,7 @@ def _read_available_bytes_or_none(read_end: int) -> bytes | None:
 
 
 def _copy_output_to_log_and_screen(
-    output: NewOutput, stream_name: str, log: RankLog, screen: Screen | None
+    output: LinesAndLiveLine, stream_name: str, log: RankLog, screen: Screen | None
 ) -> None:
     log.append_bytes_disk_accepts(output.lines)
     if screen is not None and stream_name != "last":

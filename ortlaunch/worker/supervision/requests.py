@@ -77,7 +77,7 @@ class RankRequests:
         """Add a request; a higher one stays."""
         self.requested = max(self.requested, request)
 
-    def handle_signals_as_requests(self) -> None:
+    def handle_signals_as_requests_and_tell_supervisor(self) -> None:
         """Treat signals as requests from now on; a second SIGINT ends this process, as usual."""
         if self._former_handlers:
             return
@@ -85,10 +85,10 @@ class RankRequests:
             self._former_handlers[signal_number] = signal.signal(
                 signal_number, self._handler_recording_request(signal.getsignal(signal_number))
             )
-        os.register_at_fork(after_in_child=self._ignore_signals_in_forked_child)
+        os.register_at_fork(after_in_child=self._ignore_all_but_sigterm_in_forked_child)
         self._write_to_supervisor(LISTENING)
 
-    def restore_former_signal_handlers(self) -> None:
+    def restore_former_signal_handlers_and_tell_supervisor(self) -> None:
         """Restore the former signal handlers."""
         if not self._former_handlers:
             return
@@ -97,7 +97,7 @@ class RankRequests:
             signal.signal(signal_number, handler)
         self._former_handlers = {}
 
-    def kill_self_by_unanswered_request(self) -> None:
+    def kill_self_by_signal_of_unanswered_stop(self) -> None:
         """End this process by a stop request that came too late for the ranks to agree on it.
 
         The effect is the same as that of a signal that arrives now.
@@ -120,7 +120,7 @@ class RankRequests:
 
         return record_request
 
-    def _ignore_signals_in_forked_child(self) -> None:
+    def _ignore_all_but_sigterm_in_forked_child(self) -> None:
         """Ignore requests in a forked process, such as a data loader worker, which is no rank.
 
         Only SIGTERM ends it, because its parent may send that.

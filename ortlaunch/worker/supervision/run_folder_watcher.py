@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ortlaunch.base.cause import Cause
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.error_record import read_error_record
+from ortlaunch.run_folder.error_record import read_error_record_or_describe_damage
 from ortlaunch.run_folder.folder import RunDir
 
 
@@ -70,7 +70,7 @@ class RunFolderWatcher:
         """Return whether the others ended by a stop before they had anything to save."""
         with contextlib.suppress(OSError):
             others = [
-                read_error_record(path)
+                read_error_record_or_describe_damage(path)
                 for path in self._error_record_paths()
                 if path != self.run.rank_error_path(self.rank)
             ]

@@ -56,7 +56,7 @@ class SlowRankDetector:
         self._first_beats: dict[int, Heartbeat] = {}
         self._began_at = 0.0
 
-    def newly_slow_rank_or_none(
+    def compare_and_return_newly_slow_rank_or_none(
         self, heartbeats: Sequence[Heartbeat], current_time: float
     ) -> SlowRank | None:
         """Return a slow rank that was not returned before, if there is one.
@@ -76,7 +76,7 @@ class SlowRankDetector:
         steps = min(beat.step - self._first_beats[beat.rank].step for beat in heartbeats)
         if steps < _LEAST_STEPS or current_time - self._began_at < _LEAST_SECONDS:
             return None
-        slow_rank = self._slowest_rank_if_newly_slow(
+        slow_rank = self._mark_and_return_slowest_rank_if_newly_slow(
             heartbeats, (current_time - self._began_at) / steps
         )
         self._begin_comparison(heartbeats, current_time)
@@ -86,7 +86,7 @@ class SlowRankDetector:
         self._first_beats = {beat.rank: beat for beat in beats}
         self._began_at = current_time
 
-    def _slowest_rank_if_newly_slow(
+    def _mark_and_return_slowest_rank_if_newly_slow(
         self, beats: Sequence[Heartbeat], step_seconds: float
     ) -> SlowRank | None:
         seconds_by_rank = {beat.rank: self._own_seconds_per_step(beat) for beat in beats}

@@ -76,7 +76,7 @@ class StallVerdict(NamedTuple):
         )
 
 
-def idle_and_busy_stall_limits(
+def idle_and_busy_stall_limit_seconds(
     stall_seconds: float, past_first_steps: bool, median_step_seconds: float
 ) -> tuple[float, float]:
     """Return the limits without progress, in seconds: if all ranks are idle, and if one computes.
@@ -107,7 +107,7 @@ def stall_verdict_or_none(
     """
     quiet_seconds = min(watched_seconds, *(beat.still + beat.silent for beat in heartbeats))
     late_beats = heartbeats_of_ranks_behind(heartbeats)
-    idle_limit, busy_limit = idle_and_busy_stall_limits(
+    idle_limit, busy_limit = idle_and_busy_stall_limit_seconds(
         stall_seconds,
         all(beat.warm for beat in late_beats),
         max(beat.step_seconds for beat in heartbeats),

@@ -26,7 +26,7 @@ _WAIT_SUFFIX = b"..."
 _MAX_LINE_BYTES = 1 << 20
 
 
-class NewOutput(NamedTuple):
+class LinesAndLiveLine(NamedTuple):
     """Whole plain lines, and the newest live line or None."""
 
     lines: bytes
@@ -39,7 +39,7 @@ class OutputStream:
     def __init__(self) -> None:
         self.incomplete_line = b""
 
-    def add_bytes_and_take_complete_lines(self, output_bytes: bytes) -> NewOutput:
+    def add_bytes_and_take_complete_and_live_lines(self, output_bytes: bytes) -> LinesAndLiveLine:
         """Add data, and return the lines that are complete now."""
         output_bytes = self.incomplete_line + output_bytes
         live_lines = _LIVE.findall(output_bytes)
@@ -48,7 +48,7 @@ class OutputStream:
             complete_lines = [*complete_lines, self.incomplete_line]
             self.incomplete_line = b""
         self.incomplete_line = _text_after_last_carriage_return(self.incomplete_line)
-        return NewOutput(
+        return LinesAndLiveLine(
             b"".join(_line_without_control_codes(line) + b"\n" for line in complete_lines),
             live_lines[-1] if live_lines else None,
         )

@@ -107,7 +107,7 @@ class Watchdog:
         """
         self.exchange.receive_and_process_messages()
         if self._stacks_requested_at is not None or self.exchange.orders:
-            self._kill_rank_once_stacks_arrived(child)
+            self._request_stacks_then_kill_rank_once_arrived(child)
         elif time.monotonic() - self._beat_at >= self._beat_interval:
             self._send_heartbeat_and_check_run(child)
 
@@ -156,7 +156,7 @@ class Watchdog:
         self, beats: list[Heartbeat] | None, current_time: float
     ) -> None:
         slow_rank = (
-            self._slow_rank_detector.newly_slow_rank_or_none(beats, current_time)
+            self._slow_rank_detector.compare_and_return_newly_slow_rank_or_none(beats, current_time)
             if beats and len(beats) > 1 and self.exchange.is_hub
             else None
         )
@@ -236,7 +236,7 @@ class Watchdog:
             self._dumped_stacks_text() + text or "it has no stack trace\n"
         )
 
-    def _kill_rank_once_stacks_arrived(self, child: RankProcess) -> None:
+    def _request_stacks_then_kill_rank_once_arrived(self, child: RankProcess) -> None:
         """After a verdict, kill the rank once all reachable ranks have sent their stacks."""
         if self._stacks_requested_at is None:
             self._dump_and_send_stacks(child)
@@ -273,7 +273,7 @@ class Watchdog:
             f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
         )
 
-    def write_stall_or_lost_host_record(self) -> None:
+    def write_stacks_and_stall_or_lost_host_record(self) -> None:
         """After the rank's end: record its stacks, and the verdict if this supervisor made it."""
         if self.lost_host is not None:
             self.lost_host.write_as_cause_unless_recorded(self.run)
@@ -284,9 +284,9 @@ class Watchdog:
                 self.exchange.stacks.get(self.rank.rank, ""),
             )
             if self.verdict is not None:
-                self._stall_record(self.verdict).write(self.run.stall)
+                self._build_stall_record_and_count_error(self.verdict).write(self.run.stall)
 
-    def _stall_record(self, verdict: StallVerdict) -> ErrorRecord:
+    def _build_stall_record_and_count_error(self, verdict: StallVerdict) -> ErrorRecord:
         first_behind = verdict.beats_behind[0]
         stacks = self.exchange.stacks
         late_ranks = [beat.rank for beat in verdict.beats_behind]
@@ -312,7 +312,7 @@ class Watchdog:
             still_seconds=round(verdict.seconds, 1),
             behind=late_ranks,
             never_heard=self.exchange.ranks_without_any_heartbeat() if self.exchange.is_hub else [],
-            after=self.run.append_rank_to_error_count(),
+            after=self.run.append_rank_and_return_earlier_error_count(),
             ranks=[beat._asdict() for beat in sorted(verdict.beats)],
         )
 
@@ -325,12 +325,13 @@ class Watchdog:
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
 
-def _innermost_main_thread_lines(stack: str) -> str:
+def _innermost_main_thread_lines(stacks_text: str) -> str:
     """Return the innermost frames of the main thread; errors/ has all of them."""
-    threads = re.split(r"\n(?=(?:Current t|T)hread 0x|py-spy:)", stack)
+    threads = re.split(r"\n(?=(?:Current t|T)hread 0x|py-spy:)", stacks_text)
     # Every stack of the main thread has a frame of rank_supervisor.py, which started the rank.
     main = next(
-        (thread_stack for thread_stack in threads if "rank_supervisor.py" in thread_stack), stack
+        (thread_stack for thread_stack in threads if "rank_supervisor.py" in thread_stack),
+        stacks_text,
     )
     lines = main.strip("\n").splitlines(keepends=True)
     return "".join(lines[:_SHOWN_LINES]) + ("\n" if len(lines) <= _SHOWN_LINES else "  ...\n")

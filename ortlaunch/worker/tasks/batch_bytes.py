@@ -14,7 +14,7 @@ def run(request: BatchBytesRequest) -> None:
     """Read the first micro batch, and print its bytes."""
     recipe = parse_resolved_recipe(request.recipe)
     append_factory_folders_to_sys_path(recipe, Path(request.modules))
-    from ortlaunch.worker.data import Batches, LoadedData, batch_function_of_recipe
+    from ortlaunch.worker.data import Batches, LoadedData, collate_function_of_recipe
 
     micro_samples = request.micro_samples
     data = LoadedData(recipe)
@@ -22,6 +22,8 @@ def run(request: BatchBytesRequest) -> None:
         data.train,
         BatchPlan(micro_samples, micro_samples, 1, 1, None),
         recipe.seed,
-        stack=batch_function_of_recipe(recipe),
+        stack=collate_function_of_recipe(recipe),
     )
-    print(sum(value.nbytes for value in batches.micro_batch(0, 0, 0).values()))
+    print(
+        sum(value.nbytes for value in batches.read_micro_batch_and_count_tokens(0, 0, 0).values())
+    )

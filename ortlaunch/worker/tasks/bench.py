@@ -13,8 +13,13 @@ from dataclasses import replace
 import torch
 
 from ortlaunch.base.json_types import Json
-from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, write_json_atomically
-from ortlaunch.worker.engine.comparison import compare_replaying_random_numbers
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    json_text,
+    read_json_or_raise_damaged,
+    write_json_atomically,
+)
+from ortlaunch.worker.engine.comparison import compare_passes_replaying_random_numbers_if_drawn
 from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
 from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
@@ -23,7 +28,7 @@ from ortlaunch.worker.model.returned_values import loss_of_engine_output
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width
-from ortlaunch.worker.tasks.train import TrainState, train_step
+from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
 from ortlaunch.worker.training.parity_steps import is_plain_pytorch
 from ortlaunch.worker.training.profile import StepProfiler
 from ortlaunch.worker.training.summary import engine_plan_lines
@@ -42,7 +47,7 @@ def _warm_up_and_execute_bench_orders(session: Session) -> None:
     folder = session.run
     group = session.group
     engine = session.engine
-    bench_request = read_own_json(folder.bench)
+    bench_request = read_json_or_raise_damaged(folder.bench)
     assert engine.memory_use is not None
     if group.rank == 0:
         print_wrapped_to_terminal_width(
@@ -59,7 +64,7 @@ def _warm_up_and_execute_bench_orders(session: Session) -> None:
     measured_training.set_zero_learning_rate()
     ready = {"order": "ready", "first_step": first_step, "step": min(warm_up)}
     _append_result_on_rank_0(
-        folder, group, {**ready, **_measure_peak_flops_and_report_engine(session)}
+        folder, group, {**ready, **_reset_peak_memory_and_report_engine_and_flops(session)}
     )
     sleep_start = time.perf_counter(), time.process_time()
     for order in _poll_new_orders_until_leave(folder):
@@ -70,8 +75,8 @@ def _warm_up_and_execute_bench_orders(session: Session) -> None:
         if order["do"] == "compare":
             order_result: Json = {
                 "parity": {
-                    **gather_worst_parity_verdict(measured_training.session),
-                    **largest_loss_change_by_matmul_precision(measured_training.session),
+                    **compare_and_gather_worst_parity_verdict_json(measured_training.session),
+                    **loss_change_from_highest_matmul_precision(measured_training.session),
                 }
             }
             # At the end, because the profiler costs time and memory.
@@ -80,7 +85,9 @@ def _warm_up_and_execute_bench_orders(session: Session) -> None:
                 with profiler.time_or_profile_step(step):
                     measured_training.train_steps_and_time_each(1)
         else:
-            order_result = measured_training.measure_seconds_and_tokens_of_steps(order["steps"])
+            order_result = measured_training.train_and_measure_seconds_and_tokens_of_steps(
+                order["steps"]
+            )
         # Gathered, so that rank 0 reports an order only after all ranks have executed it.
         memory = group.gather(engine.memory_use.peak_bytes())
         _append_result_on_rank_0(
@@ -105,7 +112,7 @@ class MeasuredTraining:
         step_seconds = []
         for _ in range(step_count):
             step_start = time.perf_counter()
-            train_step(self.session, self.state)
+            train_step_and_return_loss_outcome_and_rate(self.session, self.state)
             wait_for_device(self.session.group.device)
             step_seconds.append(time.perf_counter() - step_start)
             # A bench may be longer than the training, whose schedule ends: start again then.
@@ -124,7 +131,7 @@ class MeasuredTraining:
             recipe=self.session.recipe.model_copy(update={"optimizer": zero_rate_optimizer}),
         )
 
-    def measure_seconds_and_tokens_of_steps(self, step_count: int) -> Json:
+    def train_and_measure_seconds_and_tokens_of_steps(self, step_count: int) -> Json:
         """Measure `step_count` steps; return start, end, seconds, and tokens and padding of all ranks."""
         # One step without measurement, which fills the caches again.
         self.train_steps_and_time_each(1)
@@ -147,7 +154,7 @@ def _poll_new_orders_until_leave(run: RunDir) -> Iterator[Json]:
     # would keep a GPU busy.
     last_number = 0
     while True:
-        order = read_own_json(run.order) if run.order.exists() else {"number": 0}
+        order = read_json_or_raise_damaged(run.order) if run.order.exists() else {"number": 0}
         if order["number"] <= last_number:
             time.sleep(_POLL_SECONDS)
             continue
@@ -163,7 +170,7 @@ def _append_result_on_rank_0(run: RunDir, group: DistributedContext, result_reco
             file.write(json_text(result_record) + "\n")
 
 
-def _measure_peak_flops_and_report_engine(session: Session) -> Json:
+def _reset_peak_memory_and_report_engine_and_flops(session: Session) -> Json:
     group = session.group
     engine = session.engine
     dtype = dtype_of(session.recipe.precision)
@@ -182,7 +189,7 @@ def _measure_peak_flops_and_report_engine(session: Session) -> Json:
     }
 
 
-def gather_worst_parity_verdict(session: Session) -> Json:
+def compare_and_gather_worst_parity_verdict_json(session: Session) -> Json:
     """Compare loss and gradients with plain PyTorch; return the worst verdict (collective)."""
     if is_plain_pytorch(session.engine):
         return {"verdict": "reference"}
@@ -198,7 +205,7 @@ def gather_worst_parity_verdict(session: Session) -> Json:
     return max(verdicts, key=_largest_difference_or_infinity)
 
 
-def largest_loss_change_by_matmul_precision(session: Session) -> dict[str, float]:
+def loss_change_from_highest_matmul_precision(session: Session) -> dict[str, float]:
     """Return the relative change of a loss by matmul_precision, without dropout (collective).
 
     It is the largest of all ranks. At precision highest the result is empty.
@@ -206,7 +213,9 @@ def largest_loss_change_by_matmul_precision(session: Session) -> dict[str, float
     engine = session.engine
     if session.recipe.engine.matmul_precision == "highest":
         return {}
-    batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
+    batch = engine.to_device(
+        session.batches.read_micro_batch_and_count_tokens(0, 0, session.group.rank)
+    )
     module = engine.eval_module.eval()
     with engine.exclude_passes_from_counts(with_compilations=True), torch.no_grad():
         loss = float(loss_of_engine_output(module(**batch)))
@@ -229,11 +238,13 @@ def _largest_difference_or_infinity(verdict: Json) -> float:
 
 def _compare_first_micro_batch_with_pytorch(session: Session) -> Comparison:
     engine = session.engine
-    batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
+    batch = engine.to_device(
+        session.batches.read_micro_batch_and_count_tokens(0, 0, session.group.rank)
+    )
     with engine.exclude_passes_from_counts(with_compilations=True):
         module = engine.module_without_dropout_for_comparison()
         autocast = session.plan.deepspeed is None
-        return compare_replaying_random_numbers(
+        return compare_passes_replaying_random_numbers_if_drawn(
             engine.plain,
             module,
             batch,

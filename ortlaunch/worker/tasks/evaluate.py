@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
+from ortlaunch.worker.evaluation.evaluation import seed_and_evaluate_loss_and_metrics_unless_stopped
 from ortlaunch.worker.evaluation.record import build_evaluation_record, evaluation_lines
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width
@@ -22,11 +22,11 @@ def run(session: Session) -> None:
         print_wrapped_to_terminal_width(
             *engine_plan_lines(session.engine.engine_report_so_far()), *session.engine.notes
         )
-    checkpoint.load_checkpoint_and_return_loop_state(
+    checkpoint.load_checkpoint_print_notes_and_return_loop_state(
         start_checkpoint.folder, session.engine.stepper.named_state(), group
     )
     with session.progress.show_activity_during("evaluating"):
-        found_metrics = evaluate_loss_and_metrics(session, samples)
+        found_metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(session, samples)
         assert found_metrics is not None, "nobody was asked to stop"
     if group.rank == 0:
         evaluation_record = build_evaluation_record(

@@ -47,8 +47,8 @@ def run(request: PredictionRequest) -> None:
         session = load_data_and_build_session(
             eager_recipe, replace(plan, deepspeed=None), RunDir(folder), group, Progress(rank=1)
         )
-    batch = session.engine.loss_weight.batch_without_weight_key_with_label(
-        session.batches.micro_batch(0, 0, 0)
+    batch = session.engine.loss_weight.batch_without_weight_key_with_counted_label(
+        session.batches.read_micro_batch_and_count_tokens(0, 0, 0)
     )
     try:
         count_measure_and_cache_prediction(recipe, plan, session.model, batch)

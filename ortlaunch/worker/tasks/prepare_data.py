@@ -21,7 +21,7 @@ _LINE_SECONDS = 30.0
 
 def run(request: DataRequest) -> None:
     """Prepare a recipe's data, and print the numbers of samples."""
-    data, notes = load_and_cache_data_showing_progress(parse_resolved_recipe(request.recipe))
+    data, notes = cache_data_showing_progress_and_take_notes(parse_resolved_recipe(request.recipe))
     from ortlaunch.worker.data.mixture import streamed_sources_of_samples
 
     print(*notes, sep="\n", end="\n" if notes else "")
@@ -33,16 +33,16 @@ def run(request: DataRequest) -> None:
     print(f"ready in {cache_root_without_creating()}")
 
 
-def load_and_cache_data_showing_progress(recipe: Recipe) -> tuple[LoadedData, list[str]]:
+def cache_data_showing_progress_and_take_notes(recipe: Recipe) -> tuple[LoadedData, list[str]]:
     """Return a recipe's data, which are then in the cache, and notes for the user."""
     line = _StderrProgress()
     line.show_or_print_at_intervals("loading libraries")
     try:
         from ortlaunch.base.cache import take_cache_notes
-        from ortlaunch.base.file_errors import reraise_own_file_errors_as_file_error
+        from ortlaunch.base.file_errors import explain_errors_on_run_folder_or_cache_files
         from ortlaunch.worker.data import LoadedData
 
-        with reraise_own_file_errors_as_file_error(cache_root_without_creating()):
+        with explain_errors_on_run_folder_or_cache_files(cache_root_without_creating()):
             data = LoadedData(recipe, line.show_or_print_at_intervals)
             data.read_samples_needed_by(TASKS["train"])
     finally:

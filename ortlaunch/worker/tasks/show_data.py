@@ -21,17 +21,17 @@ from ortlaunch.recipe import Recipe, parse_resolved_recipe
 from ortlaunch.recipe.fields.data import is_written_by_chat_template
 from ortlaunch.tables.tasks import ShowDataRequest
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
-from ortlaunch.worker.data import LoadedData, Samples, batch_function_of_recipe
-from ortlaunch.worker.data.chat_rows import read_chats_and_shares
+from ortlaunch.worker.data import LoadedData, Samples, collate_function_of_recipe
+from ortlaunch.worker.data.chat_rows import read_chats_with_fraction_of_corpus_read
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data_audit import (
     AuditFinding,
     AuditRow,
     PartAudit,
     audit_training_and_evaluation_samples,
-    training_rows_by_class_name,
+    training_row_count_by_class_name,
 )
-from ortlaunch.worker.tasks.prepare_data import load_and_cache_data_showing_progress
+from ortlaunch.worker.tasks.prepare_data import cache_data_showing_progress_and_take_notes
 
 # Samples of each part, and raw chats of each source, that are audited.
 _MAX_AUDITED = 20_000
@@ -50,12 +50,12 @@ def run(request: ShowDataRequest) -> None:
     """Print samples of a recipe's data, and the audit."""
     recipe = parse_resolved_recipe(request.recipe)
     append_factory_folders_to_sys_path(recipe, Path(request.modules))
-    data, notes = load_and_cache_data_showing_progress(recipe)
+    data, notes = cache_data_showing_progress_and_take_notes(recipe)
     parts = audit_training_and_evaluation_samples(data, _MAX_AUDITED)
     if parts:
         parts[0].findings.extend(system_message_and_role_findings(recipe))
         document_by_part = {
-            part.key: _audit_with_spread_samples(part, request.samples, data) for part in parts
+            part.key: _audit_json_with_spread_samples(part, request.samples, data) for part in parts
         }
     else:
         document_by_part = {
@@ -64,7 +64,7 @@ def run(request: ShowDataRequest) -> None:
         }
     document = {
         "parts": document_by_part,
-        "classes": dict(training_rows_by_class_name(data).most_common()),
+        "classes": dict(training_row_count_by_class_name(data).most_common()),
         "notes": notes,
     }
     if request.json:
@@ -82,7 +82,9 @@ def system_message_and_role_findings(recipe: Recipe) -> Iterator[AuditFinding]:
     for source in (
         item for _, item in recipe.data.key_and_source_pairs() if is_written_by_chat_template(item)
     ):
-        for chat, _ in itertools.islice(read_chats_and_shares(source), _MAX_AUDITED):
+        for chat, _ in itertools.islice(
+            read_chats_with_fraction_of_corpus_read(source), _MAX_AUDITED
+        ):
             first_message = chat.messages[0]
             systems[
                 repr(first_message["content"][:40]) if first_message["role"] == "system" else "none"
@@ -112,7 +114,7 @@ def _describe_spread_samples_and_batch(samples: Samples, recipe: Recipe, max_sam
     batch = (
         {
             f"a batch of {len(shown_samples)}": _description_by_value_name(
-                batch_function_of_recipe(recipe)(shown_samples)
+                collate_function_of_recipe(recipe)(shown_samples)
             )
         }
         if shown_samples
@@ -147,7 +149,7 @@ def _type_shape_and_range_text(value: Any) -> str:
     return f"{text}, ... from {tensor.min():.4g} to {tensor.max():.4g}"
 
 
-def _audit_with_spread_samples(part: PartAudit, max_samples: int, data: LoadedData) -> Json:
+def _audit_json_with_spread_samples(part: PartAudit, max_samples: int, data: LoadedData) -> Json:
     """Return the audit of a part with some samples, evenly spread."""
     lengths = [len(row.ids) for row in part.rows]
     width = -(-(max(lengths) - min(lengths) + 1) // _BINS)

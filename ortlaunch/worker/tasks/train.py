@@ -22,8 +22,8 @@ from ortlaunch.worker.data.user_data import seed_all_random_generators
 from ortlaunch.worker.engine.schedule import fraction_of_peak_learning_rate
 from ortlaunch.worker.engine.stepping import StepOutcome
 from ortlaunch.worker.evaluation.evaluation import (
-    evaluate_loss_and_metrics,
     metrics_with_evaluation_prefix,
+    seed_and_evaluate_loss_and_metrics_unless_stopped,
 )
 from ortlaunch.worker.model.named_state import require_same_trained_parameters
 from ortlaunch.worker.process_group.agreement import RankAgreement, accept_save_and_stop_requests
@@ -51,10 +51,10 @@ from ortlaunch.worker.training.meter import TrainingMeter, sum_losses
 from ortlaunch.worker.training.metrics import MetricsWriter, readable_metrics_records
 from ortlaunch.worker.training.parity_steps import create_parity_steps_or_note_why_not
 from ortlaunch.worker.training.profile import StepProfiler
-from ortlaunch.worker.training.rebuilding import register_rebuild_reports
+from ortlaunch.worker.training.rebuilding import register_progress_display_of_engine_rebuilds
 from ortlaunch.worker.training.stopping import (
     remove_save_request_after_save,
-    write_stop_record_if_stopped,
+    write_and_print_stop_record_if_stopped,
 )
 from ortlaunch.worker.training.summary import print_plan_and_copy_user_modules
 
@@ -84,7 +84,7 @@ class TrainState:
         """Count a step, whose samples no rank needs any more."""
         self.step += 1
         self.samples = batches.positions_before_step(self.step)
-        self.streams = batches.release_streamed_samples_before(self.samples)
+        self.streams = batches.release_streamed_samples_and_return_positions(self.samples)
 
 
 def run(session: Session) -> int:
@@ -150,7 +150,9 @@ def _train_until_end_stop_or_rollback(
     progress.register_forward_pass_hooks(
         engine.stepper.module, create_gpu_forward_timer_or_none(group.device)
     ) if group.size > 1 else None
-    register_rebuild_reports(engine.record.engine.used, progress.shared_progress)
+    register_progress_display_of_engine_rebuilds(
+        engine.record.engine.used, progress.shared_progress
+    )
     progress.begin_steps_and_show_bar(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.begin_and_show_activity("compiling in the first step")
@@ -162,14 +164,16 @@ def _train_until_end_stop_or_rollback(
             )
         # This step's checkpoint exists already.
         saving.best_step = best.kept_best_step_or_none(state.best)
-        rank_agreement.agreed_stop = write_stop_record_if_stopped(session, rank_request, state.step)
+        rank_agreement.agreed_stop = write_and_print_stop_record_if_stopped(
+            session, rank_request, state.step
+        )
     while state.step < saving.last_step and not rank_agreement.agreed_stop.stops:
         if compared_steps is not None:
             with meter.exclude_from_training_time():
                 compared_steps.compare_and_record_step_if_due(state.step)
-        saving.request_save_by_clock_on_rank_0(rank_agreement)
+        saving.request_due_save_and_record_ended_background_save(rank_agreement)
         exports.report_ended_and_start_next_export()
-        loss, stepped, learning_rate = _train_step_or_handle_bad_one(
+        loss, stepped, learning_rate = _train_step_or_skip_and_return_loss_outcome_rate(
             session, state, rank_agreement, bad_steps, profiler
         )
         state.count_step_and_release_samples(session.batches)
@@ -177,7 +181,7 @@ def _train_until_end_stop_or_rollback(
         engine.plain.end_lightning_step(state.step, state.samples, engine.stepper.returned_values)
         progress.count_step_and_update_bar()
         is_last_step = state.step == recipe.train.steps
-        rank_request = rank_agreement.wait_for_agreed_request()
+        rank_request = rank_agreement.handle_signals_and_wait_for_agreed_request()
 
         if state.step % recipe.log.every_steps == 0 or is_last_step or rank_request.stops:
             _require_finite_loss_and_log_step(
@@ -214,7 +218,9 @@ def _train_until_end_stop_or_rollback(
                 rank_request = _save_checkpoint_and_agree_on_request(
                     session, state, saving, rank_agreement, rank_request
                 )
-        rank_agreement.agreed_stop = write_stop_record_if_stopped(session, rank_request, state.step)
+        rank_agreement.agreed_stop = write_and_print_stop_record_if_stopped(
+            session, rank_request, state.step
+        )
     engine.plain.call_lightning_hook("on_train_end", engine.stepper.returned_values)
     rank_agreement.agreed_stop = _wait_for_saves_and_record_stop(
         session, saving, rank_agreement, state.step
@@ -233,7 +239,7 @@ def _create_checkpoint_saver_with_callbacks(
 
     def notify_completed(step: int) -> None:
         hook.on_checkpoint(step)
-        exports.queue_exports_on_rank_0(step)
+        exports.queue_all_or_missing_exports_on_rank_0(step)
 
     saving = checkpoint.CheckpointSaver(
         session.run,
@@ -256,7 +262,7 @@ def _create_checkpoint_saver_with_callbacks(
     trained_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saving.before_save = lambda: require_same_trained_parameters(model, trained_parameters)
     saving.steps_in_use = exports.steps_being_exported
-    exports.on_export_ended = saving.remove_old_checkpoints_on_rank_0
+    exports.on_export_ended = saving.remove_old_checkpoints_and_exports_on_rank_0
     return saving
 
 
@@ -316,7 +322,7 @@ def _evaluate_and_agree_on_request(
     """Run the evaluation of a step, until its end or a stop; return the agreed request after it."""
     assert session.data.evaluation is not None
     with session.progress.show_activity_during("evaluating"):
-        evaluation_metrics = evaluate_loss_and_metrics(
+        evaluation_metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(
             session, session.data.evaluation, rank_agreement
         )
         if evaluation_metrics is not None:
@@ -360,7 +366,9 @@ def _save_checkpoint_and_agree_on_request(
     with remove_save_request_after_save(session, saving, rank_request):
         require_finite_weights(train_state.step, session.engine.stepper.trained_weights())
         require_buffers_without_nan(train_state.step, session.model, saving.nan_buffers)
-        saving.save_or_start_background_save(train_state.step, asdict(train_state), rank_request)
+        saving.wait_then_save_or_start_background_save(
+            train_state.step, asdict(train_state), rank_request
+        )
     # A save in the background fulfils no request.
     rank_request = max(
         rank_request,
@@ -371,7 +379,7 @@ def _save_checkpoint_and_agree_on_request(
     # A stop may have been requested during the save, which may still be written in the background.
     if rank_request.stops:
         with remove_save_request_after_save(session, saving, rank_request):
-            saving.wait_for_background_save()
+            saving.wait_for_background_save_and_record_result()
     return rank_request
 
 
@@ -387,7 +395,7 @@ def _wait_for_saves_and_record_stop(
     return (
         rank_agreement.agreed_stop
         if rank_agreement.agreed_stop.stops
-        else write_stop_record_if_stopped(
+        else write_and_print_stop_record_if_stopped(
             session, rank_agreement.agree_on_request_now(), completed_steps
         )
     )
@@ -428,43 +436,47 @@ def recipe_learning_rate(recipe: Recipe, step_index: int) -> float:
     )
 
 
-def _learning_rates_of_parameter_groups(session: Session, step_index: int) -> Sequence[float]:
+def _advance_scheduler_and_read_learning_rates(
+    session: Session, step_index: int
+) -> Sequence[float]:
     """Return the learning rates at `step_index`: one for all parameters, or one for each group."""
     if session.engine.scheduler is None:
         return [recipe_learning_rate(session.recipe, step_index)]
     whole_epochs = session.batches.positions_before_step(step_index) // len(session.batches.samples)
     return [
         scheduled_rate * session.recipe.optimizer.learning_rate
-        for scheduled_rate in session.engine.scheduler.advance_and_read_rates(
+        for scheduled_rate in session.engine.scheduler.advance_or_restart_and_read_learning_rates(
             step_index, whole_epochs
         )
     ]
 
 
-def _train_step_or_handle_bad_one(
+def _train_step_or_skip_and_return_loss_outcome_rate(
     session: Session,
     train_state: TrainState,
     rank_agreement: RankAgreement,
     bad_steps: BadStepHandler,
     profiler: StepProfiler,
 ) -> tuple[torch.Tensor | None, StepOutcome, float]:
-    """Run `train_step`; return None instead of the loss if the step was left out."""
+    """Run `train_step_and_return_loss_outcome_and_rate`; return None instead of the loss if the step was left out."""
     try:
         with profiler.time_or_profile_step(train_state.step + 1):
-            return train_step(session, train_state, rank_agreement, bad_steps)
+            return train_step_and_return_loss_outcome_and_rate(
+                session, train_state, rank_agreement, bad_steps
+            )
     except BadStepError as error:
         # The agreement of this step has begun: end it before the collectives of the answer.
-        rank_agreement.wait_for_agreed_request()
+        rank_agreement.handle_signals_and_wait_for_agreed_request()
         bad_steps.skip_roll_back_or_end_run(error, train_state)
         rank_agreement.start_request_all_reduce()
         return (
             None,
             StepOutcome(None, skipped=True),
-            _learning_rates_of_parameter_groups(session, train_state.step)[0],
+            _advance_scheduler_and_read_learning_rates(session, train_state.step)[0],
         )
 
 
-def train_step(
+def train_step_and_return_loss_outcome_and_rate(
     session: Session,
     train_state: TrainState,
     rank_agreement: RankAgreement | None = None,
@@ -480,7 +492,7 @@ def train_step(
     """
     engine = session.engine
     group = session.group
-    learning_rates = _learning_rates_of_parameter_groups(session, train_state.step)
+    learning_rates = _advance_scheduler_and_read_learning_rates(session, train_state.step)
     train_state.learning_rate = learning_rates[0]
     if bad_steps is not None:
         bad_steps.copy_buffers_before_step()
@@ -489,7 +501,7 @@ def train_step(
         session.batches.positions_before_step(train_state.step),
         engine.stepper.returned_values,
     )
-    losses = _run_forward_and_backward_passes(session, train_state.step)
+    losses = _seed_and_run_passes_and_list_losses(session, train_state.step)
     # Between passes and update, where the ranks have just waited for each other.
     if rank_agreement is not None:
         rank_agreement.start_request_all_reduce()
@@ -505,7 +517,7 @@ def train_step(
         step_bad_losses = gather_non_finite_losses(group, losses)
         if outcome.failed or step_bad_losses:
             # The gradients are cleared: compute them again to name the bad ones.
-            _run_forward_and_backward_passes(session, train_state.step)
+            _seed_and_run_passes_and_list_losses(session, train_state.step)
             raise build_non_finite_step_error(
                 group,
                 session.batches,
@@ -517,7 +529,7 @@ def train_step(
     return sum_losses(losses) / len(losses), outcome, learning_rates[0]
 
 
-def _run_forward_and_backward_passes(session: Session, step_index: int) -> list[torch.Tensor]:
+def _seed_and_run_passes_and_list_losses(session: Session, step_index: int) -> list[torch.Tensor]:
     """Run forward and backward of each micro batch of this rank; return the weighted losses."""
     engine = session.engine
     group = session.group
@@ -530,7 +542,9 @@ def _run_forward_and_backward_passes(session: Session, step_index: int) -> list[
         )
         for pass_index, (batch, loss_weight) in enumerate(
             session.progress.iterate_marking_read_time(
-                engine.loss_weight.weighted_micro_batches(session.batches, step_index, group)
+                engine.loss_weight.micro_batches_with_loss_factors(
+                    session.batches, step_index, group
+                )
             )
         )
     ]
@@ -556,7 +570,9 @@ def report_no_steps_and_evaluate_if_missing(
     ]
     if not session.group.gather_numbers([len(evaluation_lines)])[0][0]:
         with session.progress.show_activity_during("evaluating"):
-            evaluation_metrics = evaluate_loss_and_metrics(session, session.data.evaluation)
+            evaluation_metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(
+                session, session.data.evaluation
+            )
         if evaluation_metrics is not None:
             best.update_best_evaluations(
                 session.recipe, train_state.best, train_state.step, evaluation_metrics
@@ -592,7 +608,7 @@ def _load_newest_checkpoint_or_fresh_state(session: Session) -> TrainState:
     # The samples of so many steps at the present batch size, for the note.
     batches.begin_step_after_positions(0, 0)
     usual_samples = batches.positions_before_step(step)
-    loaded_state = checkpoint.load_checkpoint_and_return_loop_state(
+    loaded_state = checkpoint.load_checkpoint_print_notes_and_return_loop_state(
         folder, session.engine.stepper.named_state(), session.group
     )
     state = TrainState(**{"samples": start_checkpoint.samples, **loaded_state})

@@ -107,7 +107,7 @@ class BadStepHandler:
             and checkpoint.newest_checkpoint_seen_by_rank_0(session.run, session.group) is None
         ):
             with session.progress.show_activity_during("saving a checkpoint"):
-                checkpoint_saver.save_or_start_background_save(
+                checkpoint_saver.wait_then_save_or_start_background_save(
                     train_state.step, asdict(train_state)
                 )
 
@@ -143,7 +143,9 @@ class BadStepHandler:
                 session.engine.stepper.named_gradients(),
                 passes_were_repeated=False,
             )
-        if self.spikes and (spike_reason := self.spikes.explain_spike_or_add_loss(mean_loss)):
+        if self.spikes and (
+            spike_reason := self.spikes.spike_reason_or_add_loss_to_window(mean_loss)
+        ):
             samples = session.batches.sample_indices_of_step(step_index)
             message = (
                 f"step {step_index + 1}: {spike_reason}; samples "
@@ -205,7 +207,7 @@ class BadStepHandler:
     def _wait_for_save_and_newest_checkpoint(self) -> tuple[int, Path] | None:
         """Wait for a save in progress, then return the newest checkpoint (collective)."""
         with self.session.progress.show_activity_during("saving a checkpoint"):
-            self._saving.wait_for_background_save()
+            self._saving.wait_for_background_save_and_record_result()
             return checkpoint.newest_checkpoint_seen_by_rank_0(self.session.run, self.session.group)
 
     def _record_and_raise_rollback(
@@ -249,7 +251,7 @@ class SpikeDetector:
         self.above = 0
         """Successive losses above the limit."""
 
-    def explain_spike_or_add_loss(self, mean_loss: float) -> str | None:
+    def spike_reason_or_add_loss_to_window(self, mean_loss: float) -> str | None:
         """Return why this loss is a spike, or None; a normal loss joins the window."""
         limit = self.spike.limit
         self.above = self.above + 1 if limit is not None and mean_loss > limit else 0

@@ -18,7 +18,7 @@ from ortlaunch.tables.metrics import metrics_of_task
 from ortlaunch.worker.checkpoint.saver import KEEP
 from ortlaunch.worker.data import Samples
 from ortlaunch.worker.data.samples import Sample
-from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
+from ortlaunch.worker.evaluation.evaluation import seed_and_evaluate_loss_and_metrics_unless_stopped
 from ortlaunch.worker.session import Session
 
 STOP = "train.stop_after"
@@ -103,7 +103,7 @@ def require_best_metrics_by_test_evaluation(session: Session) -> None:
     with session.progress.show_activity_during("evaluating"):
         try:
             # One micro batch of each rank.
-            evaluation_metrics = evaluate_loss_and_metrics(
+            evaluation_metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(
                 session,
                 _FirstSamples(samples, session.plan.batch.micro_samples * session.group.size),
             )

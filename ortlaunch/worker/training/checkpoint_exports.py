@@ -69,9 +69,11 @@ class CheckpointExports:
         self.writes = session.group.rank == 0
         # Those whose writer was killed, too.
         for step, _ in self.run.complete_checkpoints() if self.writes else ():
-            self.queue_exports_on_rank_0(step, only_missing=True)
+            self.queue_all_or_missing_exports_on_rank_0(step, only_missing=True)
 
-    def queue_exports_on_rank_0(self, checkpoint_step: int, only_missing: bool = False) -> None:
+    def queue_all_or_missing_exports_on_rank_0(
+        self, checkpoint_step: int, only_missing: bool = False
+    ) -> None:
         """Request the exports of a complete checkpoint."""
         for export_format in self.formats if self.writes else ():
             if not (

@@ -27,7 +27,7 @@ from ortlaunch.run_folder.records import (
 from ortlaunch.tables.metrics import METRICS
 from ortlaunch.worker.checkpoint import (
     failed_save_count,
-    load_checkpoint_and_return_loop_state,
+    load_checkpoint_print_notes_and_return_loop_state,
     samples_trained_until_checkpoint,
 )
 from ortlaunch.worker.checkpoint.saver import KEEP
@@ -67,7 +67,7 @@ def write_export_and_print_summary(
         # Recorded before the export, because the export's own memory use must not count.
         memory_record = engine.memory_use.gather_memory_report(session.plan, group)
         # Before the export, which switches the chunked loss off.
-        steps = _record_and_return_step_durations(session) if group.rank == 0 else {}
+        steps = _cache_measured_and_return_step_durations(session) if group.rank == 0 else {}
         _unchunk_loss_and_write_export(session)
         if unjudged_reason := group.gather(
             _reason_export_is_unjudged_or_empty(recipe, run, best_evaluations)
@@ -150,7 +150,7 @@ def _describe_best_and_load_if_exported(
             raise CheckpointError(
                 f"{folder}, the best checkpoint, needed for the export, is damaged: {damage_reason}"
             )
-        load_checkpoint_and_return_loop_state(
+        load_checkpoint_print_notes_and_return_loop_state(
             folder, session.engine.stepper.named_state(), session.group
         )
     is_exported = keep_best.export or best_entry["step"] == last_step
@@ -206,7 +206,7 @@ def _best_checkpoint_lines(run: RunDir, best_evaluation: BestEvaluation | None) 
     ]
 
 
-def _record_and_return_step_durations(session: Session) -> dict[str, Any]:
+def _cache_measured_and_return_step_durations(session: Session) -> dict[str, Any]:
     """Return the summary's duration of a step, measured and, if `plan --predict` was run, predicted.
 
     The measured duration corrects later predictions.

@@ -84,7 +84,7 @@ class TrainingMeter:
             if padding:
                 values["padding_share"] = round(padding / (tokens + padding), 4)
             if self.flops_per_token:
-                values["mfu"] = self._fraction_of_peak_flops(
+                values["mfu"] = self._fraction_of_peak_flops_measured_again_if_above(
                     # Padding is computed, too. Tokens are those of all ranks, and the peak is that
                     # of one device.
                     self.flops_per_token * (tokens + padding) / seconds / self.group.size
@@ -93,7 +93,7 @@ class TrainingMeter:
         self.restart_counts()
         return values
 
-    def _fraction_of_peak_flops(self, flops_per_second: float) -> float:
+    def _fraction_of_peak_flops_measured_again_if_above(self, flops_per_second: float) -> float:
         """Return the rate as a share of the device's measured peak.
 
         A higher rate shows that other work disturbed the measurement, so the peak is measured

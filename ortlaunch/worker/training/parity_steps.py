@@ -24,9 +24,9 @@ from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.records import ParityLine, json_values_of_record
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.comparison import (
-    active_dropout_attributes,
-    compare_replaying_random_numbers,
+    compare_passes_replaying_random_numbers_if_drawn,
     engine_and_reference_evaluation_losses,
+    owner_name_and_ratio_of_active_dropouts,
 )
 from ortlaunch.worker.engine.differences import Comparison, Difference
 from ortlaunch.worker.engine.engine import TrainingEngine
@@ -64,7 +64,7 @@ class ParitySteps:
         steps, self.automatic_reason = compared_step_count_and_reason(session)
         self.end_step = min(steps, recipe.train.steps)
         self.tolerance = recipe.engine.parity_tolerance or recipe.format.tolerance
-        self.dropouts = len(active_dropout_attributes(engine.plain))
+        self.dropouts = len(owner_name_and_ratio_of_active_dropouts(engine.plain))
         self.is_precision_lowered = recipe.engine.matmul_precision != "highest"
         self.comparison_module: Any = None
         self.replaying_module: Any = None
@@ -124,7 +124,7 @@ class ParitySteps:
         if step_index + 1 == self.end_step:
             self._free_comparison_graphs()
             if not self.automatic_reason:
-                self.group.print_on_rank_0(self._passed_or_unjudged_message())
+                self.group.print_on_rank_0(self._passed_text_or_refuse_unjudged())
 
     def _end_comparison_as_not_compared(self, reason: str) -> None:
         self.end_step = 0
@@ -144,12 +144,14 @@ class ParitySteps:
         engine = self.engine
         recipe = self.recipe
         try:
-            batch = engine.to_device(self.batches.micro_batch(step_index, 0, self.group.rank))
+            batch = engine.to_device(
+                self.batches.read_micro_batch_and_count_tokens(step_index, 0, self.group.rank)
+            )
             # The comparison's passes and compilations do not belong in the counts of engine.json.
             with engine.exclude_passes_from_counts(
                 with_compilations=bool(self.dropouts) or self.is_precision_lowered
             ):
-                comparison = compare_replaying_random_numbers(
+                comparison = compare_passes_replaying_random_numbers_if_drawn(
                     engine.plain,
                     self._engine_module_without_dropout(),
                     batch,
@@ -274,7 +276,7 @@ class ParitySteps:
             f"took {record['seconds']:.1f} s, once{_rounding_and_random_number_lines(record)}"
         )
 
-    def _passed_or_unjudged_message(self) -> str:
+    def _passed_text_or_refuse_unjudged(self) -> str:
         """Return the last line of a passed comparison, after a table if requested."""
         worst = _failed_or_most_different_record(self.records)
         table_text = (

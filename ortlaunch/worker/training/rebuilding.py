@@ -13,18 +13,22 @@ EXPORTING = "exporting to ONNX Runtime"
 COMPILING = "compiling"
 
 
-def register_rebuild_reports(engine_name: str, pulse: SharedProgress) -> None:
+def register_progress_display_of_engine_rebuilds(
+    engine_name: str, shared_progress: SharedProgress
+) -> None:
     """Let the pulse show when engine `engine_name` builds again, for example for another batch shape."""
     if engine_name == "ort":
         # Imported late: the other engines do not need this module.
         from ortlaunch.ortmodule.base import counters
 
-        counters.while_building = lambda: pulse.show_long_operation_without_mark(EXPORTING)
+        counters.while_building = lambda: (
+            shared_progress.show_phase_until_end_without_counting_progress(EXPORTING)
+        )
     if engine_name == "inductor":
-        _register_compilation_callbacks(pulse)
+        _register_compilation_callbacks(shared_progress)
 
 
-def _register_compilation_callbacks(pulse: SharedProgress) -> None:
+def _register_compilation_callbacks(shared_progress: SharedProgress) -> None:
     # Imported late: only engine inductor needs torch._dynamo.
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
@@ -33,7 +37,9 @@ def _register_compilation_callbacks(pulse: SharedProgress) -> None:
     def show_compilation(*_: object) -> None:
         # An older torch calls this for nested compilations, too.
         open_phase.close()
-        open_phase.enter_context(pulse.show_long_operation_without_mark(COMPILING))
+        open_phase.enter_context(
+            shared_progress.show_phase_until_end_without_counting_progress(COMPILING)
+        )
 
     on_compile_start(show_compilation)
     on_compile_end(lambda *_: open_phase.close())

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 from ortlaunch.base.errors import CheckpointError, NotSaved
-from ortlaunch.run_folder.folder import COMPLETE, read_own_json, write_json_atomically
+from ortlaunch.run_folder.folder import COMPLETE, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import Stopped, json_values_of_record
 from ortlaunch.worker.checkpoint import CheckpointSaver
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.requests import RankRequest
 
 
-def write_stop_record_if_stopped(
+def write_and_print_stop_record_if_stopped(
     session: Session, rank_request: RankRequest, completed_steps: int
 ) -> RankRequest:
     """Write stopped.json on rank 0, if a stop was requested and this step's checkpoint is complete.
@@ -76,5 +76,5 @@ def _stop_requester_text(session: Session, rank_request: RankRequest) -> str:
     """Return who requested it, as text."""
     # `ortlaunch stop` and a hook write this file; without it, a signal was the request.
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return str(read_own_json(session.run.stop_request)["by"])
+        return str(read_json_or_raise_damaged(session.run.stop_request)["by"])
     return rank_request.signal.name

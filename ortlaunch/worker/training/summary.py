@@ -17,11 +17,13 @@ from ortlaunch.run_folder.engine_report import (
 from ortlaunch.worker.data.mixture import streamed_sources_of_samples
 from ortlaunch.worker.data_audit import (
     audit_training_and_evaluation_samples,
-    require_no_severe_findings,
+    refuse_severe_findings_not_allowed,
 )
 from ortlaunch.worker.run_length import run_length_line
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.module_copies import copy_user_modules_into_run_folder
+from ortlaunch.worker.supervision.module_copies import (
+    copy_user_modules_into_run_folder_and_list_notes,
+)
 from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width
 
 
@@ -48,11 +50,11 @@ def print_plan_and_copy_user_modules(session: Session) -> None:
             *engine_plan_lines(engine.engine_report_so_far()),
             *engine.notes,
             *data,
-            *copy_user_modules_into_run_folder(session.run),
+            *copy_user_modules_into_run_folder_and_list_notes(session.run),
         ]
         print_wrapped_to_terminal_width(*lines)
         if streams:
-            require_no_severe_findings(session.data, streams)
+            refuse_severe_findings_not_allowed(session.data, streams)
 
 
 def print_outcome_and_copy_late_modules(
@@ -62,13 +64,13 @@ def print_outcome_and_copy_late_modules(
     if session.group.rank == 0:
         report = session.engine.engine_report_so_far()
         late_and_outcome_lines = [
-            *notes_not_yet_shown(report, session.engine.notes),
+            *ort_notes_not_yet_shown(report, session.engine.notes),
             *engine_outcome_lines(report),
             *further_lines,
         ]
         print_wrapped_to_terminal_width(
             *late_and_outcome_lines,
-            *copy_user_modules_into_run_folder(session.run, keeps_existing=True),
+            *copy_user_modules_into_run_folder_and_list_notes(session.run, keeps_existing=True),
         )
 
 
@@ -234,7 +236,7 @@ def _ort_setting_lines(ort_report: OnnxRuntime | None) -> list[str]:
     return lines
 
 
-def notes_not_yet_shown(engine_report: EngineReport, shown_notes: Collection[str]) -> list[str]:
+def ort_notes_not_yet_shown(engine_report: EngineReport, shown_notes: Collection[str]) -> list[str]:
     """Return notes that were raised after step 1, such as one on another export."""
     return [
         note

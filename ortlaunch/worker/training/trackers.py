@@ -156,7 +156,8 @@ class MlflowTracker:
 
         self._client = MlflowClient(tracking_uri or (run.trackers / "mlruns").absolute().as_uri())
         self._run = _read_or_create_id_file(
-            run.trackers / "mlflow_id", lambda: self._create_mlflow_run(recipe, run)
+            run.trackers / "mlflow_id",
+            lambda: self._create_mlflow_run_and_return_its_id(recipe, run),
         )
         self._client.update_run(self._run, "RUNNING")
         if first_step == 0:
@@ -171,7 +172,7 @@ class MlflowTracker:
                     self._run, params=[Param(*item) for item in settings.items()]
                 )
 
-    def _create_mlflow_run(self, recipe: Recipe, run: RunDir) -> str:
+    def _create_mlflow_run_and_return_its_id(self, recipe: Recipe, run: RunDir) -> str:
         name = recipe.log.project or recipe.name
         existing_experiment = self._client.get_experiment_by_name(name)
         experiment = (

@@ -12,7 +12,7 @@ import yaml
 import ortlaunch
 from ortlaunch.api.detached import (
     launch_options_as_command_arguments,
-    start_detached_and_await_job_file,
+    start_detached_and_await_job_file_or_raise,
 )
 from ortlaunch.base.errors import InputError, PlanError, RecipeError, RunError
 from ortlaunch.run_folder.folder import RunDir
@@ -101,7 +101,7 @@ def test_a_command_that_ends_at_once() -> None:
     Path("bad.yaml").write_text(yaml.safe_dump({**CUSTOM, "seed": "x"}))
     run = RunDir("run")
     with pytest.raises(RunError, match=r"bad\.yaml:\d+:\d+: seed: got") as caught:
-        start_detached_and_await_job_file(["train", "bad.yaml", "--run-dir=run"], run, {})
+        start_detached_and_await_job_file_or_raise(["train", "bad.yaml", "--run-dir=run"], run, {})
     assert caught.value.exit_status == 2
 
 

@@ -68,11 +68,11 @@ def test_what_is_said_of_it(run: RunDir) -> None:
         run.checkpoint_folder(10) / ORIGIN,
         origin_of_run_to_start(trained, makers.plan(trained).batch, 1, "cpu", {}, None),
     )
-    found = evaluations._resolve_evaluation_run_or_refuse(
+    found = evaluations._resolve_evaluation_with_training_batch_or_refuse(
         run, (*EVALUATION, "log.every_steps=7"), LaunchOptions("torchrun", 3)
     )
     options = ResumeOptions(str(run.checkpoint_folder(10)))
-    lines = resume.choose_checkpoint_and_list_changes(
+    lines = resume.choose_checkpoint_and_list_or_refuse_changes(
         run.evaluation_folder(10), found, None, options
     ).text_lines
     assert lines[0] == f"evaluating after step 10 from {run.checkpoint_folder(10)}"
@@ -110,8 +110,10 @@ def _other_text(run: RunDir) -> str:
 
 
 def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
-    found = evaluations._resolve_evaluation_run_or_refuse(run, overrides, LaunchOptions("local"))
-    return resume.choose_checkpoint_and_list_changes(
+    found = evaluations._resolve_evaluation_with_training_batch_or_refuse(
+        run, overrides, LaunchOptions("local")
+    )
+    return resume.choose_checkpoint_and_list_or_refuse_changes(
         run.evaluation_folder(10), found, None, ResumeOptions(str(run.checkpoint_folder(10)))
     ).text_lines
 
@@ -190,7 +192,8 @@ def test_a_model_is_measured_by_its_runs_recipe(
         False,
     )
     assert (
-        evaluate_model.evaluate_exported_model_in_process(model, None, corpus, as_json=False) == 3
+        evaluate_model.evaluate_exported_model_in_process(model, None, corpus, prints_json=False)
+        == 3
     )
     given = started[0]
     assert (given.model, given.modules) == (str(model / "model.onnx"), str(model.parents[2]))
@@ -203,7 +206,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
 
     # Without a graph, transformers loads the weights.
     (model / "model.onnx").unlink()
-    evaluate_model.evaluate_exported_model_in_process(model, None, corpus, as_json=False)
+    evaluate_model.evaluate_exported_model_in_process(model, None, corpus, prints_json=False)
     assert parse_resolved_recipe(started[1].recipe).model.pretrained == str(model)
     elsewhere = model.parents[2] / "elsewhere"
     for wrong, overrides, message in (
@@ -216,7 +219,9 @@ def test_a_model_is_measured_by_its_runs_recipe(
         if wrong == elsewhere:
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
-            evaluate_model.evaluate_exported_model_in_process(wrong, None, overrides, as_json=False)
+            evaluate_model.evaluate_exported_model_in_process(
+                wrong, None, overrides, prints_json=False
+            )
 
 
 CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
@@ -253,11 +258,11 @@ def test_the_advice_can_be_typed(
     RunDir(model.parents[1]).recipe.write_text(dump_recipe_yaml(made))
     # The recipe has no evaluation corpus.
     with pytest.raises(InputError) as caught:
-        evaluate_model.evaluate_exported_model_in_process(model, None, (), as_json=False)
+        evaluate_model.evaluate_exported_model_in_process(model, None, (), prints_json=False)
     advice = str(caught.value).partition("set it, as ")[2]
     assert (
         evaluate_model.evaluate_exported_model_in_process(
-            model, None, tuple(shlex.split(advice)), as_json=False
+            model, None, tuple(shlex.split(advice)), prints_json=False
         )
         == 3
     )
@@ -269,6 +274,6 @@ def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
         evaluations.evaluate_checkpoint_in_own_run(run, None, (), LaunchOptions("local"))
     advice = tuple(shlex.split(str(caught.value).partition("set it, as ")[2]))
     (Path(run.path).parent / "mine.py").write_text(f"{makers.OWN_MODULE}\n\ndef held_out(): ...\n")
-    assert evaluations._resolve_evaluation_run_or_refuse(
+    assert evaluations._resolve_evaluation_with_training_batch_or_refuse(
         run, advice, LaunchOptions("local")
     ).recipe_file.recipe.data.evaluation

@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_refusals(step: int | None, to: Path | None, form: str, message: str, run: RunDir) -> None:
     """An unknown format or step and an existing folder are refused with the alternatives."""
     with pytest.raises(InputError, match=message):
-        exports.export_and_push_checkpoint(run, ExportOptions(step, to, form))
+        exports.export_checkpoint_and_push_if_requested(run, ExportOptions(step, to, form))
 
 
 def test_adapters_as_nobody_knows(run: RunDir) -> None:
@@ -53,11 +53,11 @@ def test_adapters_as_nobody_knows(run: RunDir) -> None:
         InputError,
         match="--push uploads a model in --format huggingface or onnx; got --format ondevice",
     ):
-        exports.export_and_push_checkpoint(
+        exports.export_checkpoint_and_push_if_requested(
             run, ExportOptions(export_format="ondevice", push_target="me/mine")
         )
     with pytest.raises(InputError, match="--lora: got 'apart'; one of merged, alone"):
-        exports.export_and_push_checkpoint(run, ExportOptions(lora_form="apart"))
+        exports.export_checkpoint_and_push_if_requested(run, ExportOptions(lora_form="apart"))
 
 
 def test_the_best_checkpoint(
@@ -65,28 +65,28 @@ def test_the_best_checkpoint(
 ) -> None:
     """`--step best` takes the checkpoint of keep_best; without it a line names that checkpoint."""
     with pytest.raises(InputError, match=r"--step best: .* is not set, or the training has not en"):
-        exports.existing_requested_or_newest_step(run, "best")
+        exports.existing_requested_or_newest_step_or_refuse(run, "best")
     write_json_atomically(run.summary, {"steps": 20, "best": {"step": 10}})
-    assert exports.existing_requested_or_newest_step(run, "best") == 10
-    monkeypatch.setattr(tasks, "run_task_and_capture_output", lambda request, shown: None)
-    exports.export_and_push_checkpoint(run, ExportOptions(), ("stdout",))
+    assert exports.existing_requested_or_newest_step_or_refuse(run, "best") == 10
+    monkeypatch.setattr(tasks, "run_task_and_return_stdout_or_raise", lambda request, shown: None)
+    exports.export_checkpoint_and_push_if_requested(run, ExportOptions(), ("stdout",))
     note = "step 20 is the newest checkpoint; the best is of step 10: --step best\n"
     assert capsys.readouterr().out == note
-    exports.export_and_push_checkpoint(run, ExportOptions(step=20), ("stdout",))
+    exports.export_checkpoint_and_push_if_requested(run, ExportOptions(step=20), ("stdout",))
     # It may be deleted by hand.
     (run.checkpoint_folder(10) / "COMPLETE").unlink()
-    exports.export_and_push_checkpoint(run, ExportOptions(), ("stdout",))
+    exports.export_checkpoint_and_push_if_requested(run, ExportOptions(), ("stdout",))
     assert capsys.readouterr().out == ""
 
 
 def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
     """A folder of no run is refused, and so is a run without a checkpoint."""
     with pytest.raises(InputError, match="is not a run folder"):
-        exports.export_and_push_checkpoint(RunDir(tmp_path), ExportOptions())
+        exports.export_checkpoint_and_push_if_requested(RunDir(tmp_path), ExportOptions())
     for step in (10, 20):
         (run.checkpoint_folder(step) / "COMPLETE").unlink()
     with pytest.raises(InputError, match="has no complete checkpoint"):
-        exports.export_and_push_checkpoint(run, ExportOptions())
+        exports.export_checkpoint_and_push_if_requested(run, ExportOptions())
 
 
 @pytest.mark.parametrize(("step", "taken"), [(None, 20), (10, 10)])
@@ -96,8 +96,8 @@ def test_what_is_started(
     """The requested or newest checkpoint is exported to a folder of its step."""
     started: list[Any] = []
     monkeypatch.setattr(
-        tasks, "run_task_and_capture_output", lambda request, shown: started.append(request)
+        tasks, "run_task_and_return_stdout_or_raise", lambda request, shown: started.append(request)
     )
     folder = run.path / "exports" / f"step_{taken:08d}"
-    assert exports.export_and_push_checkpoint(run, ExportOptions(step)) == folder
+    assert exports.export_checkpoint_and_push_if_requested(run, ExportOptions(step)) == folder
     assert started == [tasks.ExportRequest(str(run), taken, str(folder), "huggingface")]

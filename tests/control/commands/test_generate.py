@@ -66,7 +66,9 @@ def test_which_model(
         write_json_atomically(run.export / "config.json", {})
 
     monkeypatch.setattr(
-        tasks, "run_task_and_capture_output", lambda request, _: started.append(request) or "The\n"
+        tasks,
+        "run_task_and_return_stdout_or_raise",
+        lambda request, _: started.append(request) or "The\n",
     )
     assert generation.generate_text_in_process(asked(run.path, step)) == "The"
     (given,) = started

@@ -37,11 +37,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(selftest, "check_hosts_or_this_machine", lambda *_: [CHECKED])
     monkeypatch.setattr(
-        selftest, "_measure_fabric_and_judge", lambda *_: [Finding("a", "link", OK, "to b")]
+        selftest,
+        "_measure_fabric_by_ranks_and_return_findings",
+        lambda *_: [Finding("a", "link", OK, "to b")],
     )
     monkeypatch.setattr(selftest, "_has_mpirun", lambda: True)
     monkeypatch.setattr(selftest, "_slurm_node_count_or_zero", lambda: 3)
-    monkeypatch.setattr(selftest, "_train_and_summarize_result", train)
+    monkeypatch.setattr(selftest, "_train_or_submit_and_summarize_result", train)
     return names
 
 
@@ -50,7 +52,7 @@ def run(folder: Path, answer: bool = False, **launch: str | int) -> dict[str, Fi
     request = SelftestRequest(folder, launch_options=LaunchOptions(**launch))  # type: ignore[arg-type]
     return {
         one.check: one
-        for one in selftest.train_with_each_launcher_and_compare(
+        for one in selftest.check_hosts_and_train_with_each_launcher(
             request, lambda question: answer, {}
         )
     }
@@ -144,7 +146,9 @@ def test_a_signal_leaves_no_job_and_no_process(
 
     monkeypatch.setattr(selftest, "_run_command_with_output_in_log", call)
     with pytest.raises(SystemExit):
-        selftest._train_and_summarize_result(tmp_path, Training("slurm", (), "submit"), ())
+        selftest._train_or_submit_and_summarize_result(
+            tmp_path, Training("slurm", (), "submit"), ()
+        )
     assert called == ["submit", "status", "cancel"]
 
 

@@ -14,7 +14,10 @@ import pytest
 import yaml
 
 from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.commands.submit import scheduler_request_of_run, write_submission_and_queue_job
+from ortlaunch.commands.submit import (
+    check_write_submission_and_queue_and_register_job,
+    scheduler_request_of_run,
+)
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
@@ -171,7 +174,7 @@ class Queue:
             write_text_atomically(Path(path), text)
         return "12"
 
-    def states_of_user_jobs(self) -> dict[str, QueueState]:
+    def queue_state_by_id_of_user_jobs(self) -> dict[str, QueueState]:
         return {} if self.seen is None else {"12": self.seen}
 
     def queue_state_or_none(self, job: str) -> QueueState | None:
@@ -197,7 +200,10 @@ def test_a_run_folder_with_a_blank() -> None:
 def put(queue: Queue) -> RunDir:
     """Submit a run."""
     run = RunDir("one")
-    assert write_submission_and_queue_job(resolved(), run.path, run, "slurm").job_id == "12"
+    assert (
+        check_write_submission_and_queue_and_register_job(resolved(), run.path, run, "slurm").job_id
+        == "12"
+    )
     return run
 
 
@@ -212,7 +218,7 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
         .startswith("pending ")
     )
     with pytest.raises(PlanError, match="its run has not ended, or is queued"):
-        write_submission_and_queue_job(resolved(), run.path, run, "slurm")
+        check_write_submission_and_queue_and_register_job(resolved(), run.path, run, "slurm")
     write_text_atomically(run.logs / "slurm-12.out", "hello\n")
     assert "".join(iterate_rank_output_text(run, 0, follows_until_end=False)) == "hello\n"
     assert cancel_run_and_wait_for_its_end(run).startswith("cancelled\n")
@@ -262,8 +268,8 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     run = put(queue)
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.record_end_and_requeue() == 85
-    record = JobRecord.read_or_none(run)
+    assert ended.record_and_print_end_and_request_requeue() == 85
+    record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert (record.backend, record.id, record.state) == ("slurm", "12", JobState.PREEMPTED)
     queue.seen = QueueState(JobState.PENDING, "PENDING (BeginTime)")
@@ -294,8 +300,8 @@ def test_a_turn_without_a_step(
     write_json_atomically(run.rank_error_path(0), STOPPED)
     monkeypatch.setenv("SLURM_RESTART_COUNT", turn)
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.record_end_and_requeue() == status
-    record = JobRecord.read_or_none(run)
+    assert ended.record_and_print_end_and_request_requeue() == status
+    record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert (record.state, "not requeued" in str(record.verdict)) == (state, turn == "1")
 
@@ -310,8 +316,8 @@ def test_restarts_of_a_queued_run_are_counted(
     # Status 137 is that of SIGKILL, which may repeat without being deterministic.
     for turn, status, requeued in ((1, 137, True), (2, 137, True), (3, 137, False)):
         monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status), BEGAN])
-        assert ended.record_end_and_requeue() == status
-        record = JobRecord.read_or_none(run)
+        assert ended.record_and_print_end_and_request_requeue() == status
+        record = JobRecord.read_or_none_refusing_damaged(run)
         assert record is not None
         assert [one.number for one in record.attempts] == list(range(1, turn + 1))
         assert run.requeue_request.exists() == requeued
@@ -330,11 +336,11 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
     write_text_atomically(run.request, "")
     write_json_atomically(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.record_end_and_requeue() == 85
+    assert ended.record_and_print_end_and_request_requeue() == 85
     # As the script does with `touch`, when a start begins.
     os.utime(run.job_script, (later := time.time() + 1, later))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1", BEGAN])
-    assert ended.record_end_and_requeue() == 1
+    assert ended.record_and_print_end_and_request_requeue() == 1
     assert read_status(run).state is JobState.FAILED
 
 
@@ -386,7 +392,7 @@ def test_a_turn_whose_node_was_taken_for_dead(
     began = int(run.job_script.stat().st_mtime)
     os.utime(run.job_script, (began + 60, began + 60))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "2", "85", str(began)])
-    assert ended.record_end_and_requeue() == 85
+    assert ended.record_and_print_end_and_request_requeue() == 85
     assert "a later turn of this job has the run" in capsys.readouterr().err
     assert (run.job.read_text(), run.requeue_request.exists()) == (record, False)
 
@@ -419,7 +425,9 @@ def test_a_requeue_that_is_not_answered(
 ) -> None:
     """A requeue is asked for until the controller answers, and a refusal is in the run's status."""
     run = RunDir(tmp_path / "run")
-    write_submission_and_queue_job(resolved("launch.max_restarts=1"), run.path, run, "slurm")
+    check_write_submission_and_queue_and_register_job(
+        resolved("launch.max_restarts=1"), run.path, run, "slurm"
+    )
     _controller(tmp_path, body.replace("{0}", str(tmp_path)))
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run(
@@ -454,8 +462,8 @@ def test_an_end_before_rank_0_prepared(
     turn = ["an earlier turn failed", f"{slurm.TURN_PREFIX}n1, turn 2", *lines]
     write_text_atomically(run.logs / "slurm-12.out", "\n".join(turn))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143", BEGAN])
-    assert ended.record_end_and_requeue() == status
-    record = JobRecord.read_or_none(run)
+    assert ended.record_and_print_end_and_request_requeue() == status
+    record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert record.verdict is not None
     assert record.verdict.endswith(f"before rank 0 prepared {run}: {said}")
@@ -471,8 +479,8 @@ def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     write_text_atomically(run.logs / "slurm-12.out", f"{slurm.TURN_PREFIX}n1, turn 1\n{line}\n")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137", BEGAN])
-    assert ended.record_end_and_requeue() == 137
-    record = JobRecord.read_or_none(run)
+    assert ended.record_and_print_end_and_request_requeue() == 137
+    record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert f"Slurm ended the ranks: {line}" in str(record.verdict)
     assert "memory" not in str(record.verdict)
@@ -571,11 +579,16 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
     with pytest.raises(
         RecipeError, match=r"data\.train\.path: got gone\.txt, which matches no file here"
     ):
-        write_submission_and_queue_job(resolved(**sections), Path("one"), RunDir("one"), "slurm")
+        check_write_submission_and_queue_and_register_job(
+            resolved(**sections), Path("one"), RunDir("one"), "slurm"
+        )
     assert not Path("one").exists()
     inside = resolved("submit.container={image: a/b}", **sections)
     assert (
-        write_submission_and_queue_job(inside, Path("one"), RunDir("one"), "slurm").job_id == "12"
+        check_write_submission_and_queue_and_register_job(
+            inside, Path("one"), RunDir("one"), "slurm"
+        ).job_id
+        == "12"
     )
 
 
@@ -598,7 +611,9 @@ def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingDependency,
         match="sbatch not found: submit on a host of the cluster; --dry-run prints",
     ):
-        write_submission_and_queue_job(resolved(), Path("one"), RunDir("one"), "slurm")
+        check_write_submission_and_queue_and_register_job(
+            resolved(), Path("one"), RunDir("one"), "slurm"
+        )
 
 
 def test_forgotten_folders_leave_the_list(queue: Queue) -> None:

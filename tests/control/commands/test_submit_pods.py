@@ -16,9 +16,9 @@ import yaml
 from ortlaunch import recipe
 from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.commands.submit import (
-    notes_on_ignored_submit_fields,
+    check_write_submission_and_queue_and_register_job,
+    notes_on_ignored_submit_and_binding_fields,
     scheduler_request_of_run,
-    write_submission_and_queue_job,
 )
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.planning.world import LaunchOptions
@@ -284,10 +284,12 @@ def test_a_part_that_is_refused(fake: Path) -> None:
     (fake / "refused").write_text("Service")
     run = RunDir("x-20260101-000000")
     with pytest.raises(LaunchError, match="Forbidden: Service"):
-        write_submission_and_queue_job(resolved("bert-large", "job"), run.path, run, "kubernetes")
+        check_write_submission_and_queue_and_register_job(
+            resolved("bert-large", "job"), run.path, run, "kubernetes"
+        )
     assert "kubectl delete job.batch/x-20260101-000000" in (fake / "calls").read_text()
     (fake / "refused").unlink()
-    assert write_submission_and_queue_job(
+    assert check_write_submission_and_queue_and_register_job(
         resolved("bert-large", "job"), run.path, run, "kubernetes"
     ).job_id
 
@@ -391,7 +393,7 @@ def test_the_manifest_alone_is_printed(ortlaunch: Run, tmp_path: Path) -> None:
 def test_what_is_slurms_is_said() -> None:
     """Fields that only Slurm has are named for another scheduler."""
     asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
-    assert notes_on_ignored_submit_fields(asked) == [
+    assert notes_on_ignored_submit_and_binding_fields(asked) == [
         "ignored by kubernetes: submit.partition, submit.exclusive"
     ]
 
@@ -476,7 +478,7 @@ def test_a_run_in_pods(fake: Path) -> None:
     run = RunDir("x-20260101-000000")
     named = "default/job.batch/x-20260101-000000"
     assert (
-        write_submission_and_queue_job(
+        check_write_submission_and_queue_and_register_job(
             resolved("bert-large", "job"), run.path, run, "kubernetes"
         ).job_id
         == named
@@ -516,7 +518,7 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
     """The state in the workspace is that of the run, and an end is recorded with it."""
     run = RunDir("one")
     assert (
-        write_submission_and_queue_job(
+        check_write_submission_and_queue_and_register_job(
             resolved("bert-large", "azureml"), run.path, run, "azureml"
         ).job_id
         == "//blue"
@@ -534,7 +536,9 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
 def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
     """The end of a job that the scheduler does not know any more is not guessed."""
     run = RunDir("one")
-    write_submission_and_queue_job(resolved("bert-large", "job"), run.path, run, "kubernetes")
+    check_write_submission_and_queue_and_register_job(
+        resolved("bert-large", "job"), run.path, run, "kubernetes"
+    )
     assert (
         read_status(run).job.verdict
         == "kubernetes says: unknown to the scheduler, so its end is unknown"
@@ -552,12 +556,12 @@ def test_refused_or_absent(
         MissingDependency,
         match=f"{command} not found: use a host .*; --dry-run prints the job",
     ):
-        write_submission_and_queue_job(
+        check_write_submission_and_queue_and_register_job(
             resolved("bert-large", kind), Path("one"), RunDir("one"), name
         )
     (tmp_path / command).write_text("#!/bin/sh\necho it exists already >&2\nexit 1\n")
     (tmp_path / command).chmod(0o755)
     with pytest.raises(LaunchError, match=f"{command} .*: it exists already"):
-        write_submission_and_queue_job(
+        check_write_submission_and_queue_and_register_job(
             resolved("bert-large", kind), Path("one"), RunDir("one"), name
         )

@@ -201,7 +201,9 @@ def test_data_workers_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     Path("r.yaml").write_text(dump_recipe_yaml(recipe(data={**CUSTOM["data"], "workers": 3})))
 
     def of_data(answer: Callable[[], str]) -> Any:
-        monkeypatch.setattr(checkup_module, "run_task_and_capture_output", lambda request: answer())
+        monkeypatch.setattr(
+            checkup_module, "run_task_and_return_stdout_or_raise", lambda request: answer()
+        )
         options = LaunchOptions(processes_per_node=2)
         found = check_hosts_or_this_machine(Path("r.yaml"), (), options, CheckupOptions(), {})
         return {one.check: (one.verdict, one.what) for one in found}
@@ -240,9 +242,9 @@ def test_ranks_of_this_user_alone_are_stale(
             rank.stdout.readline()
         numbers = ", ".join(str(number) for number in sorted(rank.pid for rank in ranks))
         mine = f"{tmp_path}/runs/x ({numbers})"
-        assert mine in probe.living_rank_texts_of_runs()
+        assert mine in probe.run_folder_and_living_rank_pids_texts()
         monkeypatch.setattr(os, "getuid", lambda: 4711)
-        assert mine not in probe.living_rank_texts_of_runs()
+        assert mine not in probe.run_folder_and_living_rank_pids_texts()
         # The end of its input ends a rank.
         for rank in ranks:
             rank.stdin.close()

@@ -42,7 +42,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A function that sets the answer of host b: a good one, with some values replaced."""
     monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
     # This host's own values: equal to those in GOOD.
-    monkeypatch.setattr(probe, "sources_checksum", lambda: 7)
+    monkeypatch.setattr(probe, "checksum_of_ortlaunch_sources_or_zero", lambda: 7)
 
     def tell(answer: ProbeAnswer = WELL, **told: Any) -> None:
         def ask(request: host_probes.ProbeRequest) -> tuple[list[ProbeAnswer], str]:
@@ -57,7 +57,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             )
             return [first, answer._replace(properties={**GOOD, "token": seen, **told})], "a"
 
-        monkeypatch.setattr(host_probes, "probe_hosts_and_their_connections", ask)
+        monkeypatch.setattr(host_probes, "probe_hosts_and_return_answers_and_meeting_host", ask)
 
     return tell
 
@@ -146,14 +146,16 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     A port that some hosts reach is a finding on the hosts that do not.
     """
     monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
-    monkeypatch.setattr(probe, "sources_checksum", lambda: 7)
+    monkeypatch.setattr(probe, "checksum_of_ortlaunch_sources_or_zero", lambda: 7)
     shut = TRIED._replace(host="b", port=4001, error="timed out")
     open_ = TRIED
     tries = {"a": (shut,), "b": (open_._replace(error="refused"),), "c": (open_, shut)}
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
     answers = [WELL._replace(connections=reached) for reached in tries.values()]
     monkeypatch.setattr(
-        host_probes, "probe_hosts_and_their_connections", lambda request: (answers, "a")
+        host_probes,
+        "probe_hosts_and_return_answers_and_meeting_host",
+        lambda request: (answers, "a"),
     )
     wrong = [
         (one.host, one.what)
@@ -228,7 +230,7 @@ def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_remedies_of_ssh(name: str, mend: str, ssh: None, tmp_path: Path) -> None:
     """Each error of ssh has a remedy of its own."""
-    (answer,), _ = host_probes.probe_hosts_and_their_connections(
+    (answer,), _ = host_probes.probe_hosts_and_return_answers_and_meeting_host(
         host_probes.ProbeRequest((name,), tmp_path, None, False, 0)
     )
     assert isinstance(answer, ProbeFailure)
@@ -238,12 +240,12 @@ def test_remedies_of_ssh(name: str, mend: str, ssh: None, tmp_path: Path) -> Non
 def test_a_host_called_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside another host, the other has no route to `localhost`: the remedy names that host."""
     monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
-    monkeypatch.setattr(probe, "sources_checksum", lambda: 7)
+    monkeypatch.setattr(probe, "checksum_of_ortlaunch_sources_or_zero", lambda: 7)
     nodes = (Node("localhost", 1, 0, (0,)), Node("b", 1, 1, (0,)))
     lost = WELL._replace(properties={**WELL.properties, "address": None})
     monkeypatch.setattr(
         host_probes,
-        "probe_hosts_and_their_connections",
+        "probe_hosts_and_return_answers_and_meeting_host",
         lambda request: ([WELL, lost], "localhost"),
     )
     found = probe_and_judge_all_hosts(HostRequirements(nodes, "cpu", None))
@@ -263,7 +265,9 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
     request = host_probes.ProbeRequest(
         ("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0
     )
-    (good, refuses, bare, hangs), meeting = host_probes.probe_hosts_and_their_connections(request)
+    (good, refuses, bare, hangs), meeting = (
+        host_probes.probe_hosts_and_return_answers_and_meeting_host(request)
+    )
     assert isinstance(good, ProbeAnswer)
     assert (good.properties["hostname"], good.properties["token"]) == (socket.gethostname(), "word")
     assert good.properties["packages"] == probe.installed_versions()
@@ -291,13 +295,17 @@ def test_a_port_that_is_taken() -> None:
     peers = [("127.0.0.1", *ports, 1500) for ports in there.ports]
     # Both sides run at once, because a host answers others while it is inside `reach`.
     answering = threading.Thread(
-        target=there.try_tcp_and_udp_of_peers, args=([("127.0.0.1", *here.ports[0], 1500)],)
+        target=there.try_peers_and_list_tcp_error_udp_and_mtu_success,
+        args=([("127.0.0.1", *here.ports[0], 1500)],),
     )
     answering.start()
-    assert here.try_tcp_and_udp_of_peers(peers) == [("", True, True)] * 2
+    assert here.try_peers_and_list_tcp_error_udp_and_mtu_success(peers) == [("", True, True)] * 2
     answering.join()
     there.close_sockets()
-    assert here.try_tcp_and_udp_of_peers(peers) == [("Connection refused", False, False)] * 2
+    assert (
+        here.try_peers_and_list_tcp_error_udp_and_mtu_success(peers)
+        == [("Connection refused", False, False)] * 2
+    )
     here.close_sockets()
 
 
@@ -305,10 +313,12 @@ def test_which_hosts_try_which() -> None:
     """In a small group each host tries all others; of 128 hosts each but the first tries a few."""
     few = range(5)
     many = range(128)
-    assert {at: host_probes._calls_of_hosts_to_connect_to(at, [*few]) for at in few} == {
-        at: [one for one in few if one != at] for at in few
+    assert {
+        at: host_probes._calls_of_some_or_all_group_hosts_to_connect_to(at, [*few]) for at in few
+    } == {at: [one for one in few if one != at] for at in few}  # type: ignore[arg-type, type-var]
+    chosen: Any = {
+        at: host_probes._calls_of_some_or_all_group_hosts_to_connect_to(at, [*many]) for at in many
     }  # type: ignore[arg-type, type-var]
-    chosen: Any = {at: host_probes._calls_of_hosts_to_connect_to(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
     # The first host tries all others.
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
@@ -344,7 +354,7 @@ class SimulatedCall:
         else:
             assert kind.everyone_asked.wait(20), "a dead host delays the others"
 
-    def measure_clock_and_connect_to_group(self, group: list[SimulatedCall]) -> None:
+    def add_clock_and_connections_to_answer(self, group: list[SimulatedCall]) -> None:
         """Record the members of the group."""
         # One member of the group does it, so that each group is recorded once.
         self.groups.append([one.host_name for one in group]) if self is group[-1] else None
@@ -362,7 +372,7 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(f"dead{at}" if at % 16 == 1 else f"host{at}" for at in range(1024))
     monkeypatch.setattr(host_probes, "_ProbeCall", SimulatedCall)
     monkeypatch.setattr(SimulatedCall, "living", 960)
-    answers, meeting = host_probes.probe_hosts_and_their_connections(
+    answers, meeting = host_probes.probe_hosts_and_return_answers_and_meeting_host(
         host_probes.ProbeRequest(names, None, None, False, 0)
     )
     assert [isinstance(answer, ProbeAnswer) for answer in answers] == [
@@ -387,7 +397,9 @@ def test_whose_port_is_taken(
         properties={**GOOD, "listens": "Address already in use"}, connections=()
     )
     monkeypatch.setattr(
-        host_probes, "probe_hosts_and_their_connections", lambda request: (answers, None)
+        host_probes,
+        "probe_hosts_and_return_answers_and_meeting_host",
+        lambda request: (answers, None),
     )
     monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
     found = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.launch import failure
-from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
+from ortlaunch.launch.attempts import move_logs_to_new_attempt_and_return_number_or_0
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
@@ -422,7 +422,11 @@ def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
     # With 8,192 ranks a list of the earlier ones in each record would be too long.
     run = RunDir(tmp_path)
     run.errors.mkdir()
-    assert [run.append_rank_to_error_count(rank) for rank in (4, -1, 12345)] == [0, 1, 2]
+    assert [run.append_rank_and_return_earlier_error_count(rank) for rank in (4, -1, 12345)] == [
+        0,
+        1,
+        2,
+    ]
     assert run.accounts.stat().st_size == 24
     assert run.first_failed_ranks() == [4, -1, 12345]
 
@@ -434,7 +438,7 @@ def test_a_failure_of_another_rank_is_seen_without_a_listing(tmp_path: Path) -> 
     other = RunDir(tmp_path / "full")
     found = [RunFolderWatcher(run, 1).has_another_rank_recorded_end()]
     for rank in (1, 0):
-        run.append_rank_to_error_count(rank)
+        run.append_rank_and_return_earlier_error_count(rank)
         found.append(RunFolderWatcher(run, 1).has_another_rank_recorded_end())
     assert found == [False, False, True]
     write_text_atomically(other.accounts, "")
@@ -451,10 +455,10 @@ def test_a_rank_that_comes_back_after_a_restart(run: RunDir) -> None:
     ended(late, 3, 1.0, traceback="")
     assert shown(classify_run_end(run, 1)) == (1, "ortlaunch: rank 3 failed")
     # The command starts the ranks again: it writes the request anew, and moves the records away.
-    move_logs_and_errors_to_attempt(run)
+    move_logs_to_new_attempt_and_return_number_or_0(run)
     os.utime(run.request, ns=(1, run.start_number + 1))
     ended(late, 1, 2.0)
-    late.append_rank_to_error_count(1)
+    late.append_rank_and_return_earlier_error_count(1)
     write_json_atomically(late.lost, {"rank": 0, "host": "a", "summary": "no heartbeat"})
     assert classify_run_end(run, 0) == RunEnd(0, f"done: {run}")
     assert run.first_failed_ranks() == []

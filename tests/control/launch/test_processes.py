@@ -152,7 +152,7 @@ def test_a_signals_line_on_a_terminal(
     """A line on a signal replaces the progress line of a terminal, and fits 100 columns."""
     # The terminal adds ^C to the progress line.
     monkeypatch.setattr(processes.os, "isatty", lambda end: True)
-    monkeypatch.setattr(processes, "_signal_rank_supervisors", lambda job, number: None)
+    monkeypatch.setattr(processes, "_signal_launcher_or_rank_supervisors", lambda job, number: None)
     monkeypatch.setattr(processes, "_signal_process_group", lambda job, number: None)
     monkeypatch.setattr(processes.signal, "setitimer", lambda *_: None)
     stop: Any = SimpleNamespace(grace_seconds=120, write_unless_present=lambda name: None)

@@ -11,7 +11,7 @@ from ortlaunch.base.machine import MemoryLimit, smallest_memory_limit
 from ortlaunch.base.units import human_bytes
 from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.planning import capacity
-from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
+from ortlaunch.planning.capacity import notes_or_refusal_for_crowding_of_this_host
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import solve_batch_and_estimate_memory
@@ -41,7 +41,7 @@ def notes(
     """Return the notes on that many ranks on one host."""
     world = world_of(made, [host(name, slots)], "torchrun")
     return list(
-        notes_or_refusal_for_crowded_hosts(
+        notes_or_refusal_for_crowding_of_this_host(
             world, solve_batch_and_estimate_memory(made, world, PROCESS), planned_only
         )
     )
@@ -123,7 +123,7 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(
             PlanError, match=rf"gpus: 8 ranks x \(200\.0 MiB a process \+ .* {cause}"
         ):
-            list(notes_or_refusal_for_crowded_hosts(world, work, is_planned_only=False))
+            list(notes_or_refusal_for_crowding_of_this_host(world, work, is_planned_only=False))
         page = plan_description_text(planned, made)
         assert f"{human_bytes(planned.memory.host.built)} to build the model" in page
         # A page for terminals of 100 columns.

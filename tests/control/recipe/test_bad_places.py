@@ -15,8 +15,8 @@ import yaml
 
 from ortlaunch.base.errors import FileError
 from ortlaunch.base.file_errors import (
+    explain_errors_on_run_folder_or_cache_files,
     one_line_file_error_or_none,
-    reraise_own_file_errors_as_file_error,
 )
 from ortlaunch.run_folder.folder import write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE
@@ -168,7 +168,7 @@ def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None
     for path in (tmp_path / "theirs", None):
         with (
             pytest.raises(PermissionError),
-            reraise_own_file_errors_as_file_error(tmp_path / "run"),
+            explain_errors_on_run_folder_or_cache_files(tmp_path / "run"),
         ):
             raise PermissionError(errno.EACCES, "Permission denied", path and str(path))
 
@@ -178,7 +178,7 @@ def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with (
         pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"),
-        reraise_own_file_errors_as_file_error(tmp_path),
+        explain_errors_on_run_folder_or_cache_files(tmp_path),
     ):
         (tmp_path / "file" / "x").mkdir(parents=True)
 
@@ -194,10 +194,8 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
         "file=sys.stderr)"
     )
     start = f"subprocess.run({[sys.executable, '-c', look]})"
-    code = (
-        "import subprocess\nfrom ortlaunch.base.output import wrap_standard_streams_within_block\n"
-    )
-    code += f"with wrap_standard_streams_within_block(): {start}"
+    code = "import subprocess\nfrom ortlaunch.base.output import tolerate_lost_output_streams_within_block\n"
+    code += f"with tolerate_lost_output_streams_within_block(): {start}"
     typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
     ended = subprocess.run(
         ["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True
@@ -208,5 +206,8 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
 def test_a_disk_without_file_locks_is_named(tmp_path: Path) -> None:
     """A disk without file locks is named, although the error of the lock has no file name."""
     said = r"^No locks available; a disk has no file locks \(flock\), which run folder"
-    with pytest.raises(FileError, match=said), reraise_own_file_errors_as_file_error(tmp_path):
+    with (
+        pytest.raises(FileError, match=said),
+        explain_errors_on_run_folder_or_cache_files(tmp_path),
+    ):
         raise OSError(errno.ENOLCK, "No locks available")

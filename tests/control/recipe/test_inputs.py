@@ -20,14 +20,14 @@ from ortlaunch.planning.hosts import read_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load_recipe
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.recipe.first_rows import column_and_media_file_problems
+from ortlaunch.recipe.first_rows import missing_column_and_media_file_problems
 from ortlaunch.recipe.inputs import (
-    absent_file_and_folder_problems,
+    absent_or_lfs_pointer_input_problems,
     column_and_vocabulary_problems,
     file_or_sorted_pattern_matches,
     model_type_unknown_to_library_problems,
-    refuse_lfs_pointers,
-    repeated_file_and_high_rate_problems,
+    refuse_lfs_pointers_and_unreadable_files,
+    repeated_file_and_high_learning_rate_problems,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.tables.model_tasks import MODEL_TASKS
@@ -138,7 +138,7 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
 )
 def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     """Each pattern without a match is reported, but no name of a model on the hub."""
-    found = [text for paths, text in absent_file_and_folder_problems(bert(**sections))]
+    found = [text for paths, text in absent_or_lfs_pointer_input_problems(bert(**sections))]
     assert [text.startswith(part) for text, part in zip(found, said)] == [True] * len(said)
     assert len(found) == len(said)
 
@@ -194,7 +194,10 @@ def test_media_files_of_metadata() -> None:
     Path("data/metadata.csv").write_text("file_name,said\na.txt,yes\nno.wav,no\n")
     source = Corpus(format="folder", path=("data",), file_column="file_name", text_column="text")
     made = SimpleNamespace(model=SimpleNamespace(traits=MODEL_TASKS["speech-seq2seq"]))
-    found = [text for _, text in column_and_media_file_problems(made, "data.train", source, "data")]  # type: ignore[arg-type]
+    found = [
+        text
+        for _, text in missing_column_and_media_file_problems(made, "data.train", source, "data")
+    ]  # type: ignore[arg-type]
     assert found == [
         "got text; data/metadata.csv has file_name, said",
         "data/metadata.csv names no.wav, which does not exist",
@@ -231,7 +234,7 @@ def test_pointers_of_git_lfs(
         **{"data": {**WORDS, "tokenizer": "m"}, **sections},
     )
     # The tokenizer is in the same folder.
-    found = [*dict.fromkeys(text for _, text in absent_file_and_folder_problems(made))]
+    found = [*dict.fromkeys(text for _, text in absent_or_lfs_pointer_input_problems(made))]
     assert found == [
         f"{name} is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
         for name in said
@@ -245,9 +248,9 @@ def test_files_that_are_not_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)
     said = "rows.txt cannot be read by this user: check its owner and mode (ls -l)"
     made = bert(data={**WORDS, "train": {"format": "text", "path": "rows.txt"}})
-    assert (("data.train.path",), said) in absent_file_and_folder_problems(made)
+    assert (("data.train.path",), said) in absent_or_lfs_pointer_input_problems(made)
     with pytest.raises(InputError, match=re.escape(said)):
-        refuse_lfs_pointers(["rows.txt"])
+        refuse_lfs_pointers_and_unreadable_files(["rows.txt"])
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,7 @@ def test_a_name_with_letters_of_patterns() -> None:
     """A file is found by its name, though the name is a pattern that does not match it."""
     Path("data/c [v2].txt").touch()
     named = {**WORDS, "train": {"format": "text", "path": ["data/c [v2].txt"]}}
-    assert list(absent_file_and_folder_problems(bert(data=named))) == []
+    assert list(absent_or_lfs_pointer_input_problems(bert(data=named))) == []
     assert file_or_sorted_pattern_matches("data/c [v2].txt") == ["data/c [v2].txt"]
     assert file_or_sorted_pattern_matches("data/[ab].txt") == ["data/a.txt"]
 
@@ -312,10 +315,12 @@ def test_a_file_that_is_listed_twice() -> None:
     ):
         made = bert(data={**WORDS, "train": {"format": "text", "path": paths}})
         text = f"{Path('data/a.txt').resolve()} is listed {count} times, and is read as often"
-        assert list(repeated_file_and_high_rate_problems(made)) == [(("data.train.path",), text)]
+        assert list(repeated_file_and_high_learning_rate_problems(made)) == [
+            (("data.train.path",), text)
+        ]
     assert (
         list(
-            repeated_file_and_high_rate_problems(
+            repeated_file_and_high_learning_rate_problems(
                 bert(data={**WORDS, "train": {"format": "text", "path": ["data/a.txt"]}})
             )
         )
@@ -337,7 +342,7 @@ def test_a_file_that_is_listed_twice() -> None:
 )  # fmt: skip
 def test_where_a_path_leads(sections: dict[str, Any], text: str) -> None:
     """A missing file, a URL and a variable that is not expanded are reported with a remedy."""
-    ((_, found),) = absent_file_and_folder_problems(bert(**sections))
+    ((_, found),) = absent_or_lfs_pointer_input_problems(bert(**sections))
     assert text in found
 
 

@@ -21,7 +21,7 @@ from ortlaunch.recipe.fields.ort_variables import (
     HARMLESS,
     LEFT_OUT,
     ORT_VARIABLES,
-    variable_and_contradiction_pairs,
+    ort_variable_and_contradiction_pairs,
     variables_in,
 )
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
@@ -77,7 +77,7 @@ def said(name: str, text: str, **engine: Any) -> str:
     return "".join(
         # HOME: other variables of the environment are ignored.
         message
-        for _, message in variable_and_contradiction_pairs(
+        for _, message in ort_variable_and_contradiction_pairs(
             Engine(**engine), {name: text, "HOME": "x"}
         )
     )
@@ -235,7 +235,7 @@ def test_the_run_record_keeps_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """environment.json has the variables of the shell and of launch.env."""
-    from ortlaunch.resolve.prepare import write_run_files_and_print_plan
+    from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
     from ortlaunch.run_folder.folder import RunDir
 
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
@@ -243,7 +243,7 @@ def test_the_run_record_keeps_the_variables(
     sections = {"engine": {"name": "ort"}, "launch": {"env": {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}}}
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     run = RunDir(tmp_path / "run")
-    write_run_files_and_print_plan(
+    set_aside_write_run_files_and_print_plan(
         load_and_resolve_recipe(path, (), LaunchOptions(), os.environ), run
     )
     kept = json.loads(run.environment.read_text())["ortmodule_variables"]

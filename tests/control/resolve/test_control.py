@@ -24,10 +24,10 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.resolve.prepare import (
     difference_texts,
-    read_earlier_recipe_or_none,
-    refuse_foreign_run_folder_contents,
-    write_run_files_and_print_plan,
-    write_run_files_and_remove_leftovers,
+    read_earlier_or_else_given_recipe_or_none,
+    refuse_foreign_folder_or_return_continuing_lines,
+    set_aside_write_run_files_and_print_plan,
+    write_run_files_and_clear_earlier_start,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ChosenCheckpoint, RunBeginning
@@ -36,7 +36,7 @@ from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
     create_run_folder_or_numbered_one,
     requested_or_proposed_run_folder,
-    require_startable_and_plan_beginning,
+    startable_run_beginning_and_done_text_or_refuse,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
@@ -214,20 +214,20 @@ def test_a_persons_file_in_a_run_folder(record: str) -> None:
     if record == "submitted":
         write_text_atomically(run.submitted, "")
     write_text_atomically(Path("mine/notes.txt"), "")
-    assert refuse_foreign_run_folder_contents(run, None, resolved()) == []
+    assert refuse_foreign_folder_or_return_continuing_lines(run, None, resolved()) == []
 
 
 def test_a_folder_of_a_run_that_never_began() -> None:
     """The files of a command that ended while it prepared do not prevent another start."""
     run = RunDir("mine")
     with RunLock() as lock:
-        lock.acquire_or_refuse(run)
+        lock.lock_and_record_holder_or_refuse(run)
         with JobFile(run, "local") as file:
             file.record_end_or_print_disk_error(
                 143, "ortlaunch: stopped by SIGTERM", stopped_on_request=True
             )
     assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
-    assert refuse_foreign_run_folder_contents(run, None, resolved()) == []
+    assert refuse_foreign_folder_or_return_continuing_lines(run, None, resolved()) == []
 
 
 def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
@@ -243,8 +243,8 @@ def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
     # Created before the run, as a user does for a link to another disk.
     run.checkpoints.mkdir()
     made = resolved()
-    assert refuse_foreign_run_folder_contents(run, None, made) == []
-    write_run_files_and_remove_leftovers(run, made.recipe_file.recipe, made.plan)
+    assert refuse_foreign_folder_or_return_continuing_lines(run, None, made) == []
+    write_run_files_and_clear_earlier_start(run, made.recipe_file.recipe, made.plan)
     assert not list(run.path.glob(".*"))
 
 
@@ -253,7 +253,7 @@ def test_a_command_that_began_a_moment_ago_is_named() -> None:
     # Several may start in one new folder; one of them trains.
     run = RunDir("mine")
     with RunLock() as lock:
-        lock.acquire_or_refuse(run)
+        lock.lock_and_record_holder_or_refuse(run)
         with pytest.raises(
             PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"
         ):
@@ -277,9 +277,9 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
     made = resolved()
     run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
     with pytest.raises(RecipeError):
-        read_earlier_recipe_or_none(run, made)
+        read_earlier_or_else_given_recipe_or_none(run, made)
     write_json_atomically(run.checkpoint_folder(2) / "training.json", {"format": 1})
-    assert read_earlier_recipe_or_none(run, made) == made.recipe_file.recipe
+    assert read_earlier_or_else_given_recipe_or_none(run, made) == made.recipe_file.recipe
     assert (
         "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step"
         in capsys.readouterr().out
@@ -345,7 +345,11 @@ def test_a_folder_is_continued(
     run = older("mine", steps)
     made = resolved(**sections)
     assert (
-        list(require_startable_and_plan_beginning(made, run, AUTOMATIC_RESUME)[1].text_lines)
+        list(
+            startable_run_beginning_and_done_text_or_refuse(made, run, AUTOMATIC_RESUME)[
+                1
+            ].text_lines
+        )
         == lines
     )
 
@@ -359,10 +363,12 @@ def test_a_comparison_in_the_folder_of_a_training() -> None:
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: contains the checkpoints of a training, whose records"
     ):
-        refuse_foreign_run_folder_contents(
+        refuse_foreign_folder_or_return_continuing_lines(
             older("mine", steps=2), comparison.recipe_file.recipe, comparison
         )
-    refuse_foreign_run_folder_contents(older("other"), comparison.recipe_file.recipe, comparison)
+    refuse_foreign_folder_or_return_continuing_lines(
+        older("other"), comparison.recipe_file.recipe, comparison
+    )
 
 
 def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,7 +378,7 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     write_text_atomically(run.rank_error_path(3), "{}")
     run.failure_printed.touch()
     run.store.touch()
-    write_run_files_and_print_plan(
+    set_aside_write_run_files_and_print_plan(
         resolved(zero={"stage": 1}),
         run,
         run_beginning=RunBeginning(ChosenCheckpoint(None), AUTOMATIC_RESUME),
@@ -470,7 +476,7 @@ def test_what_engine_ort_takes(
         return "onnxruntime-training-cpu"
 
     monkeypatch.setattr(extensions, "installed_ort_package_name_or_refuse", ort_package)
-    monkeypatch.setattr(extensions, "missing_or_damaged_extension_names", lambda: missing)
+    monkeypatch.setattr(extensions, "missing_or_damaged_buildable_extension_names", lambda: missing)
     eager = resolved()
     made = resolved(engine={"name": "ort"})
     doctor.require_packages_and_extensions_installed(eager.recipe_file.recipe, eager.world)
@@ -526,7 +532,7 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
         seen.append((RunDir("mine").ready / "launch").exists())
         return LaunchRequest(("worker",))
 
-    monkeypatch.setattr(rank_under_launcher, "write_run_files_and_print_plan", prepare)
+    monkeypatch.setattr(rank_under_launcher, "set_aside_write_run_files_and_print_plan", prepare)
     monkeypatch.setattr(os, "execve", lambda *_: None)
     control.lock_folder_and_run_training(made, Path("mine"))
     assert seen == [False]
@@ -559,12 +565,12 @@ def test_starts_in_one_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> No
         started.append(str(run))
         raise Started
 
-    monkeypatch.setattr(control.choices, "search_and_apply_micro_size", start)
+    monkeypatch.setattr(control.choices, "search_and_apply_micro_size_if_auto", start)
     # The other start trains there.
     other = older("runs/made-20260102-030405")
     write_text_atomically(other.output, "")
     with RunLock() as lock:
-        lock.acquire_or_refuse(other)
+        lock.lock_and_record_holder_or_refuse(other)
         for _ in range(2):
             with pytest.raises(Started):
                 control.lock_folder_and_run_training(resolved(), None)

@@ -26,7 +26,7 @@ from ortlaunch.run import preview
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import (
     RunDir,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
     write_text_atomically,
 )
@@ -76,7 +76,7 @@ RUN = RunDir("mine")
 def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) -> list[str]:
     """Return the lines on the beginning of the run."""
     return list(
-        resume.choose_checkpoint_and_list_changes(
+        resume.choose_checkpoint_and_list_or_refuse_changes(
             RUN, resolved(ranks, **sections), None, options or ResumeOptions()
         ).text_lines
     )
@@ -213,7 +213,7 @@ def test_adamw_by_another_code_is_the_same_kind() -> None:
 def test_a_field_that_came_later_has_not_changed() -> None:
     """A field that a checkpoint's version did not have counts as its default."""
     folder = save(RUN, 2)
-    made = read_own_json(folder / origin.ORIGIN)
+    made = read_json_or_raise_damaged(folder / origin.ORIGIN)
     del made["recipe"]["checkpoint"]["keep_every"], made["recipe"]["engine"]["torch_matmul"]
     write_json_atomically(folder / origin.ORIGIN, made)
     assert says()[1:] == ["  no settings have changed since"]
@@ -226,9 +226,9 @@ def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     (folder / origin.ORIGIN).unlink()
     before = resolved().recipe_file.recipe
     made = resolved(log={"every_steps": 5})
-    assert resume.choose_checkpoint_and_list_changes(RUN, made, before, ResumeOptions()).text_lines[
-        1:
-    ] == ("  changed: log.every_steps: 10 -> 5: applied",)
+    assert resume.choose_checkpoint_and_list_or_refuse_changes(
+        RUN, made, before, ResumeOptions()
+    ).text_lines[1:] == ("  changed: log.every_steps: 10 -> 5: applied",)
     assert says()[1:] == ["  it has no record of its recipe, so nothing is compared"]
 
 
@@ -260,7 +260,9 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
     run.path.mkdir(exist_ok=True)
     made = resolved()
     resume.set_files_aside_and_record_beginning(
-        run, made.command, resume.choose_checkpoint_and_list_changes(run, made, None, options)
+        run,
+        made.command,
+        resume.choose_checkpoint_and_list_or_refuse_changes(run, made, None, options),
     )
     return dict(json.loads(run.resume.read_text()))
 

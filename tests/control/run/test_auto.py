@@ -11,21 +11,24 @@ import pytest
 from ortlaunch.base import machine
 from ortlaunch.base.errors import EngineError, PlanError
 from ortlaunch.bench import auto, command, report
-from ortlaunch.bench.command import measure_print_and_write_bench
+from ortlaunch.bench.command import measure_print_and_write_bench_and_cache_engine
 from ortlaunch.bench.measure import BenchStopped, MeasurementLength
 from ortlaunch.bench.variants import Variant
 from ortlaunch.ortmodule.native import extensions
 from ortlaunch.recipe import load_recipe
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
+from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
-from ortlaunch.run.choices import apply_recorded_engine_and_micro_size, measure_and_apply_engine
-from ortlaunch.run.preview import apply_engine_choice_without_measuring
+from ortlaunch.run.choices import (
+    apply_recorded_engine_and_micro_size,
+    measure_cache_and_apply_engine,
+)
+from ortlaunch.run.preview import apply_known_engine_if_auto_without_measuring
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import (
     RunDir,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
     write_text_atomically,
 )
@@ -51,7 +54,7 @@ def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
     made = rows(
         player("ort", [[1.0]], parity), player("inductor", [[2.0]]), player("eager", [[3.0]])
     )
-    choice = auto.choose_fastest_measured_engine(made, Path("bench"))
+    choice = auto.choose_fastest_engine_of_bench_or_raise(made, Path("bench"))
     assert choice.chosen == "inductor"
     today = time.strftime("%Y-%m-%d")
     assert choice.why.startswith(
@@ -70,7 +73,7 @@ def test_auto_picks_the_measured_fastest() -> None:
         player("inductor", [[2.0]]),
         player("eager", [[1.0]], {"verdict": "reference"}),
     )
-    choice = auto.choose_fastest_measured_engine(made, Path("bench"))
+    choice = auto.choose_fastest_engine_of_bench_or_raise(made, Path("bench"))
     assert (choice.asked, choice.chosen) == ("auto", "eager")
     assert choice.why.startswith("measured 3.00 x ort, 2.00 x inductor on ")
 
@@ -83,22 +86,27 @@ def test_auto_counts_compilation_and_spread() -> None:
     plain.ready_answer["first_step"] = {"since_launch": 36.0, "since_model": 30.0}
     made = rows(fast, plain)
     chosen = {
-        steps: auto.choose_fastest_measured_engine(made, Path("bench"), steps).chosen
+        steps: auto.choose_fastest_engine_of_bench_or_raise(made, Path("bench"), steps).chosen
         for steps in (3, 200, 10**5)
     }
     assert chosen == {3: "eager", 200: "eager", 10**5: "inductor"}
-    why = auto.choose_fastest_measured_engine(made, Path("bench"), 10**5).why
+    why = auto.choose_fastest_engine_of_bench_or_raise(made, Path("bench"), 10**5).why
     assert "inductor begins 243 s later than eager: ahead after 2,430 steps" in why
     # The cached figures decide again for a run of another length.
     base = resolved(train={"max_steps": 3})
-    auto.cache_engine_choice_if_measured(
-        base, auto.choose_fastest_measured_engine(made, Path("bench"), 10**5)
+    auto.cache_measured_engine_choice_and_add_its_key(
+        base, auto.choose_fastest_engine_of_bench_or_raise(made, Path("bench"), 10**5)
     )
-    assert auto.apply_known_engine_or_add_note(base).recipe_file.recipe.engine.name == "eager"
+    assert (
+        auto.apply_cached_engine_or_note_later_measurement(base).recipe_file.recipe.engine.name
+        == "eager"
+    )
     noisy = player("inductor", [[1.0, 1.1, 1.3]])
     noisy.ready_answer["first_step"] = fast.ready_answer["first_step"]
     made = rows(noisy, plain)
-    assert auto.choose_fastest_measured_engine(made, Path("bench"), 10**5).chosen == "eager"
+    assert (
+        auto.choose_fastest_engine_of_bench_or_raise(made, Path("bench"), 10**5).chosen == "eager"
+    )
     overlap = "inductor and eager cannot be told apart: the middle halves of their steps overlap"
     assert report.fastest_variant_and_caveat_lines(made) == ["fastest: inductor or eager", overlap]
 
@@ -110,7 +118,7 @@ def test_auto_without_any_engine() -> None:
         "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
     )
     with pytest.raises(EngineError) as caught:
-        auto.choose_fastest_measured_engine(
+        auto.choose_fastest_engine_of_bench_or_raise(
             rows(broken, player("eager", [[1.0]], UNKNOWN)), Path("bench")
         )
     assert "ort failed: ValueError: planted" in str(caught.value)
@@ -119,7 +127,7 @@ def test_auto_without_any_engine() -> None:
 
 def remembered_choice(base: ResolvedRun, chosen: str = "inductor") -> None:
     """Store a choice as a bench does."""
-    auto.cache_engine_choice_if_measured(
+    auto.cache_measured_engine_choice_and_add_its_key(
         base, Choice("auto", chosen, "measured 2 x eager", FIGURES)
     )
 
@@ -131,11 +139,14 @@ def test_a_remembered_choice_is_taken() -> None:
     found = apply_recorded_engine_and_micro_size(base, RunDir("run"))
     assert found.recipe_file.recipe.engine == Engine(name="inductor")
     assert found.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
-    write_run_files_and_remove_leftovers(
+    write_run_files_and_clear_earlier_start(
         RunDir("run"), found.recipe_file.recipe, found.plan, found.engine_choice
     )
-    assert read_own_json(RunDir("run").choice)["chosen"] == "inductor"
-    assert auto.apply_known_engine_or_add_note(base).recipe_file.recipe.engine.name == "inductor"
+    assert read_json_or_raise_damaged(RunDir("run").choice)["chosen"] == "inductor"
+    assert (
+        auto.apply_cached_engine_or_note_later_measurement(base).recipe_file.recipe.engine.name
+        == "inductor"
+    )
 
 
 def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,9 +177,9 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return {"variants": measured, "rounds": 3, "steps": 3}
 
     monkeypatch.setattr(auto, "measure_variants_and_build_report", measure)
-    found = measure_and_apply_engine(base)
+    found = measure_cache_and_apply_engine(base)
     run = RunDir("run")
-    write_run_files_and_remove_leftovers(
+    write_run_files_and_clear_earlier_start(
         run, found.recipe_file.recipe, found.plan, found.engine_choice
     )
     trained = load_recipe(run.recipe).recipe
@@ -189,7 +200,7 @@ def test_a_stop_while_it_is_measured(
 
     monkeypatch.setattr(auto, "measure_variants_and_build_report", measure)
     with pytest.raises(BenchStopped) as caught:
-        measure_and_apply_engine(resolved())
+        measure_cache_and_apply_engine(resolved())
     assert caught.value.exit_status == status
 
 
@@ -218,7 +229,7 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
     run = RunDir("run")
     write_json_atomically(run.choice, {"chosen": "ort"})
     made = resolved(engine={"name": "eager"})
-    write_run_files_and_remove_leftovers(
+    write_run_files_and_clear_earlier_start(
         run, made.recipe_file.recipe, made.plan, made.engine_choice
     )
     assert not run.choice.exists()
@@ -234,11 +245,11 @@ def test_a_run_of_few_steps_measures_nothing(capsys: pytest.CaptureFixture[str])
         "engine auto: ort: not measured: 48 steps of a measurement are more than 5% of 959; "
         "`ortlaunch bench recipe.yaml` measures for all later runs"
     )
-    assert found.notes[-1] == apply_engine_choice_without_measuring(short).notes[-1] == why
-    write_run_files_and_remove_leftovers(
+    assert found.notes[-1] == apply_known_engine_if_auto_without_measuring(short).notes[-1] == why
+    write_run_files_and_clear_earlier_start(
         RunDir("run"), found.recipe_file.recipe, found.plan, found.engine_choice
     )
-    assert read_own_json(RunDir("run").choice)["why"] in why
+    assert read_json_or_raise_damaged(RunDir("run").choice)["why"] in why
     # The same without ONNX Runtime; a rank of a launcher needs no measurement either.
     narrow = resolved(TORCH, precision="bf16", train={"max_steps": 959})
     assert (
@@ -276,7 +287,7 @@ def test_a_predicted_run_is_weighed(
         return {"variants": made}
 
     monkeypatch.setattr(auto, "measure_variants_and_build_report", measure)
-    found = measure_and_apply_engine(base)
+    found = measure_cache_and_apply_engine(base)
     assert found.recipe_file.recipe.engine.name == chosen
     is_measured = chosen == "inductor"
     assert (auto.read_cached_choice_or_forget_damaged(base) is not None) is is_measured
@@ -317,7 +328,7 @@ def test_what_would_fail_anyway_fails_before_measuring() -> None:
 def test_plan_and_dry_run_measure_nothing() -> None:
     """`plan` and `--dry-run` measure nothing, and note that `train` will."""
     base = resolved(**LONG)
-    shown = apply_engine_choice_without_measuring(base)
+    shown = apply_known_engine_if_auto_without_measuring(base)
     assert shown.plan == base.plan
     assert shown.notes[-1].startswith("engine auto: measured when training starts")
 
@@ -329,13 +340,15 @@ def test_a_bench_refreshes_what_auto_remembers(
     base = resolved()
     made = rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
     figures = {"variants": made, "rounds": 3}
-    monkeypatch.setattr(command, "resolve_variants_or_refuse_all", lambda *_: [])
+    monkeypatch.setattr(command, "resolve_variants_or_refuse_if_none_can_run", lambda *_: [])
     monkeypatch.setattr(command, "measure_variants_and_build_report", lambda *_: figures)
     # Two steps are fewer than auto measures, three are enough.
     for steps, folder in ((2, "short"), (3, "bench")):
         assert auto.read_cached_choice_or_forget_damaged(base) is None
         figures["steps"] = steps
-        measure_print_and_write_bench(base, (), (), MeasurementLength(), Path(folder), False)
+        measure_print_and_write_bench_and_cache_engine(
+            base, (), (), MeasurementLength(), Path(folder), False
+        )
     found = auto.read_cached_choice_or_forget_damaged(base)
     assert found is not None
     assert (found.chosen, found.bench) == ("ort", str(Path("bench").resolve()))

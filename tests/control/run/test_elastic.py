@@ -13,7 +13,7 @@ import yaml
 
 from ortlaunch.base.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.doctor.schema import findings_schema_text
+from ortlaunch.doctor.schema import findings_json_schema_text
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
@@ -21,7 +21,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
-from ortlaunch.run.elastic import check_hosts_and_shrink_elastic_run
+from ortlaunch.run.elastic import check_hosts_and_return_shrunk_run_and_lines
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
@@ -136,7 +136,7 @@ def on(
     monkeypatch: pytest.MonkeyPatch, whole: ResolvedRun, *wrong: tuple[str, str], again: bool = True
 ) -> Any:
     found(monkeypatch, *wrong)
-    return check_hosts_and_shrink_elastic_run(whole, RunDir(Path("run")), again)
+    return check_hosts_and_return_shrunk_run_and_lines(whole, RunDir(Path("run")), again)
 
 
 def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_hosts_that_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "ortlaunch.run.elastic.probe_and_judge_all_hosts", lambda asked: looks.pop(0)
     )
     monkeypatch.setattr("ortlaunch.run.elastic._LOOK_SECONDS", 0.01)
-    now, _ = check_hosts_and_shrink_elastic_run(
+    now, _ = check_hosts_and_return_shrunk_run_and_lines(
         resolved("launch.nodes.min=3"), RunDir(Path("run")), is_restart=True
     )
     assert (now.plan.world_size, looks) == (3, [])
@@ -240,7 +240,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
     with JobFile(run, "torchrun") as file:
         assert start_ranks_and_restart_after_failures(
-            run, 2, file.record_attempts_and_act_on_signal, start
+            run, 2, file.record_attempts_and_stop_collecting_signals, start
         ).end == RunEnd(85, "saved")
         assert file.record.attempts == ()
         file.record_end_or_print_disk_error(85, "")
@@ -251,7 +251,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_findings_have_a_schema() -> None:
     """Findings fit their schema; other verdicts and unknown fields do not."""
-    schema = json.loads(findings_schema_text())
+    schema = json.loads(findings_json_schema_text())
     good = {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""}
     jsonschema.validate([good], schema)
     for wrong in ({**good, "verdict": "good"}, {**good, "more": 1}):

@@ -13,7 +13,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import load_recipe
 from ortlaunch.run.preparation import record_success_unless_recorded
 from ortlaunch.run.run_completion import (
-    append_command_to_continue_training,
+    append_continue_command_if_train_was_typed,
     nothing_to_train_text_if_readable,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
@@ -39,7 +39,7 @@ def test_a_complete_run_has_succeeded(state: JobState, ended: RunDir) -> None:
     before = JobRecord.for_this_process("local", JobState.RUNNING)
     (before.copy_ended_now(state, 137, "killed") if state.is_end else before).write(ended)
     record_success_unless_recorded(ended)
-    found = JobRecord.read_or_none(ended)
+    found = JobRecord.read_or_none_refusing_damaged(ended)
     assert found is not None
     assert (found.state, found.exit_status in (0, 137)) == (JobState.SUCCEEDED, True)
     assert found.exit_status == (137 if state is JobState.SUCCEEDED else 0)
@@ -109,7 +109,7 @@ def test_the_command_that_trains_further(
     """The command has the typed arguments but --resume, this run's folder, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
     assert (
-        append_command_to_continue_training("done", typed, recipe(train=train), ended)
+        append_continue_command_if_train_was_typed("done", typed, recipe(train=train), ended)
         == f"done\nto continue: ortlaunch {command}"
     )
 
@@ -164,7 +164,7 @@ def test_the_command_that_continues_is_a_valid_one(
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     overrides = [word for word in typed if "=" in word]
     before = load_recipe(path, overrides).recipe
-    said = append_command_to_continue_training(
+    said = append_continue_command_if_train_was_typed(
         "end", ["train", str(path), *typed], before, ended, stopped
     )
     words = shlex.split(said.partition("\nto continue: ")[2])
@@ -185,7 +185,10 @@ def test_the_command_that_continues_is_a_valid_one(
 
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
     """Verbs other than `train` get no command to continue."""
-    assert append_command_to_continue_training("done", ["parity", "r"], recipe(), ended) == "done"
+    assert (
+        append_continue_command_if_train_was_typed("done", ["parity", "r"], recipe(), ended)
+        == "done"
+    )
 
 
 def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
@@ -206,6 +209,6 @@ def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
     typed = ["train", "r.yaml", "train.stop_after.evaluations=2"]
     command = f"ortlaunch train r.yaml --run-dir={ended} train.stop_after=null"
     assert (
-        append_command_to_continue_training("done", typed, recipe(), ended)
+        append_continue_command_if_train_was_typed("done", typed, recipe(), ended)
         == f"done\nto continue: {command}"
     )

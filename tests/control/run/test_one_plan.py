@@ -20,7 +20,7 @@ from ortlaunch.resolve import resolve as resolving
 from ortlaunch.run import control, micro_size
 from ortlaunch.run.micro_size import SizeTrial
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE
 
 SIZES = {"global_size": 24, "micro_size": "auto"}
@@ -96,10 +96,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the bench by one in which inductor is the fastest."""
     # Its variants would be starts with plans of their own.
     choice = Choice("auto", "inductor", "measured 2 x eager", {"eager": MeasuredEngine("measured")})
-    monkeypatch.setattr(auto, "resolve_variants_or_refuse_all", lambda *_: [])
+    monkeypatch.setattr(auto, "resolve_variants_or_refuse_if_none_can_run", lambda *_: [])
     monkeypatch.setattr(auto, "measure_variants_and_build_report", lambda *_: {"variants": []})
     monkeypatch.setattr(auto, "bench_table_and_notes_text", lambda rows: "")
-    monkeypatch.setattr(auto, "choose_fastest_measured_engine", lambda *_: choice)
+    monkeypatch.setattr(auto, "choose_fastest_engine_of_bench_or_raise", lambda *_: choice)
 
 
 def test_a_start_and_a_resumption(ortlaunch: Counted) -> None:
@@ -125,7 +125,7 @@ def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> Non
         text = ortlaunch("train", path, "--run-dir", folder)
         assert "engine auto: inductor: measured 2 x eager" in text
         assert (source in text, ortlaunch.plans, ortlaunch.starts) == (True, 1, 1)
-        assert read_own_json(RunDir(Path(folder)).choice)["chosen"] == "inductor"
+        assert read_json_or_raise_damaged(RunDir(Path(folder)).choice)["chosen"] == "inductor"
     # A dry run has the choices of the run folder, as the run itself.
     dry = ortlaunch("train", path, "--run-dir", "run", "--dry-run")
     assert "(at the start of this run)" in dry
@@ -142,7 +142,7 @@ def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) ->
     assert (ortlaunch.plans, ortlaunch.starts) == (2, 1)
     ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
     assert (ortlaunch.plans, ortlaunch.starts) == (1, 1)
-    assert read_own_json(RunDir(Path("run")).plan)["batch"]["micro_samples"] == 8
+    assert read_json_or_raise_damaged(RunDir(Path("run")).plan)["batch"]["micro_samples"] == 8
 
 
 @pytest.mark.parametrize("lost", [(), ("host2",)])

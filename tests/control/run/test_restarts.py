@@ -10,7 +10,7 @@ import pytest
 
 from ortlaunch.base.cause import Cause
 from ortlaunch.launch import restarts
-from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
+from ortlaunch.launch.attempts import move_logs_to_new_attempt_and_return_number_or_0
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.launch.restart_policy import (
@@ -20,7 +20,7 @@ from ortlaunch.launch.restart_policy import (
 )
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
 from ortlaunch.planning.describe import plan_description_text
-from ortlaunch.resolve.prepare import write_run_files_and_remove_leftovers
+from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.started_runs.status import read_status
@@ -124,7 +124,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
     )
     with JobFile(run, "mpi") as file:
         ended = start_ranks_and_restart_after_failures(
-            run, 3, file.record_attempts_and_act_on_signal, lambda _: next(ends)()
+            run, 3, file.record_attempts_and_stop_collecting_signals, lambda _: next(ends)()
         )
         file.record_start_of_ranks()
         assert re.search(
@@ -139,7 +139,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
     assert (run.attempt_folder(1) / "logs" / "rank_00001.err").read_text() == "at 5"
     assert (run.attempt_folder(2) / "errors" / "rank_00001.json").exists()
     assert not run.errors.exists()
-    record = JobRecord.read_or_none(run)
+    record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert [(one.step, one.exit_status, one.folder) for one in record.attempts] == [
         (5, 7, "attempts/1"),
@@ -158,7 +158,7 @@ def test_a_jobs_own_output_stays(run: RunDir) -> None:
     # Slurm continues to write to it, and `ortlaunch logs` reads it there.
     fail(run, 5)
     write_text_atomically(run.logs / "slurm-12.out", "hello")
-    assert move_logs_and_errors_to_attempt(run) == 1
+    assert move_logs_to_new_attempt_and_return_number_or_0(run) == 1
     assert [path.name for path in run.logs.iterdir()] == ["slurm-12.out"]
     assert (run.attempt_folder(1) / "logs" / "rank_00001.err").exists()
 
@@ -169,7 +169,7 @@ def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> Non
     made = recipe()
     for again in (True, False):
         write_text_atomically(run.stop_request, "{}")
-        write_run_files_and_remove_leftovers(run, made, plan(made), is_restart=again)
+        write_run_files_and_clear_earlier_start(run, made, plan(made), is_restart=again)
         assert run.stop_request.exists() is again
 
 
@@ -181,7 +181,7 @@ def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
         start_ranks_and_restart_after_failures(
             run,
             3,
-            file.record_attempts_and_act_on_signal,
+            file.record_attempts_and_stop_collecting_signals,
             lambda _: EndedAttempt(next(ends), False),
         )
         assert [one.folder for one in file.record.attempts] == [None]
@@ -190,7 +190,10 @@ def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
 def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
     """A deterministic failure ends the run with its own status, and its logs stay in place."""
     ended = start_ranks_and_restart_after_failures(
-        run, 3, JobFile(run, "mpi").record_attempts_and_act_on_signal, lambda attempt: fail(run, 7)
+        run,
+        3,
+        JobFile(run, "mpi").record_attempts_and_stop_collecting_signals,
+        lambda attempt: fail(run, 7),
     )
     assert ended.end.status == 7
     assert ended.end.text.splitlines()[-1].startswith(
@@ -213,7 +216,7 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
         return EndedAttempt(RunEnd(status, "said"), stopped)
 
     assert start_ranks_and_restart_after_failures(
-        run, 3, JobFile(run, "mpi").record_attempts_and_act_on_signal, start
+        run, 3, JobFile(run, "mpi").record_attempts_and_stop_collecting_signals, start
     ).end == RunEnd(status, "said")
     assert starts == [1]
 

@@ -17,7 +17,7 @@ import pytest
 
 from ortlaunch.base.errors import DamagedFile, OrtlaunchError
 from ortlaunch.commands import generate
-from ortlaunch.commands.export import existing_requested_or_newest_step
+from ortlaunch.commands.export import existing_requested_or_newest_step_or_refuse
 from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.report import write_report_page
 from ortlaunch.resolve import resume
@@ -25,7 +25,7 @@ from ortlaunch.run.run_completion import nothing_to_train_text_if_readable
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import (
     RunDir,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
     write_text_atomically,
 )
@@ -44,8 +44,8 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
     "diagnose": lambda run: f"{diagnose_run(run)}",
     "logs": lambda run: list(logs.iterate_rank_output_text(run, 0, follows_until_end=False)),
     "list": lambda run: runs_table_text(listing.newest_statuses_that_match(None), 80),
-    "export": lambda run: existing_requested_or_newest_step(run, None),
-    "generate": lambda run: generate._model_folder_step_and_chat_training(
+    "export": lambda run: existing_requested_or_newest_step_or_refuse(run, None),
+    "generate": lambda run: generate._model_or_run_folder_step_and_is_trained_on_chats(
         GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)
     ),
     "train again": lambda run: (
@@ -64,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         verdict="ortlaunch: rank 1 failed",
     )
     run = RunDir(folder)
-    job = {**read_own_json(run.job), "state": "failed", "exit_status": 1}
+    job = {**read_json_or_raise_damaged(run.job), "state": "failed", "exit_status": 1}
     write_json_atomically(run.job, job)
     write_json_atomically(run.summary, {"steps": 20, "seconds": {"training": 1.0}, "best": None})
     write_json_atomically(run.steps, {"epochs": 1.0, "samples": 10, "max_steps": 20})
@@ -218,5 +218,5 @@ def test_what_is_wrong_with_a_file(content: bytes, said: str, tmp_path: Path) ->
     path = tmp_path / "summary.json"
     path.write_bytes(content)
     with pytest.raises(DamagedFile, match=rf"summary\.json: {said}") as error:
-        read_own_json(path)["steps"]
+        read_json_or_raise_damaged(path)["steps"]
     assert error.value.exit_status == 2

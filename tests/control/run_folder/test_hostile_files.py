@@ -18,11 +18,11 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.report.records import finite_number_or_none as number_of_report
-from ortlaunch.run_folder.error_record import read_error_record
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
+from ortlaunch.run_folder.error_record import read_error_record_or_describe_damage
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_text_atomically
 from ortlaunch.run_folder.lines import (
     append_json_line,
-    read_json_lines_in_file_tail,
+    read_json_lines_in_tail_or_whole_if_damaged,
     read_json_lines_with_keys,
 )
 from ortlaunch.run_folder.lock import RunLock, process_that_last_locked_run
@@ -78,7 +78,7 @@ def test_any_value_in_a_record(name: str, run: RunDir) -> None:
             path.write_text(f"{text}\n")
             with contextlib.suppress(InputError):
                 write_text_atomically(run.report, str(read_status(run)))
-    read_error_record(run.rank_error_path(0))
+    read_error_record_or_describe_damage(run.rank_error_path(0))
 
 
 @pytest.mark.timeout(30)
@@ -94,21 +94,21 @@ def test_no_reader_waits_for_a_pipe_or_a_device(kind: str, run: RunDir) -> None:
             reader(path)
 
     # A pipe without a writer blocks whoever opens it; a device never ends.
-    look("summary.json", read_own_json)
+    look("summary.json", read_json_or_raise_damaged)
     look("saves.jsonl", read_json_lines_with_keys)
-    look("metrics.jsonl", lambda path: read_json_lines_in_file_tail(path, 100))
+    look("metrics.jsonl", lambda path: read_json_lines_in_tail_or_whole_if_damaged(path, 100))
     look("plan.json", Plan.read)
     run.lock.symlink_to("/dev/zero") if kind == "a device" else os.mkfifo(run.lock)
     assert process_that_last_locked_run(run) is None
     with pytest.raises(PlanError, match="lock is no regular file; remove it"), RunLock() as lock:
-        lock.acquire_or_refuse(run)
+        lock.lock_and_record_holder_or_refuse(run)
 
 
 def test_a_file_that_is_too_large(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record larger than any run's is refused unread."""
     monkeypatch.setattr(json_types, "_MOST_RECORD_BYTES", 9)
     with pytest.raises(DamagedFile, match=r"plan\.json: has more than 9 bytes"):
-        json_types.read_regular(run.plan)
+        json_types.read_regular_file_bytes_or_refuse(run.plan)
 
 
 class Pair(NamedTuple):
@@ -133,10 +133,12 @@ class Pair(NamedTuple):
 )
 def test_types_at_any_depth(kind: Any, right: list[object], wrong: list[object]) -> None:
     """Values fit an annotation, or do not, however deep the wrong value is."""
-    assert [json_types.value_fits_annotation(kind, value) for value in right] == [True] * len(right)
-    assert [json_types.value_fits_annotation(kind, value) for value in wrong] == [False] * len(
-        wrong
-    )
+    assert [json_types.value_fits_annotation_at_any_depth(kind, value) for value in right] == [
+        True
+    ] * len(right)
+    assert [json_types.value_fits_annotation_at_any_depth(kind, value) for value in wrong] == [
+        False
+    ] * len(wrong)
 
 
 def test_numbers_that_no_float_holds() -> None:

@@ -31,7 +31,7 @@ from ortlaunch.run_folder.lock import RunLock, hold_shared_run_lock_until_exit
 from ortlaunch.run_folder.folder import RunDir
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
-lock.acquire_or_refuse(run, survives_exec=how == "becomes another")
+lock.lock_and_record_holder_or_refuse(run, survives_exec=how == "becomes another")
 rank = os.fork() if how == "with a rank" else 1
 if not rank:
     hold_shared_run_lock_until_exit(run)
@@ -75,7 +75,7 @@ def test_a_second_run_is_refused(how: str, run: RunDir) -> None:
     with command(run, how) as first:
         begun = time.monotonic()
         with pytest.raises(PlanError) as caught, RunLock() as lock:
-            lock.acquire_or_refuse(run)
+            lock.lock_and_record_holder_or_refuse(run)
         # Seconds: a living holder is refused at once, without the wait for ranks.
         assert time.monotonic() - begun < 1
         since = json.loads(run.lock.read_text())["since"]
@@ -93,7 +93,7 @@ def test_a_killed_command_frees_it(run: RunDir) -> None:
         first.kill()
         first.wait()
         with RunLock() as lock:
-            lock.acquire_or_refuse(run)
+            lock.lock_and_record_holder_or_refuse(run)
             assert json.loads(run.lock.read_text())["pid"] == os.getpid()
 
 
@@ -108,20 +108,20 @@ def test_ranks_hold_it_too(
         first.kill()
         first.wait()
         with pytest.raises(PlanError) as caught, RunLock() as lock:
-            lock.acquire_or_refuse(run)
+            lock.lock_and_record_holder_or_refuse(run)
         assert "has ended, but some of its ranks are still alive; end them" in str(caught.value)
         assert f"waiting for the ranks of process {first.pid} on host" in capsys.readouterr().out
     # The rank has been killed with its process group, so the folder is free.
     with RunLock() as lock:
-        lock.acquire_or_refuse(run)
+        lock.lock_and_record_holder_or_refuse(run)
 
 
 def test_ranks_of_the_run_share_it(run: RunDir) -> None:
     """A rank shares its own command's lock, and the same process can lock a freed folder again."""
     for _ in range(2):
         with RunLock() as lock:
-            lock.acquire_or_refuse(run)
-            lock.acquire_or_refuse(run)
+            lock.lock_and_record_holder_or_refuse(run)
+            lock.lock_and_record_holder_or_refuse(run)
             run_lock.hold_shared_run_lock_until_exit(run)
             break
     file = os.open(run.lock, os.O_RDWR)
@@ -140,7 +140,7 @@ def test_a_disk_without_locks_is_told(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock() as lock:
-        lock.acquire_or_refuse(run)
+        lock.lock_and_record_holder_or_refuse(run)
     run_lock.hold_shared_run_lock_until_exit(run)
     said = (
         f"{run}: no file locks here (Operation not supported): a second run in it cannot be "
@@ -162,7 +162,7 @@ def test_a_lock_that_is_lost_when_it_becomes_shared(
 
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
     with RunLock() as lock, pytest.raises(PlanError, match="another command has just locked it"):
-        lock.acquire_or_refuse(RunDir(tmp_path / "run"))
+        lock.lock_and_record_holder_or_refuse(RunDir(tmp_path / "run"))
 
 
 def test_a_later_turn_waits_for_the_earlier_one(
@@ -178,7 +178,7 @@ def test_a_later_turn_waits_for_the_earlier_one(
 
         threading.Thread(target=obey, daemon=True).start()
         with RunLock() as lock:
-            lock.acquire_or_refuse(run, living_holder_wait_seconds=20)
+            lock.lock_and_record_holder_or_refuse(run, living_holder_wait_seconds=20)
         assert f"process {first.pid} on host {socket.gethostname()}" in capsys.readouterr().out
     with command(run), pytest.raises(PlanError, match="trains there"), RunLock() as lock:
-        lock.acquire_or_refuse(run, living_holder_wait_seconds=0.1)
+        lock.lock_and_record_holder_or_refuse(run, living_holder_wait_seconds=0.1)

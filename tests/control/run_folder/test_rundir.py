@@ -12,7 +12,7 @@ import pytest
 from ortlaunch.run_folder import folder
 from ortlaunch.run_folder.folder import (
     RunDir,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
     write_text_atomically,
 )
@@ -174,7 +174,7 @@ def test_a_broken_write_leaves_the_old_file(
 def test_json(value: Any, tmp_path: Path) -> None:
     """A value written as JSON is read back unchanged, and the file ends with a newline."""
     write_json_atomically(tmp_path / "x.json", value)
-    assert read_own_json(tmp_path / "x.json", type(value)) == value
+    assert read_json_or_raise_damaged(tmp_path / "x.json", type(value)) == value
     assert (tmp_path / "x.json").read_text().endswith("\n")
 
 
@@ -191,7 +191,10 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
     inf = float("inf")
     nan = float("nan")
     write_json_atomically(tmp_path / "x.json", {"a": [inf, 1.0], "b": {"c": (-inf, nan)}})
-    assert read_own_json(tmp_path / "x.json") == {"a": ["inf", 1.0], "b": {"c": ["-inf", "nan"]}}
+    assert read_json_or_raise_damaged(tmp_path / "x.json") == {
+        "a": ["inf", 1.0],
+        "b": {"c": ["-inf", "nan"]},
+    }
 
 
 def test_the_page_of_the_run_folder_is_current() -> None:

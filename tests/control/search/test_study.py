@@ -13,7 +13,7 @@ from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import write_text_atomically
 from ortlaunch.search import study as studies
 from ortlaunch.search.folder import SweepDir
-from ortlaunch.search.parallel import parallel_coordinates_of_trials
+from ortlaunch.search.parallel import parallel_coordinates_picture_of_trials
 from ortlaunch.search.study import Study, Trial, equal_result_sentence_or_empty
 from tests.makers import recipe
 
@@ -165,7 +165,7 @@ def test_equal_results_are_a_tie(tmp_path: Path) -> None:
     for _ in range(6):
         study.record_trial_end(study.draw_trial_values_and_return_number(), "complete", [0.143791])
     (best,) = study.best_trials()
-    made = parallel_coordinates_of_trials(study.sweep, study.read_trials(), [best], {})
+    made = parallel_coordinates_picture_of_trials(study.sweep, study.read_trials(), [best], {})
     assert [line.tie for line in made.lines if line.is_best] == [
         equal_result_sentence_or_empty(best, study.read_trials())
     ]
@@ -187,7 +187,7 @@ def test_parallel_coordinates_and_importances(tmp_path: Path) -> None:
     trials = study.read_trials()
     assert study.field_importances_or_empty().keys() == SPACE.keys()
     assert sum(study.field_importances_or_empty().values()) == pytest.approx(1)
-    made = parallel_coordinates_of_trials(
+    made = parallel_coordinates_picture_of_trials(
         study.sweep, trials, study.best_trials(), study.field_importances_or_empty()
     )
     assert [axis.name for axis in made.axes] == [*SPACE, "loss"]

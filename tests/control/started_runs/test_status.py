@@ -44,7 +44,7 @@ from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.lock import RunLock, hold_shared_run_lock_until_exit
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
-lock.acquire_or_refuse(run)
+lock.lock_and_record_holder_or_refuse(run)
 stack = contextlib.ExitStack()
 if how != "measures":
     stack.enter_context(JobFile(run, "torchrun")).record_start_of_ranks()
@@ -172,7 +172,7 @@ def test_between_two_starts(run: RunDir) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
         signal.raise_signal(signal.SIGUSR2)
-        file.record_attempts_and_act_on_signal(
+        file.record_attempts_and_stop_collecting_signals(
             [Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)]
         )
         signal.raise_signal(signal.SIGTERM)
@@ -191,7 +191,7 @@ def test_while_ranks_are_started(run: RunDir) -> None:
         assert kept == [signal.SIGINT, signal.SIGTERM]
         # One was handled by the ranks; the other is left for the command.
         kept.pop(0)
-        file.record_attempts_and_act_on_signal(
+        file.record_attempts_and_stop_collecting_signals(
             [Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)]
         )
     assert read_status(run).state is JobState.PREEMPTED
@@ -452,7 +452,7 @@ def test_another_user(run: RunDir) -> None:
 def test_json(run: RunDir) -> None:
     """The JSON has all known values, and null for unknown ones."""
     with RunLock() as lock, JobFile(run, "local"):
-        lock.acquire_or_refuse(run)
+        lock.lock_and_record_holder_or_refuse(run)
         found = json.loads(read_status(run).to_json())
     assert (found["state"], found["job"]["backend"], found["step"], found["steps"]) == (
         "pending",
@@ -490,5 +490,5 @@ def test_a_character_that_is_half_written_is_printed_whole(tmp_path: Path) -> No
     pieces = list[str]()
     for end in (2, len(whole)):
         file.write_bytes(whole[:end])
-        pieces += logs._read_text_appended_to_files([file], read)
+        pieces += logs._read_appended_text_and_advance_positions([file], read)
     assert "".join(pieces) == "a\u00e9b"

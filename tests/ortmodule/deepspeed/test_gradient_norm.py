@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ortlaunch.ortmodule.deepspeed import gradient_norm, known_sources
 from ortlaunch.ortmodule.deepspeed.gradient_norm import (
     GradientNormProvider,
-    fuse_deepspeed_overflow_check_and_norm,
+    replace_overflow_check_and_norm_if_supported,
     restore_deepspeed_norm_methods,
 )
 from ortlaunch.rank import Rank
@@ -93,7 +93,7 @@ def test_the_answers_are_deepspeeds() -> None:
     """Check and norms equal those of DeepSpeed's own functions in value, dtype and shape."""
     optimizer = zero(gradients(300, 7), gradients(5), [], padding=(torch.zeros(4),))
     stock = optimizer.has_overflow_partitioned_grads_serial(), norms(optimizer)
-    assert fuse_deepspeed_overflow_check_and_norm(optimizer) == GradientNormProvider(
+    assert replace_overflow_check_and_norm_if_supported(optimizer) == GradientNormProvider(
         True, "ortlaunch", ""
     )
     check = optimizer.has_overflow_partitioned_grads_serial()
@@ -116,7 +116,7 @@ def test_the_answers_are_deepspeeds() -> None:
 def test_check_and_norm_share_one_pass(measured: list[int]) -> None:
     """The norm after the check reads nothing; a second norm, or other gradients, are read again."""
     optimizer = zero(gradients(300, 7), gradients(5))
-    fuse_deepspeed_overflow_check_and_norm(optimizer)
+    replace_overflow_check_and_norm_if_supported(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     assert measured == [307, 5]
     # The norm uses the sums of the check, each of them once.
@@ -132,7 +132,7 @@ def test_check_and_norm_share_one_pass(measured: list[int]) -> None:
 def test_a_gradient_changed_after_the_check_is_measured_again() -> None:
     """A gradient changed in place after the check is read again."""
     optimizer = zero(gradients(300), gradients(5))
-    fuse_deepspeed_overflow_check_and_norm(optimizer)
+    replace_overflow_check_and_norm_if_supported(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     before = norms(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
@@ -143,7 +143,7 @@ def test_a_gradient_changed_after_the_check_is_measured_again() -> None:
 def test_nothing_keeps_gradients_alive() -> None:
     """A step that ends by overflow frees its gradients, as with DeepSpeed's own functions."""
     optimizer = zero(gradients(300))
-    fuse_deepspeed_overflow_check_and_norm(optimizer)
+    replace_overflow_check_and_norm_if_supported(optimizer)
     optimizer.has_overflow_partitioned_grads_serial()
     freed = weakref.ref(optimizer.averaged_gradients[0][0])
     # The sums of the check are still kept at this point.
@@ -161,7 +161,7 @@ def test_a_bad_gradient_overflows(bad: float, place: str) -> None:
     hit = {"padding": padding}.get(place, optimizer.averaged_gradients[place == "last group"][0])
     hit[-1] = bad
     stock = bool(optimizer.has_overflow_partitioned_grads_serial()), norms(optimizer)
-    fuse_deepspeed_overflow_check_and_norm(optimizer)
+    replace_overflow_check_and_norm_if_supported(optimizer)
     ours = bool(optimizer.has_overflow_partitioned_grads_serial()), norms(optimizer)
     assert ours[0] is stock[0] is True
     assert ours[1] == pytest.approx(stock[1], rel=1e-6)
@@ -173,7 +173,7 @@ def test_huge_finite_gradients_are_no_overflow() -> None:
     # The squares of the first group overflow in float32, those of the second do not.
     optimizer = zero([torch.full((400,), 1e30)], [torch.full((3,), 1e18)])
     stock = norms(optimizer)
-    fuse_deepspeed_overflow_check_and_norm(optimizer)
+    replace_overflow_check_and_norm_if_supported(optimizer)
     assert not optimizer.has_overflow_partitioned_grads_serial()
     assert norms(optimizer) == pytest.approx(stock, rel=1e-6)
     assert stock[0] == -1
@@ -184,7 +184,7 @@ def test_the_check_of_parameters_own_gradients() -> None:
     # DeepSpeed below 0.17.1 uses this check.
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
     optimizer = zero(gradients(3))
-    fuse_deepspeed_overflow_check_and_norm(optimizer)
+    replace_overflow_check_and_norm_if_supported(optimizer)
     assert not optimizer.has_overflow_serial(weights)
     weights[1].grad = torch.ones(3)
     assert not optimizer.has_overflow_serial(weights)
@@ -209,7 +209,7 @@ def test_what_is_left_to_deepspeed(fields: dict[str, Any], why: str) -> None:
     """An optimizer that is not supported stays unchanged, and the reason is returned."""
     optimizer = zero(gradients(3), **fields)
     before = dict(vars(optimizer))
-    assert fuse_deepspeed_overflow_check_and_norm(optimizer) == GradientNormProvider(
+    assert replace_overflow_check_and_norm_if_supported(optimizer) == GradientNormProvider(
         False, None, why
     )
     assert vars(optimizer) == before
@@ -220,15 +220,15 @@ def test_replicated_and_modified_optimizers() -> None:
     replicated = zero(gradients(3))
     replicated.bit16_groups[0][0].ds_pipe_replicated = True
     assert (
-        fuse_deepspeed_overflow_check_and_norm(replicated).why
+        replace_overflow_check_and_norm_if_supported(replicated).why
         == "pipeline parallelism is not supported"
     )
     twice = zero(gradients(3))
-    assert [fuse_deepspeed_overflow_check_and_norm(twice).why for _ in range(2)] == [
+    assert [replace_overflow_check_and_norm_if_supported(twice).why for _ in range(2)] == [
         "",
         "the optimizer is modified already",
     ]
-    other = fuse_deepspeed_overflow_check_and_norm(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    other = replace_overflow_check_and_norm_if_supported(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     assert other == GradientNormProvider(False, None, "only ZeRO 1 and 2 are supported, not SGD")
 
 
@@ -253,7 +253,7 @@ def test_an_unknown_source_is_left_alone(
         pytest.skip(f"this DeepSpeed has no {name}")
     monkeypatch.setattr(owner, name, scaled_global_norm)
     optimizer = zero(gradients(3))
-    applied = fuse_deepspeed_overflow_check_and_norm(optimizer)
+    applied = replace_overflow_check_and_norm_if_supported(optimizer)
     assert applied == GradientNormProvider(
         False,
         None,
@@ -265,7 +265,7 @@ def test_an_unknown_source_is_left_alone(
 
 def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known functions in an unknown combination are refused."""
-    known = known_sources.known_function_hashes_by_release()
+    known = known_sources.known_hash_by_function_name_by_release()
     # One function of a later release.
     mixed = {**known["0.18.0"], "step": known["0.19.8"]["step"]}
     monkeypatch.setattr(known_sources, "installed_hash_by_function_name", lambda *_: mixed)

@@ -100,6 +100,6 @@ def test_the_same_size() -> None:
 def test_onnx_runtimes_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """So are those of ORT's kernel, which convolutions with other padding at each end use."""
     monkeypatch.setattr(
-        torch_kernels, "_add_torch_convolution_if_evenly_padded", lambda graph, node: False
+        torch_kernels, "_add_torch_conv_or_gradient_if_evenly_padded", lambda graph, node: False
     )
     test_no_other_gradient_is_overwritten("pointwise")

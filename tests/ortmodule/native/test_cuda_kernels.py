@@ -21,7 +21,7 @@ from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_ortmodule_with_all_repairs
 from ortlaunch.ortmodule.native import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
-from ortlaunch.worker.engine.engine import cast_parameters_in_place
+from ortlaunch.worker.engine.engine import cast_floating_point_parameters_in_place
 from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
 from tests.ortmodule.tracing.test_half import Bert, Llama
@@ -86,7 +86,7 @@ def without_kernel(model: onnx.ModelProto) -> Counter[str]:
     A Constant does not count, because it becomes an initializer.
     """
     opset = model.opset_import[0].version
-    types = cuda_kernels.inferred_type_by_tensor_name(model.graph)
+    types = cuda_kernels.declared_or_inferred_type_by_tensor_name(model.graph)
     missing = [
         node
         for node in model.graph.node
@@ -127,11 +127,11 @@ def test_every_node_has_a_cuda_kernel(
 ) -> None:
     """Every node but computations of sizes has a kernel for its types; no integers are padded."""
     model = kind()
-    cast_parameters_in_place(model, getattr(torch, dtype))
+    cast_floating_point_parameters_in_place(model, getattr(torch, dtype))
     graph = Graph(monkeypatch).of(model, IDS, FIRST)
     if dtype == "bfloat16":
         before = without_kernel(graph)
-        bfloat16.give_every_bfloat16_node_a_kernel(graph)
+        bfloat16.replace_bfloat16_nodes_without_kernel_or_refuse(graph)
         # Some operators had no bfloat16 kernel before the completion, and all others still have
         # one.
         assert before.keys() > without_kernel(graph).keys()
@@ -157,15 +157,19 @@ def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.Monkey
 
     def completing(manager: Any, *args: Any) -> None:
         build(manager, *args)
-        bfloat16.give_every_bfloat16_node_a_kernel(manager._onnx_models.optimized_model)
-        bfloat16.give_every_bfloat16_node_a_kernel(manager._onnx_models.optimized_model, _on_cpu)
+        bfloat16.replace_bfloat16_nodes_without_kernel_or_refuse(
+            manager._onnx_models.optimized_model
+        )
+        bfloat16.replace_bfloat16_nodes_without_kernel_or_refuse(
+            manager._onnx_models.optimized_model, _on_cpu
+        )
 
     monkeypatch.setattr(torch_kernels, "replace_training_nodes_by_torch_calls", lambda *_: None)
     exact = Llama()
     ours = copy.deepcopy(exact)
     half = copy.deepcopy(exact)
     for model in (ours, half):
-        cast_parameters_in_place(model, torch.bfloat16)
+        cast_floating_point_parameters_in_place(model, torch.bfloat16)
     module = wrapped(ours)
     monkeypatch.setattr(owning_class_or_module(TRAINING), "_build_graph", completing)
     # Compared with float32: ORT's error may be 1.2 times that of eager bfloat16.
@@ -232,7 +236,7 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
         for name, version in (("", 17), ("com.microsoft", 1), ("org.pytorch.aten", 1))
     ]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    bfloat16.give_every_bfloat16_node_a_kernel(model)
+    bfloat16.replace_bfloat16_nodes_without_kernel_or_refuse(model)
     given = [torch.randn(64) for _ in names]
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -256,7 +260,7 @@ def test_an_operator_without_any_kernel_is_refused_with_its_name() -> None:
     with pytest.raises(
         RuntimeError, match=r"implementation for Det\(bfloat16\), node last: .*fp16.*ORTModule"
     ):
-        bfloat16.give_every_bfloat16_node_a_kernel(model)
+        bfloat16.replace_bfloat16_nodes_without_kernel_or_refuse(model)
 
 
 KERNELS = {
@@ -319,7 +323,9 @@ def test_a_session_makes_no_operator_without_a_kernel(
     )
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    bfloat16._session_config_without_kernelless_fusions(lambda manager: (options, [], []), manager)
+    bfloat16._session_config_without_bfloat16_fusions_on_gpu(
+        lambda manager: (options, [], []), manager
+    )
     onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

@@ -35,7 +35,7 @@ def test_absent_libraries_are_named_with_their_package(nvidia: Path) -> None:
     assert [library.name for library in cuda_libraries.missing_cuda_libraries()] == [
         "libcudnn.so.8"
     ]
-    assert cuda_libraries.reason_ort_fails_on_gpu_or_empty() == (
+    assert cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty() == (
         "the CUDA libraries of onnxruntime-training are not installed (libcudnn.so.8). "
         'Type: pip install "ortlaunch[ort-cuda]" (or: pip install --no-deps nvidia-cudnn-cu11)'
     )
@@ -87,8 +87,8 @@ def test_the_check_survives_an_abort(
     monkeypatch.setattr(
         cuda_libraries.module_start, "module_command", lambda module: [sys.executable, "-c", code]
     )
-    assert cuda_libraries.reason_ort_fails_on_gpu_or_empty().endswith(why)
-    assert bool(cuda_libraries.reason_ort_fails_on_gpu_or_empty()) == bool(why)
+    assert cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty().endswith(why)
+    assert bool(cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty()) == bool(why)
 
 
 def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
@@ -149,7 +149,7 @@ _CHECK = """
 import sys
 from ortlaunch.ortmodule.native import cuda_libraries
 names = [library.name for library in cuda_libraries.missing_cuda_libraries()]
-print(names, cuda_libraries.reason_ort_fails_on_gpu_or_empty())
+print(names, cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty())
 """
 
 

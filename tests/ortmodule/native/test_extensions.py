@@ -50,7 +50,7 @@ def test_wrong_packages_say_what_to_type(
     monkeypatch.setattr(sys, "version_info", (3, 11, 7, "final", 0))
     installed(monkeypatch, torch="2.13.0", **packages)
     with pytest.raises(MissingDependency, match=message):
-        extensions.missing_or_damaged_extension_names()
+        extensions.missing_or_damaged_buildable_extension_names()
 
 
 def test_python_312_has_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_python_312_has_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
     installed(monkeypatch, torch="2.13.0")
     with pytest.raises(MissingDependency, match=r"this is Python 3\.12\. Use Python 3\.11"):
-        extensions.missing_or_damaged_extension_names()
+        extensions.missing_or_damaged_buildable_extension_names()
 
 
 def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -69,18 +69,18 @@ def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
     monkeypatch.setattr(extensions, "_require_build_tools", lambda: None)
-    monkeypatch.setattr(extensions, "_compile_extensions_into_folder", write_all)
-    extensions.build_missing_extensions_under_lock()
-    assert extensions.missing_or_damaged_extension_names() == []
+    monkeypatch.setattr(extensions, "_compile_extensions_or_write_interop_refusal", write_all)
+    extensions.build_missing_extensions_under_lock_and_list_them()
+    assert extensions.missing_or_damaged_buildable_extension_names() == []
     library = extensions.extension_cache_folder() / "aten_op_executor.so"
     # Truncated: its seal has the old size.
     library.write_text("")
-    assert extensions.missing_or_damaged_extension_names() == ["aten_op_executor"]
+    assert extensions.missing_or_damaged_buildable_extension_names() == ["aten_op_executor"]
     assert extensions.damaged_extension_descriptions() == [
         f"{library}: has 0 bytes, and had {len('aten_op_executor')}"
     ]
-    assert extensions.build_missing_extensions_under_lock() == ["aten_op_executor"]
-    assert extensions.missing_or_damaged_extension_names() == []
+    assert extensions.build_missing_extensions_under_lock_and_list_them() == ["aten_op_executor"]
+    assert extensions.missing_or_damaged_buildable_extension_names() == []
 
 
 def test_a_cache_of_others_is_told_before_setup(
@@ -92,7 +92,7 @@ def test_a_cache_of_others_is_told_before_setup(
     # Writable by everybody.
     tmp_path.chmod(0o757)
     with pytest.raises(FileError, match="is writable by others"):
-        extensions.missing_or_damaged_extension_names()
+        extensions.missing_or_damaged_buildable_extension_names()
 
 
 def write_all(names: list[str], folder: Path) -> None:
@@ -112,9 +112,9 @@ def test_an_extension_that_does_not_load_says_how_to_build_it_again(
         "from ortlaunch.ortmodule.native import extensions as e; "
         "folder = e.extension_cache_folder(); folder.mkdir(parents=True); "
         "[(folder / f'{n}.so').write_text('') for n in e.required_extension_names()]; "
-        "[cache.write_checksum_record_and_protect_files(folder / f'{n}.seal', [folder / f'{n}.so']) "
+        "[cache.merge_into_checksum_record_and_protect_files(folder / f'{n}.seal', [folder / f'{n}.so']) "
         "for n in e.required_extension_names()]; "
-        "import_ortmodule.import_repaired_ortmodule()"
+        "import_ortmodule.import_ortmodule_with_repairs_and_export_steps()"
     )
     done = python(damage, timeout=60, ORTLAUNCH_CACHE=str(tmp_path))
     assert "MissingDependency: the built extension does not load" in done.stderr
@@ -125,7 +125,7 @@ def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing torch is an error of its own."""
     installed(monkeypatch, onnxruntime_training_cpu="1.19.2")
     with pytest.raises(MissingDependency, match="torch is not installed"):
-        extensions.missing_or_damaged_extension_names()
+        extensions.missing_or_damaged_buildable_extension_names()
 
 
 def test_a_refused_extension_is_not_missing(
@@ -134,27 +134,27 @@ def test_a_refused_extension_is_not_missing(
     """Without torch_interop_utils the rest works; the reason is recorded, and setup tries again."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
-    assert extensions.missing_or_damaged_extension_names() == [
+    assert extensions.missing_or_damaged_buildable_extension_names() == [
         "aten_op_executor",
         extensions.INTEROP,
     ]
     folder = extensions.extension_cache_folder()
     folder.mkdir(parents=True)
     write_all(["aten_op_executor"], folder)
-    cache.write_checksum_record_and_protect_files(
+    cache.merge_into_checksum_record_and_protect_files(
         folder / "aten_op_executor.seal", [folder / "aten_op_executor.so"]
     )
     # As a failed build leaves it.
     (folder / f"{extensions.INTEROP}.refused").write_text("no such symbol")
-    assert not extensions.missing_or_damaged_extension_names()
+    assert not extensions.missing_or_damaged_buildable_extension_names()
     assert extensions.reason_interop_is_unbuildable_or_empty() == "no such symbol"
     monkeypatch.setattr(extensions, "_require_build_tools", lambda: None)
     monkeypatch.setattr(
         extensions,
-        "_compile_extensions_into_folder",
+        "_compile_extensions_or_write_interop_refusal",
         lambda names, folder: (folder / f"{names[0]}.so").write_text(""),
     )
-    assert extensions.build_missing_extensions_under_lock() == [extensions.INTEROP]
+    assert extensions.build_missing_extensions_under_lock_and_list_them() == [extensions.INTEROP]
     assert not extensions.reason_interop_is_unbuildable_or_empty()
 
 
@@ -163,17 +163,19 @@ def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path
     """A source without a text to replace is refused with file and text; others are built."""
     package = tmp_path / "onnxruntime"
     source = next(
-        extensions._installed_package_folder("onnxruntime").glob(
+        extensions._installed_package_folder_or_refuse("onnxruntime").glob(
             f"training/ortmodule/*/cpu/{extensions.INTEROP}"
         )
     )
-    copied = package / source.relative_to(extensions._installed_package_folder("onnxruntime"))
+    copied = package / source.relative_to(
+        extensions._installed_package_folder_or_refuse("onnxruntime")
+    )
     shutil.copytree(source, copied)
     code = copied / "custom_function_fw.cc"
     # Remove one of the texts that the changes expect.
     code.write_text(code.read_text().replace("py_fn->cdata.lock()", "py_fn->cdata"))
-    monkeypatch.setattr(extensions, "_installed_package_folder", lambda name: package)
-    extensions._compile_extensions_into_folder([extensions.INTEROP], tmp_path)
+    monkeypatch.setattr(extensions, "_installed_package_folder_or_refuse", lambda name: package)
+    extensions._compile_extensions_or_write_interop_refusal([extensions.INTEROP], tmp_path)
     refusal = (tmp_path / f"{extensions.INTEROP}.refused").read_text()
     assert "custom_function_fw.cc has 0 times, instead of once: 'auto saved_for" in refusal
     assert list(tmp_path.glob("*.so")) == []
@@ -189,7 +191,7 @@ def test_unchanged_sources_do_not_build_on_newer_torch(
         pytest.skip("torch 2.6 and older take it as it is")
     # No changes at all.
     monkeypatch.setitem(extensions.extension_sources._CHANGES, extensions.INTEROP, {})
-    extensions._compile_extensions_into_folder([extensions.INTEROP], tmp_path)
+    extensions._compile_extensions_or_write_interop_refusal([extensions.INTEROP], tmp_path)
     assert "error" in (tmp_path / f"{extensions.INTEROP}.refused").read_text().lower()
 
 
@@ -197,12 +199,12 @@ def test_unchanged_sources_do_not_build_on_newer_torch(
 def test_functions_print_nothing(tmp_path: Path) -> None:
     """The extension that runs functions in the graph writes nothing to the terminal."""
     source = next(
-        extensions._installed_package_folder("onnxruntime").glob(
+        extensions._installed_package_folder_or_refuse("onnxruntime").glob(
             f"training/ortmodule/*/cpu/{extensions.INTEROP}"
         )
     )
     shutil.copytree(source, tmp_path / "work")
-    extensions.extension_sources.replace_texts_in_copied_sources(
+    extensions.extension_sources.adapt_copied_sources_and_append_loading_code(
         extensions.INTEROP, tmp_path / "work"
     )
     for file in (tmp_path / "work").glob("custom_function_[fb]w.cc"):
@@ -213,12 +215,12 @@ def test_functions_print_nothing(tmp_path: Path) -> None:
 def test_the_allocator_calls_empty_cache_as_torch_declares_it(tmp_path: Path) -> None:
     """A function without arguments wraps emptyCache, which has an argument in newer torch."""
     source = next(
-        extensions._installed_package_folder("onnxruntime").glob(
+        extensions._installed_package_folder_or_refuse("onnxruntime").glob(
             "training/ortmodule/*/cuda/torch_gpu_allocator"
         )
     )
     shutil.copytree(source, tmp_path / "work")
-    extensions.extension_sources.replace_texts_in_copied_sources(
+    extensions.extension_sources.adapt_copied_sources_and_append_loading_code(
         "torch_gpu_allocator", tmp_path / "work"
     )
     code = (tmp_path / "work" / "torch_gpu_allocator.cc").read_text()
@@ -241,7 +243,7 @@ def test_a_cuda_build_wants_the_cuda_extensions(
         "package_name = 'x'\ncuda_version = '12.2'\n"
     )
     installed(monkeypatch, torch="2.10.0", onnxruntime_training="1.19.2")
-    monkeypatch.setattr(extensions, "_installed_package_folder", lambda name: tmp_path)
+    monkeypatch.setattr(extensions, "_installed_package_folder_or_refuse", lambda name: tmp_path)
     assert extensions.required_extension_names() == [
         "aten_op_executor",
         "torch_interop_utils",
@@ -290,7 +292,7 @@ def test_unbuilt_extensions_say_setup(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "from ortlaunch.ortmodule import import_ortmodule as r; r.import_repaired_ortmodule()",
+            "from ortlaunch.ortmodule import import_ortmodule as r; r.import_ortmodule_with_repairs_and_export_steps()",
         ],
         check=False,
         env={**os.environ, "ORTLAUNCH_CACHE": str(tmp_path)},
@@ -311,7 +313,7 @@ def test_missing_tools_are_all_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(
         MissingDependency, match=r"a C\+\+ compiler .*ninja .* Then type: ortlaunch setup"
     ):
-        extensions.build_missing_extensions_under_lock()
+        extensions.build_missing_extensions_under_lock_and_list_them()
 
 
 @needs_ort
@@ -324,7 +326,7 @@ def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
         FileError,
         match=r"file: cannot be made: File exists: .*; set ORTLAUNCH_CACHE to another folder",
     ):
-        extensions.build_missing_extensions_under_lock()
+        extensions.build_missing_extensions_under_lock_and_list_them()
 
 
 @needs_ort
@@ -381,10 +383,11 @@ def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         entered.wait(10)
 
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(extensions, "_compile_extensions_into_folder", compile_slowly)
+    monkeypatch.setattr(extensions, "_compile_extensions_or_write_interop_refusal", compile_slowly)
     monkeypatch.setattr(extensions, "_require_build_tools", meet)
     builders = [
-        threading.Thread(target=extensions.build_missing_extensions_under_lock) for _ in range(2)
+        threading.Thread(target=extensions.build_missing_extensions_under_lock_and_list_them)
+        for _ in range(2)
     ]
     for builder in builders:
         builder.start()
@@ -398,7 +401,7 @@ def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_asking_imports_nothing_heavy() -> None:
     """The control side can check for extensions without an import of torch."""
     code = (
-        f"import sys, {extensions.__name__} as e; e.missing_or_damaged_extension_names(); "
+        f"import sys, {extensions.__name__} as e; e.missing_or_damaged_buildable_extension_names(); "
         "print([m for m in ('torch', 'onnxruntime', 'transformers', 'deepspeed') if m in sys.modules])"
     )
     assert python(code, timeout=60).stdout.strip() == "[]"

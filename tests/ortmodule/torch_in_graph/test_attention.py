@@ -131,7 +131,7 @@ def test_masks(kind: str) -> None:
 @pytest.mark.parametrize("length", [3, 5, 128, 300])
 def test_a_mask_that_the_kernel_does_not_need(length: int, dtype: torch.dtype) -> None:
     """Only a mask that excludes nothing, or exactly all later keys, is recognized as such."""
-    attention_operator.define_attention_operators_once()
+    attention_operator.define_cpu_attention_operators_once()
     masked = torch.ops.ortlaunch.masked
     nothing = torch.zeros(2, 1, length, length, dtype=dtype)
     assert masked(nothing) == masked(nothing[:, :, :1]) == attention_operator.NOTHING
@@ -150,7 +150,7 @@ def test_a_mask_that_the_kernel_does_not_need(length: int, dtype: torch.dtype) -
 
 def test_a_mask_of_unknown_type() -> None:
     """ORT passes a boolean mask as uint8; keys of one sample may serve all, with their gradients."""
-    attention_operator.define_attention_operators_once()
+    attention_operator.define_cpu_attention_operators_once()
     torch.manual_seed(0)
     # Batch, length, heads, size; one sample of keys, and half as many heads of them.
     query, key, value = (torch.randn(n, 5, heads, 8) for n, heads in ((3, 4), (1, 2), (1, 2)))
@@ -172,7 +172,7 @@ def test_a_mask_of_unknown_type() -> None:
 
 def test_inputs_that_are_not_contiguous() -> None:
     """The kernel requires that the elements of one head are neighbours; the operator copies them."""
-    attention_operator.define_attention_operators_once()
+    attention_operator.define_cpu_attention_operators_once()
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 8, 5).transpose(2, 3) for _ in range(3))
     given = (query, key, value, None, attention_operator.NOTHING, None, 0)

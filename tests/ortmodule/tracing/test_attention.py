@@ -251,7 +251,7 @@ UNKNOWN_TORCH = """
 from ortlaunch.ortmodule import import_ortmodule
 from ortlaunch.ortmodule.base import source_guard, repair_registry
 source_guard.TORCH_SOURCE_TEXTS["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
-import_ortmodule.import_repaired_ortmodule()
+import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
 import torch
 from ortlaunch.ortmodule import ORTModule, Settings
 from tests.ortmodule.tracing.test_attention import Scores

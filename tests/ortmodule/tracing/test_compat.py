@@ -42,7 +42,7 @@ export, push = torch.onnx.export, torch.cuda.nvtx.range_push
 import_repairs._BEFORE_IMPORT = kept(import_repairs._BEFORE_IMPORT)
 import_repairs._AFTER_IMPORT = kept(import_repairs._AFTER_IMPORT)
 operator_table.OPERATORS = kept(operator_table.OPERATORS)
-import_ortmodule.import_repaired_ortmodule()
+import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
 assert first or "deepspeed" not in sys.modules, "ORT loaded DeepSpeed"
 
 class Reverse(torch.autograd.Function):
@@ -401,10 +401,11 @@ def test_every_repair_is_tested(built: None) -> None:
 @needs_ort
 def test_importing_twice_repairs_once(built: None) -> None:
     """The second call returns the same module and applies no more repairs."""
-    import_ortmodule.import_repaired_ortmodule()
+    import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
     before = repair_registry.applied_repair_names()
     assert (
-        import_ortmodule.import_repaired_ortmodule() is import_ortmodule.import_repaired_ortmodule()
+        import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
+        is import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
     )
     assert repair_registry.applied_repair_names() == before
     assert len(set(before)) == len(before)

@@ -114,7 +114,7 @@ FORMS: dict[str, Choose] = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of ortlaunch."""
     # Before the change, because the built extensions are in the real cache.
-    import_ortmodule.import_repaired_ortmodule()
+    import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     return tmp_path
 
@@ -174,7 +174,7 @@ class Shapes(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 def test_an_export_without_weights_is_the_same(built: None) -> None:
     """Shape inference without large weights gives the same graph, byte by byte."""
-    import_ortmodule.import_repaired_ortmodule()
+    import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
     model = Shapes()
     ids = torch.arange(12).reshape(2, 6)
     found = []
@@ -186,7 +186,7 @@ def test_an_export_without_weights_is_the_same(built: None) -> None:
     }
     for export in (
         torch.onnx.export,
-        export_wrappers.wrap_export_hiding_large_weights(torch.onnx.export),
+        export_wrappers.wrap_export_hiding_large_weights_from_inference(torch.onnx.export),
     ):
         file = io.BytesIO()
         export(model, (ids,), file, input_names=["ids"], dynamic_axes={"ids": {0: "n"}}, **settings)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.worker.engine.engine import cast_parameters_in_place
+from ortlaunch.worker.engine.engine import cast_floating_point_parameters_in_place
 from ortlaunch.worker.model.chunked_loss import chunked_cross_entropy
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
@@ -121,7 +121,7 @@ def test_float16_equals_float32_and_has_no_float32_product(
     ids = torch.arange(24).reshape(3, 8) * 5 % 64
     first = torch.tensor(LONG - 8)
     half = copy.deepcopy(model)
-    cast_parameters_in_place(half, torch.float16)
+    cast_floating_point_parameters_in_place(half, torch.float16)
     ours = wrapped(half)
     loss = ours(ids, first)
     expected = model(ids, first)
@@ -146,7 +146,7 @@ def two_losses() -> None:
     model = TwoLosses()
     ids = torch.arange(24).reshape(3, 8) * 5 % 64
     half = copy.deepcopy(model)
-    cast_parameters_in_place(half, torch.float16)
+    cast_floating_point_parameters_in_place(half, torch.float16)
     loss = wrapped(half)(ids, ids)
     expected = model(ids, ids)
     loss.backward()
@@ -184,7 +184,7 @@ def test_casting_parameters_keeps_buffers() -> None:
     """Rotary frequencies stay float32; in float16 they are 0.99 rad off at position 4,096."""
     model = Llama()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    cast_parameters_in_place(model, torch.float16)
+    cast_floating_point_parameters_in_place(model, torch.float16)
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     # The loop below would pass without any buffers.
     assert before

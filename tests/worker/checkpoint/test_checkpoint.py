@@ -20,7 +20,7 @@ from ortlaunch.base.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.checkpoint_hold import (
     is_checkpoint_locked_by_reader,
-    lock_checkpoint_against_removal,
+    lock_chosen_checkpoint_and_yield_step,
 )
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import checkpoint
@@ -171,10 +171,10 @@ def test_a_damaged_one_is_set_aside(
     run = RunDir(tmp_path)
     for step in (10, 20, 30):
         save(run, step)
-    checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
+    checkpoint.rename_damaged_until_newest_intact_or_refuse(run, GROUP)
     assert capsys.readouterr().out == ""
     damage(run.checkpoint_folder(30) / file)
-    checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
+    checkpoint.rename_damaged_until_newest_intact_or_refuse(run, GROUP)
     assert checkpoint.newest_complete_checkpoint(run) == (20, run.checkpoint_folder(20))
     said = capsys.readouterr().out
     assert said.startswith(f"{run.checkpoint_folder(30)} is damaged: {wrong}")
@@ -190,13 +190,13 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
         CheckpointError,
         match=r"(?s)00020 is damaged.*00010 is damaged.*No complete checkpoint is left",
     ):
-        checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
+        checkpoint.rename_damaged_until_newest_intact_or_refuse(run, GROUP)
     with pytest.raises(
         CheckpointError,
         match=r"No complete checkpoint is left in .*00010.broken, step_00000020.broken",
     ):
         # A second start, as a scheduler makes it.
-        checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
+        checkpoint.rename_damaged_until_newest_intact_or_refuse(run, GROUP)
 
 
 @pytest.mark.parametrize("name", ["part/weights", "manifest.json", "COMPLETE"])
@@ -219,7 +219,7 @@ def test_an_error_of_reading_is_no_damage(
     with pytest.raises(
         CheckpointError, match=r"could not be read, and was not changed: .*Stale file handle"
     ):
-        checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
+        checkpoint.rename_damaged_until_newest_intact_or_refuse(run, GROUP)
     monkeypatch.undo()
     assert [step for step, _ in run.complete_checkpoints()] == [10, 20]
 
@@ -249,7 +249,7 @@ def test_a_whole_one_that_was_set_aside_is_taken_back(
         folder.rename(f"{folder}.broken")
     # The newest one is really damaged.
     flip(run.checkpoints / "step_200000000.broken" / "state")
-    checkpoint.set_aside_damaged_until_newest_intact(run, GROUP)
+    checkpoint.rename_damaged_until_newest_intact_or_refuse(run, GROUP)
     assert run.complete_checkpoints() == [(100_000_000, run.checkpoint_folder(100_000_000))]
     assert "is intact when read again: renamed back to step_100000000\n" in capsys.readouterr().out
 
@@ -262,7 +262,7 @@ def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
     chosen = iter((1, 2))
     # Pruned since it was chosen: the choice is made again.
     shutil.rmtree(run.checkpoint_folder(1))
-    with lock_checkpoint_against_removal(run, lambda: next(chosen)) as step:
+    with lock_chosen_checkpoint_and_yield_step(run, lambda: next(chosen)) as step:
         assert step == 2
         for later in (3, 4):
             save(run, later)

@@ -18,7 +18,7 @@ from torch import nn
 from ortlaunch.base.errors import CheckpointError, InputError
 from ortlaunch.run_folder.folder import (
     RunDir,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
     write_text_atomically,
 )
@@ -91,7 +91,7 @@ def test_damage_to_each_file_is_named(
         run = copy(whole, tmp_path / str(number))
         DAMAGE[how](run.checkpoint_folder(6) / path.relative_to(whole.run.checkpoint_folder(6)))
         capsys.readouterr()
-        assert checkpoint.choose_start_checkpoint_or_none(run, GROUP) == (
+        assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP) == (
             4,
             run.checkpoint_folder(4),
         )
@@ -125,12 +125,15 @@ def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> No
     replace(FROM_THE_BEGINNING, exact=True, step=6, checkpoint=str(run.checkpoint_folder(6))).write(
         run
     )
-    assert checkpoint.choose_start_checkpoint_or_none(run, GROUP) == (6, run.checkpoint_folder(6))
+    assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP) == (
+        6,
+        run.checkpoint_folder(6),
+    )
     os.truncate(run.checkpoint_folder(6) / "manifest.json", 3)
     with pytest.raises(
         CheckpointError, match=r"^the checkpoint of step 6 was requested .*, and it is damaged$"
     ):
-        checkpoint.choose_start_checkpoint_or_none(run, GROUP)
+        checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -151,9 +154,9 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
     # The one requested step has no substitute; without the request, an older one is used.
     if exact:
         with pytest.raises(CheckpointError, match="No complete checkpoint was found in other"):
-            checkpoint.choose_start_checkpoint_or_none(new, GROUP)
+            checkpoint.set_aside_damaged_and_choose_start_checkpoint(new, GROUP)
     else:
-        assert checkpoint.choose_start_checkpoint_or_none(new, GROUP) == (
+        assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(new, GROUP) == (
             4,
             other.checkpoint_folder(4),
         )
@@ -176,7 +179,7 @@ def test_changed_data_are_found_by_those_who_read_them(
     replace(
         FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint_folder(6))
     ).write(run)
-    found = checkpoint.choose_start_checkpoint_or_none(run, GROUP)
+    found = checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
     explained = (
@@ -185,7 +188,7 @@ def test_changed_data_are_found_by_those_who_read_them(
         else pytest.raises(InputError, match="refused without --allow")
     )
     with explained:
-        checkpoint.print_and_refuse_changed_training(
+        checkpoint.print_training_changes_and_refuse_unallowed(
             run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP
         )
     said = "applied, with --allow data" if allow else "refused without --allow data"
@@ -207,13 +210,13 @@ def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
     )
     if keeps:
         write_json_atomically(run.vocabulary, {})
-    found = checkpoint.choose_start_checkpoint_or_none(run, GROUP)
+    found = checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
     # Otherwise tokenizer and labels may be made from the changed data.
     refused = pytest.raises(InputError, match=r"64 -> 65: refused \(its tokens and labels may")
     with contextlib.nullcontext() if keeps else refused:
-        checkpoint.print_and_refuse_changed_training(
+        checkpoint.print_training_changes_and_refuse_unallowed(
             run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP
         )
     assert "allow" not in capsys.readouterr().out
@@ -269,7 +272,7 @@ def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]
         assert checkpoint.failed_save_count(run) == 2
     assert [step for step, _ in run.complete_checkpoints()] == ([2] if policy == "stop" else [2, 8])
     assert {path.name for path in run.checkpoints.iterdir()} <= {"step_00000002", "step_00000008"}
-    assert checkpoint.choose_start_checkpoint_or_none(run, GROUP) == (
+    assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP) == (
         (2 if policy == "stop" else 8),
         run.checkpoint_folder(2 if policy == "stop" else 8),
     )
@@ -301,4 +304,4 @@ def test_a_disk_that_turns_read_only(disk: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Read-only file system.*00002 is complete$"):
         trained(run, 6, Net(before))
     assert checkpoint.newest_complete_checkpoint(run) == (2, run.checkpoint_folder(2))
-    assert read_own_json(run.checkpoint_folder(2) / "manifest.json")["step"] == 2
+    assert read_json_or_raise_damaged(run.checkpoint_folder(2) / "manifest.json")["step"] == 2

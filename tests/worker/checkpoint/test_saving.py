@@ -39,7 +39,7 @@ def save_all(saver: checkpoint.CheckpointSaver, steps: range) -> list[int]:
     """Save at the steps that are due, and return them."""
     due = [step for step in steps if saver.is_checkpoint_due_after(step)]
     for step in due:
-        saver.save_or_start_background_save(step, {"step": step, "samples": 8 * step})
+        saver.wait_then_save_or_start_background_save(step, {"step": step, "samples": 8 * step})
     return due
 
 
@@ -90,14 +90,14 @@ def test_the_time_asks_for_one(
         # A minute a step.
         clock.now += 60
         agreed = SimpleNamespace(add_request=lambda what, step=step: asked.append((step, what)))
-        saver.request_save_by_clock_on_rank_0(agreed)  # type: ignore[arg-type]
+        saver.request_due_save_and_record_ended_background_save(agreed)  # type: ignore[arg-type]
         if asked and asked[-1][0] == step:
-            saver.save_or_start_background_save(step, {"step": step, "samples": 8 * step})
+            saver.wait_then_save_or_start_background_save(step, {"step": step, "samples": 8 * step})
     assert asked == [(step, RankRequest.SAVE) for step in saved]
     # Another rank's clock requests nothing.
     saver.group = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu"))
     clock.now = 1e9
-    saver.request_save_by_clock_on_rank_0(agreed)  # type: ignore[arg-type]
+    saver.request_due_save_and_record_ended_background_save(agreed)  # type: ignore[arg-type]
     assert len(asked) == len(saved)
 
 
@@ -124,7 +124,7 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
     writer = Slow()
     saver = saving(run, stepper=writer, every_steps=40, **{"async": True})
     assert save_all(saver, range(1, 51)) == [40]
-    saver.request_save_by_clock_on_rank_0(None)  # type: ignore[arg-type]
+    saver.request_due_save_and_record_ended_background_save(None)  # type: ignore[arg-type]
     # A checkpoint exists only once it is complete.
     assert (kept(run), readable_save_records(run)) == ([], [])
     threading.Timer(0.3, writer.may.set).start()
@@ -142,11 +142,11 @@ def test_what_is_asked_for_is_complete(asked: RankRequest, tmp_path: Path) -> No
     saver = saving(run, stepper=writer, every_minutes=1, **{"async": True})
     # The last save seems to be a minute ago.
     saver.last_save_time -= 61
-    saver.request_save_by_clock_on_rank_0(clock)  # type: ignore[arg-type]
-    saver.save_or_start_background_save(3, {"step": 3, "samples": 24}, RankRequest.SAVE)
+    saver.request_due_save_and_record_ended_background_save(clock)  # type: ignore[arg-type]
+    saver.wait_then_save_or_start_background_save(3, {"step": 3, "samples": 24}, RankRequest.SAVE)
     assert kept(run) == []
     writer.may.set()
-    saver.save_or_start_background_save(5, {"step": 5, "samples": 40}, asked)
+    saver.wait_then_save_or_start_background_save(5, {"step": 5, "samples": 40}, asked)
     assert kept(run) == [3, 5]
 
 
@@ -173,7 +173,7 @@ def test_one_written_beside_training_that_fails(
         if policy == "stop"
         else contextlib.nullcontext()
     ):
-        saver.wait_for_background_save()
+        saver.wait_for_background_save_and_record_result()
     # It does not count as saved.
     assert kept(run) == []
     assert "No space left on device" in readable_save_records(run)[0]["error"]

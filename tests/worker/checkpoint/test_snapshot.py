@@ -19,7 +19,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint import tensor_file
 from ortlaunch.worker.checkpoint.restore import (
     CheckpointTensors,
-    load_checkpoint_and_return_loop_state,
+    load_checkpoint_print_notes_and_return_loop_state,
 )
 from ortlaunch.worker.checkpoint.snapshot import rank_file_name, snapshot_of_this_rank
 from ortlaunch.worker.engine.lamb import Lamb
@@ -82,7 +82,9 @@ def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
     second = stepper(net(), optimizer)
     train(first)
     save(first.named_state(), tmp_path, ranks, {"step": 3, "learning_rate": 0.1})
-    assert load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE) == {
+    assert load_checkpoint_print_notes_and_return_loop_state(
+        tmp_path, second.named_state(), ALONE
+    ) == {
         "step": 3,
         "learning_rate": 0.1,
     }
@@ -102,7 +104,7 @@ def test_a_copy_is_of_its_moment(tmp_path: Path) -> None:
     taken = snapshot_of_this_rank(later.named_state(), {}, ALONE).copy_to_host()
     train(later)
     taken.write_rank_file_and_index(tmp_path)
-    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert same(first, second)
 
 
@@ -140,7 +142,7 @@ def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
     }  # fmt: skip
     with torch.no_grad():
         second.model[0].weight.fill_(7.0)  # type: ignore[index]
-    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert torch.equal(second.model[2].weight, first.model[2].weight)  # type: ignore[index]
     assert (second.model[0].weight == 7.0).all()  # type: ignore[index]
 
@@ -161,7 +163,7 @@ def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
         parameter.grad = torch.randn_like(parameter)
     first.clip_step_and_clear_gradients(0.1)
     save(first.named_state(), tmp_path, ranks=2)
-    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert same(first, second)
     assert second.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
 
@@ -173,14 +175,14 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
         {**scale[0].scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5}
     )
     save(scale[0].named_state(), tmp_path)
-    load_checkpoint_and_return_loop_state(tmp_path, scale[1].named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, scale[1].named_state(), ALONE)
     assert scale[1].scaler.state_dict() == scale[0].scaler.state_dict()
     # DeepSpeed's scaler has other counters, so only its scale is used.
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(
         json.dumps({**index, "loss_scale": {"scale": 8.0, "cur_iter": 7}})
     )
-    load_checkpoint_and_return_loop_state(tmp_path, scale[2].named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, scale[2].named_state(), ALONE)
     assert scale[2].scaler.get_scale() == 8.0
     assert scale[2].scaler.state_dict()["_growth_tracker"] == 0
 
@@ -191,7 +193,7 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
     second = stepper(net(), "sgd")
     train(first)
     save(first.named_state(), tmp_path)
-    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert (
         "the checkpoint has the state of AdamW; SGD starts with a new state"
         in capsys.readouterr().out
@@ -221,7 +223,9 @@ def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path:
     """Other shapes, and missing or unknown weights, are an error before anything is loaded."""
     save(stepper(net()).named_state(), tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        load_checkpoint_and_return_loop_state(tmp_path, stepper(other).named_state(), ALONE)
+        load_checkpoint_print_notes_and_return_loop_state(
+            tmp_path, stepper(other).named_state(), ALONE
+        )
 
 
 class Planted:
@@ -246,10 +250,10 @@ def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(planted)
         with pytest.raises(CheckpointError, match=f"{name} "):
-            load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
+            load_checkpoint_print_notes_and_return_loop_state(tmp_path, one.named_state(), ALONE)
     torch.save({"model": Planted(tmp_path / "ran")}, tmp_path / name)
     with pytest.raises(CheckpointError, match=f"{name} "):
-        load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
+        load_checkpoint_print_notes_and_return_loop_state(tmp_path, one.named_state(), ALONE)
     assert not (tmp_path / "ran").exists()
 
 
@@ -259,7 +263,9 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"index\.json is not an index of a checkpoint.*No such file"
     ):
-        load_checkpoint_and_return_loop_state(tmp_path, stepper(net()).named_state(), ALONE)
+        load_checkpoint_print_notes_and_return_loop_state(
+            tmp_path, stepper(net()).named_state(), ALONE
+        )
 
 
 def test_a_later_format(tmp_path: Path) -> None:
@@ -268,7 +274,9 @@ def test_a_later_format(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="of format 'ortlaunch 9', and this version reads 'ortlaunch 1'"
     ):
-        load_checkpoint_and_return_loop_state(tmp_path, stepper(net()).named_state(), ALONE)
+        load_checkpoint_print_notes_and_return_loop_state(
+            tmp_path, stepper(net()).named_state(), ALONE
+        )
 
 
 def test_a_missing_part(tmp_path: Path) -> None:
@@ -281,7 +289,7 @@ def test_a_missing_part(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({**index, "ranks": 1}))
     os.replace(tmp_path / rank_file_name(1), tmp_path / rank_file_name(0))
     with pytest.raises(CheckpointError, match=r"lacks the weight of \S+ from element \d+ on"):
-        load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
+        load_checkpoint_print_notes_and_return_loop_state(tmp_path, one.named_state(), ALONE)
 
 
 def test_a_part_that_begins_in_a_gap(tmp_path: Path) -> None:
@@ -295,7 +303,7 @@ def test_a_part_that_begins_in_a_gap(tmp_path: Path) -> None:
     end = pieces[-1][0] + pieces[-1][1].elements
     part = ParameterRange(name, end + 3, 2, torch.zeros(2), 0, {})
     with pytest.raises(CheckpointError, match=f"lacks the {kind} of {name} from element"):
-        shards.read_part_into_flat_tensor(kind, part, torch.zeros(2))
+        shards.read_range_into_flat_tensor(kind, part, torch.zeros(2))
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
@@ -305,7 +313,7 @@ def test_a_cut_file(size: int, tmp_path: Path) -> None:
     save(one.named_state(), tmp_path)
     os.truncate(tmp_path / rank_file_name(0), size)
     with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is not a safetensors file"):
-        load_checkpoint_and_return_loop_state(tmp_path, one.named_state(), ALONE)
+        load_checkpoint_print_notes_and_return_loop_state(tmp_path, one.named_state(), ALONE)
 
 
 def test_what_has_no_place_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def batches_of(items: Any, accumulation: int = 2) -> Batches:
 
 
 def taken(batches: Batches, keys: list[tuple[int, int]]) -> list[list[int]]:
-    return [batches.micro_batch(*key, 0)["index"].tolist() for key in keys]
+    return [batches.read_micro_batch_and_count_tokens(*key, 0)["index"].tolist() for key in keys]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=str)
@@ -68,8 +68,8 @@ def test_the_same_batches_as_without(reader: ReadAheadSettings) -> None:
         assert taken(batches, keys) == plain
         # Rank 1 is not read ahead.
         assert (
-            batches.micro_batch(0, 0, 1)["index"].tolist()
-            == batches.micro_batch(0, 1, 0)["index"].tolist()
+            batches.read_micro_batch_and_count_tokens(0, 0, 1)["index"].tolist()
+            == batches.read_micro_batch_and_count_tokens(0, 1, 0)["index"].tolist()
         )
     assert taken(batches, keys) == plain
     assert not multiprocessing.active_children()
@@ -92,7 +92,7 @@ def test_processes_read_and_draw_alike() -> None:
             # 20 steps of 4 samples are two epochs of 40.
             for step in range(first, 20):
                 for number in (0, 1):
-                    batch = batches.micro_batch(step, number, 0)
+                    batch = batches.read_micro_batch_and_count_tokens(step, number, 0)
                     readers |= set(batch["process"].tolist())
                     for index, values in zip(batch["index"].tolist(), batch["drawn"].tolist()):
                         assert drawn.setdefault((step // 10, index), values) == values
@@ -113,7 +113,7 @@ def test_what_is_wrong_with_a_sample_is_told(reader: ReadAheadSettings) -> None:
     with batches.read_rank_batches_ahead(0, reader):
         taken(batches, [(0, 0), (0, 1), (1, 0)])
         with pytest.raises(DataError, match=f"^sample {bad} is bad$"):
-            batches.micro_batch(1, 1, 0)
+            batches.read_micro_batch_and_count_tokens(1, 1, 0)
 
 
 class Ending(Items):
@@ -158,7 +158,7 @@ def test_a_worker_that_fails_ends_the_reading(
     def read_all() -> None:
         for step in range(10):
             for number in (0, 1):
-                batches.micro_batch(step, number, 0)
+                batches.read_micro_batch_and_count_tokens(step, number, 0)
 
     with (
         batches.read_rank_batches_ahead(0, ReadAheadSettings(2)),
@@ -182,7 +182,7 @@ from ortlaunch.worker.data.read_ahead import ReadAheadSettings
 samples = UserSamples([{"x": torch.zeros(1_000_000)}] * 8)
 batches = Batches(samples, BatchPlan(4, 4, 1, 1, None), 0)
 with batches.read_rank_batches_ahead(0, ReadAheadSettings(2)):
-    batches.micro_batch(0, 0, 0)
+    batches.read_micro_batch_and_count_tokens(0, 0, 0)
 """
 
 
@@ -266,7 +266,7 @@ def test_a_collate_of_the_users_own(own: None) -> None:
     batches = Batches(
         items, BatchPlan(3, 3, 1, 1, None), 7, stack=UserCollate("collates_of_a_test:padded")
     )
-    batch = batches.micro_batch(0, 0, 0)
+    batch = batches.read_micro_batch_and_count_tokens(0, 0, 0)
     assert batch["y"].tolist() == batches.sample_indices_of_micro_batch(0, 0, 0)
     assert batch["ids"].shape == (3, max(1 + n % 3 for n in batch["y"].tolist()))
 
@@ -309,4 +309,4 @@ def test_a_sample_that_raises_in_a_process() -> None:
         batches.read_rank_batches_ahead(0, ReadAheadSettings(2)),
         pytest.raises(HookError, match=said),
     ):
-        batches.micro_batch(0, 0, 0)
+        batches.read_micro_batch_and_count_tokens(0, 0, 0)

@@ -14,7 +14,12 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, Data
-from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, cut_padding_to_bucket
+from ortlaunch.worker.data import (
+    Batches,
+    LabelledTexts,
+    Mixture,
+    cut_padding_to_shortest_fitting_bucket,
+)
 
 BUCKETS = (4, 8)
 
@@ -54,7 +59,10 @@ def step_of(batches: Batches, step: int) -> list[tuple[list[int], dict[str, torc
         for rank in range(plan.data_parallel_ranks)
     ]
     return [
-        (batches.sample_indices_of_micro_batch(*place), batches.micro_batch(*place))
+        (
+            batches.sample_indices_of_micro_batch(*place),
+            batches.read_micro_batch_and_count_tokens(*place),
+        )
         for place in places
     ]
 
@@ -87,11 +95,13 @@ def test_padding_to_the_longest(texts: LabelledTexts) -> None:
     data = {"train": {"format": "jsonl", "path": "a"}, "tokenizer": "x", "padding": "longest"}
     # The full length needs no bucket of its own.
     assert [
-        *Data.model_validate({**data, "sequence_length": 24}).padding_lengths_below_sequence_length
+        *Data.model_validate(
+            {**data, "sequence_length": 24}
+        ).padding_bucket_or_multiple_of_8_lengths
     ] == [8, 16]
     lengths = Data.model_validate(
         {**data, "sequence_length": 12}
-    ).padding_lengths_below_sequence_length
+    ).padding_bucket_or_multiple_of_8_lengths
     plan = BatchPlan(16, 4, 2, 2, None)
     longest = Batches(texts, plan, 7, lengths)
     fixed = Batches(texts, plan, 7)
@@ -145,9 +155,12 @@ def test_gradients_are_the_same(texts: LabelledTexts) -> None:
 
 def test_what_has_no_mask_is_left_alone() -> None:
     """Batches without a mask, and tensors of another length than the texts, are not cut."""
-    assert cut_padding_to_bucket({"x": torch.ones(2, 9)}, (4,))["x"].shape == (2, 9)
+    assert cut_padding_to_shortest_fitting_bucket({"x": torch.ones(2, 9)}, (4,))["x"].shape == (
+        2,
+        9,
+    )
     mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
-    found = cut_padding_to_bucket(
+    found = cut_padding_to_shortest_fitting_bucket(
         {"attention_mask": mask, "labels": torch.ones(1), "y": torch.ones(1, 2)}, (4,)
     )
     assert {name: tuple(value.shape) for name, value in found.items()} == {

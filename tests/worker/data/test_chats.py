@@ -14,8 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.chat_rows import read_chats_and_shares
-from ortlaunch.worker.data.chats import ANSWER, ChatSamples, tokenize_chats_marking_answers
+from ortlaunch.worker.data.chat_rows import read_chats_with_fraction_of_corpus_read
+from ortlaunch.worker.data.chats import (
+    ANSWER,
+    ChatSamples,
+    load_or_tokenize_chats_marking_trained_text,
+)
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.token_cache import Documents
@@ -125,7 +129,9 @@ def test_answers_are_those_that_transformers_marks(
     """Token ids and answers are those of apply_chat_template, with and without generation marks."""
     source = corpus(tmp_path, TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])
     by_marks, found = (
-        tokenize_chats_marking_answers(source, tokenizer_of(kind, form(template)), print)
+        load_or_tokenize_chats_marking_trained_text(
+            source, tokenizer_of(kind, form(template)), print
+        )
         for form in (marked, plain)
     )
     tokenizer = tokenizer_of(kind, marked(template))
@@ -153,7 +159,7 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     """Chats are cut or padded to one length; chats that are cut before any answer are left out."""
     tokenizer = tokenizer_of("byte-level", plain(CHATML))
     long = [{"role": "user", "content": "dog " * 50}, {"role": "assistant", "content": "no"}]
-    documents = tokenize_chats_marking_answers(
+    documents = load_or_tokenize_chats_marking_trained_text(
         corpus(tmp_path, TURNS[1:3], long, TURNS[3:]), tokenizer, print
     )
     samples = ChatSamples(documents, 40, padding_id=2, recipe_key="data.train")
@@ -201,12 +207,14 @@ def test_prompt_and_response(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("spaces", plain(LLAMA))
     # The same texts once as two columns, once as messages.
     row = {"ask": TURNS[1]["content"], "say": TURNS[2]["content"]}
-    pair = tokenize_chats_marking_answers(
+    pair = load_or_tokenize_chats_marking_trained_text(
         corpus(tmp_path, row, prompt_column="ask", response_column="say"), tokenizer, print
     )
     assert (
         pair.tokens[:].tolist()
-        == tokenize_chats_marking_answers(corpus(tmp_path, TURNS[1:3]), tokenizer, print)
+        == load_or_tokenize_chats_marking_trained_text(
+            corpus(tmp_path, TURNS[1:3]), tokenizer, print
+        )
         .tokens[:]
         .tolist()
     )
@@ -222,17 +230,24 @@ def test_columns_of_alpaca(tmp_path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1))
     columns = {"prompt_column": "ask", "response_column": "say", "system_column": "rule"}
     source = Corpus(format="jsonl", path=(str(path),), input_column="more", **columns)
-    first, second = [chat.messages for chat, _ in read_chats_and_shares(source)]
+    first, second = [chat.messages for chat, _ in read_chats_with_fraction_of_corpus_read(source)]
     assert first == [
         {"role": "system", "content": "D"},
         {"role": "user", "content": "A\nB"},
         {"role": "assistant", "content": "C"},
     ]
     assert [each["content"] for each in second] == ["A", "C"]
-    assert len(list(read_chats_and_shares(source.model_copy(update={"most_rows": 1})))) == 1
+    assert (
+        len(
+            list(
+                read_chats_with_fraction_of_corpus_read(source.model_copy(update={"most_rows": 1}))
+            )
+        )
+        == 1
+    )
     wrong = Corpus(format="jsonl", path=(str(path),), input_column="inputs", **columns)
     with pytest.raises(DataError, match="no row has a column inputs"):
-        list(read_chats_and_shares(wrong))
+        list(read_chats_with_fraction_of_corpus_read(wrong))
 
 
 def test_messages_of_sharegpt(tmp_path: Path) -> None:
@@ -245,7 +260,7 @@ def test_messages_of_sharegpt(tmp_path: Path) -> None:
         tmp_path, row, messages_column="talk", system_column="rule", role_key="from",
         content_key="value", roles={"human": "user", "gpt": "assistant"},
     )  # fmt: skip
-    assert [chat.messages for chat, _ in read_chats_and_shares(source)] == [
+    assert [chat.messages for chat, _ in read_chats_with_fraction_of_corpus_read(source)] == [
         [
             {"role": "system", "content": "C"},
             {"role": "user", "content": "A"},
@@ -254,19 +269,21 @@ def test_messages_of_sharegpt(tmp_path: Path) -> None:
     ]
     without = source.model_copy(update={"roles": {"human": None, "gpt": "assistant"}})
     assert [
-        each["content"] for chat, _ in read_chats_and_shares(without) for each in chat.messages
+        each["content"]
+        for chat, _ in read_chats_with_fraction_of_corpus_read(without)
+        for each in chat.messages
     ] == [
         "C",
         "B",
     ]
     wrong = source.model_copy(update={"content_key": "text"})
     with pytest.raises(DataError, match=r"message 1 of talk has no 'text'; it has from, value"):
-        list(read_chats_and_shares(wrong))
+        list(read_chats_with_fraction_of_corpus_read(wrong))
 
 
 def test_built_in_chats() -> None:
     """`python-chats` has chats of one to three turns about the language reference."""
-    chats = [chat for chat, _ in read_chats_and_shares("python-chats")]
+    chats = [chat for chat, _ in read_chats_with_fraction_of_corpus_read("python-chats")]
     assert len(chats) > 500
     assert {tuple(each["role"] for each in chat.messages) for chat in chats} == {
         ("user", "assistant") * turns for turns in (1, 2, 3)
@@ -306,14 +323,16 @@ def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_p
         source = corpus(tmp_path, row)
         message = message.replace("jsonl:2", "jsonl:1")
     with pytest.raises(DataError, match=message):
-        tokenize_chats_marking_answers(source, tokenizer_of("byte-level", template), print)
+        load_or_tokenize_chats_marking_trained_text(
+            source, tokenizer_of("byte-level", template), print
+        )
 
 
 def test_columns_of_pairs_hold_text(tmp_path: Path) -> None:
     """An empty response is refused."""
     source = corpus(tmp_path, {"ask": "a", "say": ""}, prompt_column="ask", response_column="say")
     with pytest.raises(DataError, match=r"chats.jsonl:1: say is empty; leave the row out"):
-        list(read_chats_and_shares(source))
+        list(read_chats_with_fraction_of_corpus_read(source))
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -350,7 +369,7 @@ def test_a_template_writes_tools_and_calls(form: Any, in_json: bool, tmp_path: P
         "style": "brief",
         "tokenize": 1,
     }
-    found = tokenize_chats_marking_answers(
+    found = load_or_tokenize_chats_marking_trained_text(
         corpus(tmp_path, row, messages_column="messages"), tokenizer, print
     )
     # The parts are joined, and no content is an empty one.
@@ -382,7 +401,9 @@ def test_tools_that_nothing_writes_are_refused(
     with pytest.raises(
         DataError, match=f"jsonl:2: {message}, and the chat template does not write"
     ):
-        tokenize_chats_marking_answers(source, tokenizer_of("byte-level", plain(template)), print)
+        load_or_tokenize_chats_marking_trained_text(
+            source, tokenizer_of("byte-level", plain(template)), print
+        )
 
 
 def test_parts_of_a_content_that_are_no_text(tmp_path: Path) -> None:
@@ -395,4 +416,4 @@ def test_parts_of_a_content_that_are_no_text(tmp_path: Path) -> None:
     ):
         source = corpus(tmp_path, [{"role": "user", "content": content}, TURNS[2]])
         with pytest.raises(DataError, match=rf"jsonl:1: message 1 of messages: content is {shown}"):
-            list(read_chats_and_shares(source))
+            list(read_chats_with_fraction_of_corpus_read(source))

@@ -28,9 +28,9 @@ from ortlaunch.worker.data.corpus import (
     corpus_fingerprint,
     corpus_texts,
     files_of_corpus_patterns,
-    read_corpus_rows,
+    read_corpus_rows_up_to_limit,
 )
-from ortlaunch.worker.data.file_rows import DataError, hash_of_size_and_blocks
+from ortlaunch.worker.data.file_rows import DataError, hash_of_size_and_first_middle_last_blocks
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
 
@@ -251,7 +251,7 @@ def test_rows_are_those_of_datasets(
     theirs: Any = datasets.load_dataset(
         builder, data_files=path, split="train", streaming=True, **options
     )
-    ours = list(read_corpus_rows(Corpus(format=form, path=(path,))))
+    ours = list(read_corpus_rows_up_to_limit(Corpus(format=form, path=(path,))))
     # A rest of blank lines is no text of ours.
     assert [row.values for row in ours] == [
         row for row in theirs if form != "text" or row["text"].strip()
@@ -273,7 +273,7 @@ def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         DataError, match=r"data \(hub nobody/nothing\): cannot be read: Dataset .* accessed\.$"
     ):
-        list(read_corpus_rows(Corpus(format="hub", name="nobody/nothing")))
+        list(read_corpus_rows_up_to_limit(Corpus(format="hub", name="nobody/nothing")))
 
 
 @pytest.mark.parametrize("limit", [corpus_module._WHOLE_BYTES, 0], ids=["whole", "blocks"])
@@ -313,11 +313,14 @@ def test_blocks_show_another_file(changed: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
     content = bytes(100)
     path.write_bytes(content)
-    hashes = {hash_of_size_and_blocks(str(path), 20), hash_of_size_and_blocks(str(path), 100)}
+    hashes = {
+        hash_of_size_and_first_middle_last_blocks(str(path), 20),
+        hash_of_size_and_first_middle_last_blocks(str(path), 100),
+    }
     path.write_bytes(content[:changed] + b"x" + content[changed + 1 :])
     assert not hashes & {
-        hash_of_size_and_blocks(str(path), 20),
-        hash_of_size_and_blocks(str(path), 100),
+        hash_of_size_and_first_middle_last_blocks(str(path), 20),
+        hash_of_size_and_first_middle_last_blocks(str(path), 100),
     }
 
 
@@ -332,9 +335,11 @@ def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
     first = corpus_fingerprint(source)
     assert corpus_fingerprint(source) == first
     one = source.model_copy(update={"files": (path.name,)})
-    assert list(read_corpus_rows(one)) == list(read_corpus_rows(source))
+    assert list(read_corpus_rows_up_to_limit(one)) == list(read_corpus_rows_up_to_limit(source))
     (tmp_path / "more.jsonl").write_text(path.read_text())
-    assert len(list(read_corpus_rows(source))) == 2 * len(list(read_corpus_rows(one)))
+    assert len(list(read_corpus_rows_up_to_limit(source))) == 2 * len(
+        list(read_corpus_rows_up_to_limit(one))
+    )
     first = corpus_fingerprint(source)
     others = [
         source.model_copy(update=changed)
@@ -374,7 +379,7 @@ def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty
     )
-    assert list(read_corpus_rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
+    assert list(read_corpus_rows_up_to_limit(Corpus(format="hub", name="a/b", revision="v1"))) == []
     assert asked == ["v1"]
 
 
@@ -438,7 +443,9 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 1)
         read = [("ab", 0.5), ("c", 1.0)]
-        patch.setattr(tokens_module, "read_texts_and_shares", lambda source: iter(read))
+        patch.setattr(
+            tokens_module, "read_texts_with_fraction_of_corpus_read", lambda source: iter(read)
+        )
         # None is no token: the second document raises TypeError.
         patch.setattr(
             tokens_module,

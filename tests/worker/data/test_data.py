@@ -56,7 +56,7 @@ def micro_batches(source: Batches, step: int) -> list[list[int]]:
     """Return the micro batches of a step for every rank, pass by pass."""
     b = source.batch
     return [
-        source.micro_batch(step, accumulation, rank)["x"].tolist()
+        source.read_micro_batch_and_count_tokens(step, accumulation, rank)["x"].tolist()
         for accumulation in range(b.accumulation_steps)
         for rank in range(b.data_parallel_ranks)
     ]

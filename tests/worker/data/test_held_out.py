@@ -12,7 +12,7 @@ from ortlaunch.recipe.fields.data import Corpus, HeldOut
 from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, UserSamples
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.labelled_samples import number_labels_and_list_names
+from ortlaunch.worker.data.labelled_samples import renumber_labels_and_list_class_names
 from ortlaunch.worker.data.mixture import split_training_and_held_out
 from ortlaunch.worker.data.samples import Samples
 from tests.worker.data.test_labelled import words
@@ -58,7 +58,11 @@ def test_no_world_trains_on_the_held_out(ranks: int, begun: int) -> None:
         batches = Batches(kept, BatchPlan(6, 6 // world, 1, world, None), 7)
         batches.begin_step_after_positions(first, 6 * first)
         return [
-            [int(x) for rank in range(world) for x in batches.micro_batch(step, 0, rank)["x"]]
+            [
+                int(x)
+                for rank in range(world)
+                for x in batches.read_micro_batch_and_count_tokens(step, 0, rank)["x"]
+            ]
             for step in range(first, 15)
         ]
 
@@ -95,6 +99,6 @@ def test_labels_of_a_part_are_numbered_once(tmp_path: Path) -> None:
     kept, held = split_training_and_held_out(
         LabelledTexts(source, words(), 4), HeldOut(share=0.5), 7
     )
-    assert number_labels_and_list_names(kept, held) == ["no", "yes"]
+    assert renumber_labels_and_list_class_names(kept, held) == ["no", "yes"]
     labels = [int(part.sample(at, 0)["labels"]) for part in (kept, held) for at in range(10)]
     assert sorted(labels) == [0] * 10 + [1] * 10

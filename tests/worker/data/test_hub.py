@@ -9,10 +9,10 @@ from huggingface_hub import constants
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Corpus, Data
-from ortlaunch.worker.data.corpus import corpus_fingerprint, read_corpus_rows
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_corpus_rows_up_to_limit
 from ortlaunch.worker.data.streams.remote import remote_files_of_url
-from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
-from ortlaunch.worker.model.model import build_transformers_config
+from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
+from ortlaunch.worker.model.model import build_transformers_config_fitting_data_or_refuse
 from tests.makers import bert
 from tests.worker.hub import Hub, hub
 
@@ -24,17 +24,17 @@ HUB = Corpus(format="hub", name="o/n")
 def read_config(name: str) -> None:
     recipe = bert(model={"task": "masked-lm", "pretrained": name})
     data: Any = None
-    build_transformers_config(recipe, data)
+    build_transformers_config_fitting_data_or_refuse(recipe, data)
 
 
 # Each function that reads from the hub; each has an error path of its own in a library.
 READERS = {
-    "tokenizer": lambda: load_tokenizer_or_none(
+    "tokenizer": lambda: load_tokenizer_with_added_tokens_or_none(
         Data.model_validate({"train": "python-docs", "tokenizer": "o/n"})
     ),
     "revision": lambda: read_config("o/n@v2"),
     "model": lambda: read_config("o/n"),
-    "data": lambda: [*read_corpus_rows(HUB)],
+    "data": lambda: [*read_corpus_rows_up_to_limit(HUB)],
     "commit": lambda: corpus_fingerprint(HUB),
     "stream": lambda: remote_files_of_url("hf://datasets/o/n/*.parquet"),
 }

@@ -26,8 +26,8 @@ from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.labelled_samples import (
     class_and_rare_class_lines,
     class_names_of_integer_labels,
-    number_labels_and_list_names,
-    renumber_labels_by_trained_classes,
+    renumber_labels_and_list_class_names,
+    renumber_labels_by_class_names_or_numbers,
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -129,7 +129,7 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
     )
     mixture = Mixture([one, other], [1, 1])
     theirs = datasets.Dataset.from_dict({"label": words}).class_encode_column("label")
-    assert number_labels_and_list_names(mixture, held_out) == theirs.features["label"].names
+    assert renumber_labels_and_list_class_names(mixture, held_out) == theirs.features["label"].names
     assert [int(mixture.sample(i, 0)["labels"]) for i in range(6)] == theirs["label"][:]
     assert int(held_out.sample(0, 0)["labels"]) == theirs["label"][1]
     assert mixture.classes == 5
@@ -162,7 +162,7 @@ def test_classes_are_printed(labels: list[Any], expected: list[str], tmp_path: P
         for n, part in enumerate((labels[:2], labels[2:]))
     ]
     samples = Mixture(parts, [1, 1])
-    names = number_labels_and_list_names(samples, None)
+    names = renumber_labels_and_list_class_names(samples, None)
     assert [*class_and_rare_class_lines(samples, names, samples.classes)] == expected
 
 
@@ -198,7 +198,7 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
 
     one = of(["so-so", "good", "bad"])
     # Labels that are integers are not numbered again.
-    assert number_labels_and_list_names(one, one) == []
+    assert renumber_labels_and_list_class_names(one, one) == []
     assert class_names_of_integer_labels(one, one) == ["so-so", "good", "bad"]
     with pytest.raises(
         DataError, match="so-so, good, bad in one source and good, bad, so-so in another"
@@ -217,15 +217,15 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     )
     unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
     with pytest.raises(DataError, match="names in one source and numbers in another"):
-        number_labels_and_list_names(Mixture([word, number], [1, 1]), None)
+        renumber_labels_and_list_class_names(Mixture([word, number], [1, 1]), None)
     with pytest.raises(
         DataError,
         match=r"data.evaluation: label 'c' is in no row of data.train, whose labels are a, b",
     ):
-        number_labels_and_list_names(word, unknown)
+        renumber_labels_and_list_class_names(word, unknown)
     with pytest.raises(DataError, match="every label is 'b'"):
-        number_labels_and_list_names(same, None)
-    assert number_labels_and_list_names(number, number) == []
+        renumber_labels_and_list_class_names(same, None)
+    assert renumber_labels_and_list_class_names(number, number) == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     row = {"text": ["abcd", "e", "abc-e", "e"], "label": ["B-X", "O", "I-X", "O"]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     samples = TaggedWords(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), tokenizer, 12)
-    assert number_labels_and_list_names(samples, None) == ["B-X", "I-X", "O"]
+    assert renumber_labels_and_list_class_names(samples, None) == ["B-X", "I-X", "O"]
     encoded = tokenizer(
         row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12
     )
@@ -328,7 +328,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
 
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source without rows is an error."""
-    monkeypatch.setattr(label_rows, "read_corpus_rows", lambda source: iter(()))
+    monkeypatch.setattr(label_rows, "read_corpus_rows_up_to_limit", lambda source: iter(()))
     monkeypatch.setattr(labelled_module, "corpus_fingerprint", lambda source: "")
     with pytest.raises(DataError, match=": has no rows"):
         LabelledTexts(Corpus(format="hub", name="some/set"), words(), 4)
@@ -373,9 +373,9 @@ def test_labels_of_a_trained_model(
     take_cache_notes()
     if isinstance(expected, str):
         with pytest.raises(DataError, match=re.escape(expected)):
-            renumber_labels_by_trained_classes(samples, known, classes)
+            renumber_labels_by_class_names_or_numbers(samples, known, classes)
         return
-    renumber_labels_by_trained_classes(samples, known, classes)
+    renumber_labels_by_class_names_or_numbers(samples, known, classes)
     assert samples.labels == expected
     # Class numbers of classes with names may be a mistake.
     noted = ["data: labels are whole numbers and no class names; they are read as class numbers: "
@@ -393,7 +393,7 @@ def test_names_of_numbers_in_another_order(tmp_path: Path) -> None:
     samples = LabelledTexts(
         Corpus(format="parquet", path=(str(tmp_path / "x.parquet"),)), words(), 4
     )
-    renumber_labels_by_trained_classes(samples, NAMED, 2)
+    renumber_labels_by_class_names_or_numbers(samples, NAMED, 2)
     # The row's 1 is "bad", the model's class 0.
     assert samples.labels == [0, 1]
 
@@ -402,16 +402,18 @@ def test_whole_numbers_as_names_are_in_their_order(tmp_path: Path) -> None:
     """Class names that are whole numbers are numbered by value; one that is a word, by letters."""
     names = [str(number) for number in range(12)]
     assert (
-        number_labels_and_list_names(labelled(tmp_path / "x.jsonl", rows_of(*names[::-1])), None)
+        renumber_labels_and_list_class_names(
+            labelled(tmp_path / "x.jsonl", rows_of(*names[::-1])), None
+        )
         == names
     )
-    mixed = number_labels_and_list_names(
+    mixed = renumber_labels_and_list_class_names(
         labelled(tmp_path / "y.jsonl", rows_of("10", "9", "x")), None
     )
     assert mixed == ["10", "9", "x"]
     # A model to be trained that knows the names already.
     stars = labelled(tmp_path / "z.jsonl", rows_of(5, 1))
-    assert number_labels_and_list_names(stars, None, STARS) == [*STARS]
+    assert renumber_labels_and_list_class_names(stars, None, STARS) == [*STARS]
     assert stars.labels == [4, 0]
 
 
@@ -421,7 +423,7 @@ def test_cells_of_csv_are_labels(tmp_path: Path) -> None:
     path.write_text("text;label\na;10\nb;9\nc; -1.5e1\n")
     source = Corpus(format="csv", path=(str(path),), most_rows=2)
     made = LabelledTexts(source, words(), 8)
-    assert number_labels_and_list_names(made, None) == ["9", "10"]
+    assert renumber_labels_and_list_class_names(made, None) == ["9", "10"]
     assert [int(made.sample(n, 0)["labels"]) for n in range(2)] == [1, 0]
     numbers = ScoredTexts(source.model_copy(update={"most_rows": None}), words(), 8)
     assert [float(numbers.sample(n, 0)["labels"]) for n in range(3)] == [10, 9, -15]

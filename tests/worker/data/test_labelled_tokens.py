@@ -28,7 +28,7 @@ from ortlaunch.worker.data import (
 from ortlaunch.worker.data import token_cache as tokens
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.labelled_samples import number_labels_and_list_names
+from ortlaunch.worker.data.labelled_samples import renumber_labels_and_list_class_names
 
 LENGTH = 12
 # Empty, short and cut texts, letters beyond ASCII, a special token, and an unknown word.
@@ -153,7 +153,7 @@ def test_texts_are_as_the_tokenizer_makes_them(
             assert alike(samples.sample(number, 0), each), (turn, number)
             assert samples.size(number) == int(each["attention_mask"].sum())
         # The second turn must use the cache alone.
-        monkeypatch.setattr(label_rows, "read_corpus_rows", refuse)
+        monkeypatch.setattr(label_rows, "read_corpus_rows_up_to_limit", refuse)
         monkeypatch.setattr(type(tokenizer), "__call__", refuse)
 
 
@@ -189,7 +189,7 @@ def test_words_are_as_the_tokenizer_makes_them(
             int(each["attention_mask"].sum()) for each in expected
         ]
         # The second turn must use the cache alone.
-        monkeypatch.setattr(label_rows, "read_corpus_rows", refuse)
+        monkeypatch.setattr(label_rows, "read_corpus_rows_up_to_limit", refuse)
         monkeypatch.setattr(type(tokenizer), "__call__", refuse)
 
 
@@ -222,7 +222,7 @@ def test_samples_that_lie_in_two_shards(
     monkeypatch.setattr(shards, "SHARD", size)
     monkeypatch.setattr(tokens, "SHARD", size)
     found = LabelledTexts(source, wordpiece(), LENGTH)
-    assert number_labels_and_list_names(found, whole) == labels
+    assert renumber_labels_and_list_class_names(found, whole) == labels
     assert all(
         alike(found.sample(number, 0), dict(whole.sample(number, 0)))
         for number in range(len(TEXTS))
@@ -236,7 +236,7 @@ def test_a_label_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.Monk
         samples = LabelledTexts(source, wordpiece(), LENGTH)
         assert samples.largest == (999_999, f"{tmp_path}/x.jsonl:2")
         assert samples.classes == 1_000_000
-        monkeypatch.setattr(label_rows, "read_corpus_rows", refuse)
+        monkeypatch.setattr(label_rows, "read_corpus_rows_up_to_limit", refuse)
 
 
 def test_what_decides_on_tokens_and_labels(tmp_path: Path, cache: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_killed_process_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.Mo
     # Text 25 is in the seventh chunk of four; at most two earlier chunks were not saved yet.
     assert 16 <= len(seen) <= 24
     assert seen == texts[-len(seen) :]
-    assert number_labels_and_list_names(samples, None) == sorted({*labels})
+    assert renumber_labels_and_list_class_names(samples, None) == sorted({*labels})
     assert [f"label {samples.sample(number, 0)['labels']}" for number in range(40)] == labels
 
 
@@ -352,7 +352,7 @@ def test_data_are_told_apart_as_before(
         (TaggedWords, words, tags, numbers),
     ):
         samples: Any = kind(corpus(tmp_path / "x.jsonl", rows, labels), wordpiece(), LENGTH)
-        number_labels_and_list_names(samples, None)
+        renumber_labels_and_list_class_names(samples, None)
         pairs = [*zip(rows, expected)][:: max(1, count // 4096)]
         found = hashlib.blake2b(repr(pairs).encode(), digest_size=8).hexdigest()
         assert data_identity_record(samples)["fingerprint"] == found
@@ -362,7 +362,7 @@ def test_data_are_told_apart_as_before(
             found,
         )
         with monkeypatch.context() as patch:
-            patch.setattr(label_rows, "read_corpus_rows", refuse)
+            patch.setattr(label_rows, "read_corpus_rows_up_to_limit", refuse)
             assert data_identity_record(samples)["fingerprint"] == found
 
 

@@ -21,8 +21,8 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data_audit import training_rows_by_class_name
-from ortlaunch.worker.model.model import build_transformers_config
+from ortlaunch.worker.data_audit import training_row_count_by_class_name
+from ortlaunch.worker.model.model import build_transformers_config_fitting_data_or_refuse
 from tests.makers import bert
 
 VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
@@ -92,9 +92,13 @@ def test_an_image_folder_is_that_of_datasets(images: Path, processors: Path) -> 
             pixels = processor(row["image"].convert("RGB"), return_tensors="pt").pixel_values[0]
             assert torch.equal(sample["pixel_values"], pixels)
     assert take_cache_notes() == [f"{images}/train/cat: 1 files are no images and are not read"]
-    assert build_transformers_config(recipe, data).id2label == {0: "cat", 1: "dog", 2: "emu"}
+    assert build_transformers_config_fitting_data_or_refuse(recipe, data).id2label == {
+        0: "cat",
+        1: "dog",
+        2: "emu",
+    }
     names = [data.class_names[number] for number in splits["train"]["label"]]
-    assert training_rows_by_class_name(data) == Counter(names)
+    assert training_row_count_by_class_name(data) == Counter(names)
     assert collate([data.train.sample(n, 0) for n in range(4)])["pixel_values"].shape[0] == 4
 
 

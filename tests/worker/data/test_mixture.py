@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, LoadedData, Mixture, UserSamples
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, block_positions_by_source
+from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, block_position_count_by_source
 from tests.makers import recipe
 
 # Sources of very different sizes: the small ones are repeated often.
@@ -83,7 +83,7 @@ def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]
 def test_shares_fill_a_block() -> None:
     """Shares of a block are within one place of the weights, and their sum is the block."""
     for weights in ([1.0], [1, 1, 1], [0.1, 0.2, 0.7], [1e-3, 1e9 / 65_537, 1e9]):
-        found = block_positions_by_source(weights)
+        found = block_position_count_by_source(weights)
         assert found.sum() == BLOCK
         assert np.abs(found - np.array(weights) / sum(weights) * BLOCK).max() < 1
 

@@ -16,7 +16,7 @@ from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.mixture import split_training_and_held_out
 from ortlaunch.worker.data.packed_samples import (
     PackedSamples,
-    first_fit_decreasing,
+    bin_by_item_of_first_fit_decreasing,
     pack_chats_if_requested,
 )
 from ortlaunch.worker.data.token_cache import Documents
@@ -52,7 +52,7 @@ def test_packs_are_those_of_first_fit_decreasing(seed: int) -> None:
             bins = [len(left) - 1]
         left[bins[0]] -= sizes[item]
         expected[item] = bins[0]
-    assert first_fit_decreasing(sizes, 64).tolist() == expected.tolist()
+    assert bin_by_item_of_first_fit_decreasing(sizes, 64).tolist() == expected.tolist()
 
 
 def test_nothing_is_cut_and_documents_are_apart() -> None:

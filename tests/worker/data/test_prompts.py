@@ -11,9 +11,9 @@ import pytest
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.worker.data.chats import ANSWER, tokenize_chats_marking_answers
+from ortlaunch.worker.data.chats import ANSWER, load_or_tokenize_chats_marking_trained_text
 from ortlaunch.worker.data.file_rows import DataError
-from ortlaunch.worker.data.tokenizer import load_tokenizer_or_none
+from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
 from tests.worker.data.test_chats import CHATML, TURNS, cache, corpus, marked, plain, tokenizer_of
 
 __all__ = ["cache"]
@@ -33,7 +33,7 @@ ALPACA = (
 
 def learned(source: Any, tokenizer: Any) -> list[tuple[str, str]]:
     """Return the text of each chat, and the part of it that counts in the loss."""
-    documents = tokenize_chats_marking_answers(source, tokenizer, print)
+    documents = load_or_tokenize_chats_marking_trained_text(source, tokenizer, print)
     found = []
     for ids in np.split(documents.tokens[:], documents.ends[:-1]):
         counted = [int(each & (ANSWER - 1)) for each in ids if each >= ANSWER]
@@ -118,9 +118,9 @@ def test_special_tokens(tmp_path: Path) -> None:
     fields = {"train": "python-docs", "tokenizer": str(tmp_path), "sequence_length": 8}
     chosen = {"special_tokens": {"eos_token": "<|im_end|>", "pad_token": "<pad>"}}
     data = Data(**fields, **chosen, added_tokens=("<|a|>",), chat_template="chatml")
-    tokenizer = load_tokenizer_or_none(data)
+    tokenizer = load_tokenizer_with_added_tokens_or_none(data)
     assert (tokenizer.eos_token, tokenizer.pad_token_id) == ("<|im_end|>", size)
     assert tokenizer("<|a|>", add_special_tokens=False)["input_ids"] == [size + 1]
     assert tokenizer.chat_template == CHAT_TEMPLATES["chatml"]
     with pytest.raises(InputError, match=r"data.chat_template: cannot read lama3"):
-        load_tokenizer_or_none(Data(**fields, chat_template="lama3"))
+        load_tokenizer_with_added_tokens_or_none(Data(**fields, chat_template="lama3"))

@@ -75,9 +75,9 @@ def trained(of: Batches, steps: range) -> list[Taken]:
     for step in steps:
         taken = []
         for rank in range(world):
-            ids = of.micro_batch(step, 0, rank)["input_ids"].tolist()
+            ids = of.read_micro_batch_and_count_tokens(step, 0, rank)["input_ids"].tolist()
             taken += [*zip(of.sample_indices_of_micro_batch(step, 0, rank), ids)]
-        of.release_streamed_samples_before(of.positions_before_step(step + 1))
+        of.release_streamed_samples_and_return_positions(of.positions_before_step(step + 1))
         found.append(taken)
     of.close_streams()
     return found
@@ -129,7 +129,9 @@ def test_a_resume_in_another_world_takes_the_same_samples(
         assert trained(of, range(begin, end)) == whole[begin:end]
         # As JSON, which a checkpoint is.
         positions = json.loads(
-            json.dumps(of.release_streamed_samples_before(of.positions_before_step(end)))
+            json.dumps(
+                of.release_streamed_samples_and_return_positions(of.positions_before_step(end))
+            )
         )
         seen = of.positions_before_step(end)
 
@@ -156,7 +158,7 @@ def test_windows_after_a_power_failure(
     """Windows that are not what was written are written again, and the run says so."""
     of = batches(stream(shards / "*.txt", tmp_path))
     assert trained(of, range(3)) == whole[:3]
-    positions = of.release_streamed_samples_before(of.positions_before_step(3))
+    positions = of.release_streamed_samples_and_return_positions(of.positions_before_step(3))
     # The window in use, and those that were written ahead.
     waiting = [path for path in tmp_path.rglob(f"*{ending}") if path.stem >= "000000002"]
     assert waiting
@@ -178,7 +180,7 @@ def test_a_resume_opens_one_file(
     """The position alone leads to the file and the document, in any epoch."""
     of = batches(stream(shards / "*.txt", tmp_path / "a"))
     trained(of, range(66))
-    positions = of.release_streamed_samples_before(of.positions_before_step(66))
+    positions = of.release_streamed_samples_and_return_positions(of.positions_before_step(66))
     opened = []
     from ortlaunch.worker.data.streams import writer
 
@@ -198,7 +200,7 @@ def test_a_rollback_reads_deleted_windows_again(
     """The same process goes back to a checkpoint whose windows are gone."""
     of = batches(stream(shards / "*.txt", tmp_path), 2)
     trained(of, range(5))
-    positions = of.release_streamed_samples_before(5 * GLOBAL)
+    positions = of.release_streamed_samples_and_return_positions(5 * GLOBAL)
     trained(of, range(5, 50))
     of.begin_step_after_positions(5, 5 * GLOBAL)
     of.seek_streams(positions)
@@ -220,8 +222,8 @@ def test_the_disk_space_is_bounded(shards: Path, tmp_path: Path) -> None:
     of = batches(stream(shards / "*.txt", tmp_path, buffer))
     most = 0
     for step in range(steps):
-        assert len(of.micro_batch(step, 0, 0)["input_ids"]) == GLOBAL
-        of.release_streamed_samples_before(of.positions_before_step(step + 1))
+        assert len(of.read_micro_batch_and_count_tokens(step, 0, 0)["input_ids"]) == GLOBAL
+        of.release_streamed_samples_and_return_positions(of.positions_before_step(step + 1))
         before, after = sizes(tmp_path), None
         # Until the writer waits for room, as files come and go while they are listed.
         while before != after:
@@ -243,7 +245,7 @@ def test_a_mixture_of_a_stream_and_indexed_samples(shards: Path, tmp_path: Path)
 
     one = batches(mixed("a"))
     first = trained(one, range(20))
-    positions = one.release_streamed_samples_before(20 * GLOBAL)
+    positions = one.release_streamed_samples_and_return_positions(20 * GLOBAL)
     rest = trained(one, range(20, 50))
     again = batches(mixed("b"), 3)
     again.begin_step_after_positions(20, 20 * GLOBAL)

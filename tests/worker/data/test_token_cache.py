@@ -257,7 +257,7 @@ def test_memory_is_flat_over_a_corpus_many_times_as_large(
         def read(_: Any) -> Iterator[tuple[str, float]]:
             return (("x" * (2000 + n % 7), 0.0) for n in range(count))
 
-        monkeypatch.setattr(tokens, "read_texts_and_shares", read)
+        monkeypatch.setattr(tokens, "read_texts_with_fraction_of_corpus_read", read)
         monkeypatch.setattr(tokens, "corpus_fingerprint", lambda _: str(count))
         tracemalloc.start()
         found = len(tokens.load_or_tokenize_documents(source, Bytes(), False).tokens)

@@ -16,7 +16,10 @@ from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer as tokenizer_module
-from ortlaunch.worker.data.tokenizer import download_revision_or_keep_name, load_tokenizer_or_none
+from ortlaunch.worker.data.tokenizer import (
+    download_revision_or_keep_name,
+    load_tokenizer_with_added_tokens_or_none,
+)
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer
 for kind, letters in (("wordpiece", 1000), ("wordpiece", 20), ("bpe", 1000)):
     tokenizer._MAX_CHARACTERS = letters
-    made = tokenizer.load_tokenizer_or_none(Data.model_validate({
+    made = tokenizer.load_tokenizer_with_added_tokens_or_none(Data.model_validate({
         "train": {"format": "text", "path": [sys.argv[1]]},
         "tokenizer": {"train": kind, "vocab_size": 410 + letters // 100}, "sequence_length": 16}))
     print(made.backend_tokenizer.to_str())
@@ -85,7 +88,9 @@ def test_training_gives_the_same_words_in_every_process(
 
 def test_wordpiece_is_berts(corpus: Path) -> None:
     """A trained WordPiece tokenizer has BERT's normalization, special tokens and layout."""
-    made = load_tokenizer_or_none(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
+    made = load_tokenizer_with_added_tokens_or_none(
+        data(corpus, {"train": "wordpiece", "vocab_size": 420})
+    )
     assert len(made) == 420
     assert made.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert set(made.all_special_tokens) == {"[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"}
@@ -109,7 +114,9 @@ def test_wordpiece_is_berts(corpus: Path) -> None:
 
 def test_the_pieces_of_words_are_no_special_words(corpus: Path) -> None:
     """`##a` in a text is two signs and a letter, and no special token."""
-    made = load_tokenizer_or_none(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
+    made = load_tokenizer_with_added_tokens_or_none(
+        data(corpus, {"train": "wordpiece", "vocab_size": 420})
+    )
     assert "##a" in made.get_vocab()
     assert set(made.get_added_vocab()) == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
     assert made.tokenize("##a")[-1] == "a"
@@ -118,7 +125,9 @@ def test_the_pieces_of_words_are_no_special_words(corpus: Path) -> None:
 def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the most frequent characters get a token of their own."""
     monkeypatch.setattr(tokenizer_module, "_MAX_CHARACTERS", 10)
-    made = load_tokenizer_or_none(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
+    made = load_tokenizer_with_added_tokens_or_none(
+        data(corpus, {"train": "wordpiece", "vocab_size": 420})
+    )
     letters = {
         word.removeprefix("##") for word in made.get_vocab() if len(word.removeprefix("##")) == 1
     }
@@ -128,7 +137,9 @@ def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_bpe_is_byte_level(corpus: Path) -> None:
     """A BPE tokenizer restores any text; `</s>` is both end mark and padding."""
-    made = load_tokenizer_or_none(data(corpus, {"train": "bpe", "vocab_size": 420}))
+    made = load_tokenizer_with_added_tokens_or_none(
+        data(corpus, {"train": "bpe", "vocab_size": 420})
+    )
     assert len(made) == 420
     text = "Never seen: Жук 🎈\n\ttab"
     assert made.decode(made(text)["input_ids"]) == text
@@ -148,7 +159,9 @@ def test_a_word_without_end(kind: str, sign: str, corpus: Path) -> None:
     draw = random.Random(0)
     word = "".join(draw.choices("abcdefghij", k=200_000)) if sign == "letters" else 200_000 * sign
     corpus.write_text(word)
-    made = load_tokenizer_or_none(data(corpus, {"train": kind, "vocab_size": 420}))
+    made = load_tokenizer_with_added_tokens_or_none(
+        data(corpus, {"train": kind, "vocab_size": 420})
+    )
     assert len(made) <= 420
     assert {*take_cache_notes()} == {
         "data.tokenizer: words of more than 1,000 characters were cut to train it"
@@ -158,47 +171,49 @@ def test_a_word_without_end(kind: str, sign: str, corpus: Path) -> None:
 def test_trained_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer is trained once for each corpus and vocabulary size."""
     trained = []
-    original = tokenizer_module._train_byte_level_bpe
+    original = tokenizer_module._train_llama_byte_level_bpe_tokenizer
     monkeypatch.setattr(
         tokenizer_module,
-        "_train_byte_level_bpe",
+        "_train_llama_byte_level_bpe_tokenizer",
         lambda data, size: (trained.append(size), original(data, size))[1],
     )
     for size in (300, 300, 310):
-        load_tokenizer_or_none(data(corpus, {"train": "bpe", "vocab_size": size}))
+        load_tokenizer_with_added_tokens_or_none(data(corpus, {"train": "bpe", "vocab_size": size}))
     assert trained == [300, 310]
     corpus.write_text("another corpus")
-    load_tokenizer_or_none(data(corpus, {"train": "bpe", "vocab_size": 300}))
+    load_tokenizer_with_added_tokens_or_none(data(corpus, {"train": "bpe", "vocab_size": 300}))
     assert trained == [300, 310, 300]
 
 
 def test_a_training_that_died_is_done_again(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without its seal is trained again."""
     chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
-    first = load_tokenizer_or_none(chosen)
+    first = load_tokenizer_with_added_tokens_or_none(chosen)
     folder = Path(first.name_or_path)
     # The seal is written last.
     folder.with_suffix(".seal").unlink()
     (folder / "tokenizer.json").write_text("{")
-    assert load_tokenizer_or_none(chosen).get_vocab() == first.get_vocab()
+    assert load_tokenizer_with_added_tokens_or_none(chosen).get_vocab() == first.get_vocab()
 
 
 def test_a_changed_tokenizer_is_trained_again(corpus: Path) -> None:
     """A changed tokenizer in the cache is trained again and reported."""
     chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
-    first = load_tokenizer_or_none(chosen)
+    first = load_tokenizer_with_added_tokens_or_none(chosen)
     changed = Path(first.name_or_path) / "tokenizer.json"
     text = changed.read_text()
     changed.write_text(text.replace('"a"', '"A"', 1))
-    assert load_tokenizer_or_none(chosen).get_vocab() == first.get_vocab()
+    assert load_tokenizer_with_added_tokens_or_none(chosen).get_vocab() == first.get_vocab()
     assert take_cache_notes() == [f"{changed}: differs from the recorded checksum; rebuilt"]
 
 
 def test_from_a_folder(corpus: Path, tmp_path: Path) -> None:
     """A tokenizer loaded from its folder equals the saved one."""
-    made = load_tokenizer_or_none(data(corpus, {"train": "wordpiece", "vocab_size": 350}))
+    made = load_tokenizer_with_added_tokens_or_none(
+        data(corpus, {"train": "wordpiece", "vocab_size": 350})
+    )
     made.save_pretrained(tmp_path / "saved")
-    again = load_tokenizer_or_none(data(corpus, str(tmp_path / "saved")))
+    again = load_tokenizer_with_added_tokens_or_none(data(corpus, str(tmp_path / "saved")))
     assert again.get_vocab() == made.get_vocab()
     assert again("a b c")["input_ids"] == made("a b c")["input_ids"]
 
@@ -214,7 +229,7 @@ def test_a_folder_without_tokenizer(content: str | None, corpus: Path, tmp_path:
         InputError,
         match=rf"data.tokenizer: cannot load '{folder}': .*; give a local folder, a hub id",
     ):
-        load_tokenizer_or_none(data(corpus, str(folder)))
+        load_tokenizer_with_added_tokens_or_none(data(corpus, str(folder)))
 
 
 def test_a_revision_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,11 @@ from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.vocabulary import (
     Vocabulary,
     read_run_vocabulary_or_none,
-    vocabulary_of_start_checkpoint,
-    write_vocabulary_if_changed,
+    vocabulary_of_start_checkpoint_or_none,
+    write_vocabulary_and_tokenizer_if_changed,
 )
 from ortlaunch.worker.evaluation.evaluate_model import load_and_evaluate_model_file
-from ortlaunch.worker.model.model import build_loss_module
+from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
 from tests.worker.models import BERT, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -61,7 +61,7 @@ def foreign(tmp_path: Path) -> str:
     """Save a transformers classifier with its own class numbers; return its folder."""
     chosen = classifier(tmp_path, [*NEWS], config={**BERT, "label2id": NEWS})
     data = LoadedData(chosen)
-    model: Any = build_loss_module(chosen, data).model
+    model: Any = seed_and_build_loss_module_on_cpu(chosen, data).model
     assert model.config.id2label == {number: word for word, number in NEWS.items()}
     model.save_pretrained(tmp_path / "foreign")
     data.tokenizer.save_pretrained(tmp_path / "foreign")
@@ -78,7 +78,7 @@ def test_labels_of_a_pretrained_classifier(foreign: str, tmp_path: Path) -> None
         [2],
         [*NEWS],
     )
-    assert build_loss_module(chosen, data).model.config.label2id == NEWS
+    assert seed_and_build_loss_module_on_cpu(chosen, data).model.config.label2id == NEWS
     assert LoadedData(classifier(tmp_path, ["World", "Art"], pretrained=foreign)).label_names == [
         "Art",
         "World",
@@ -93,7 +93,7 @@ def test_labels_that_the_recipe_numbers(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"model\.config\.label2id: got Art, Word, and the labels are Art, World"
     ):
-        build_loss_module(chosen, LoadedData(chosen))
+        seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
 
 
 @pytest.mark.parametrize("words", [["Sports"], ["Business", "World", "World"]])
@@ -138,22 +138,26 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     first = LoadedData(chosen)
     run.path.mkdir()
-    write_vocabulary_if_changed(run, chosen, first.tokenizer, first.class_names, first.classes)
+    write_vocabulary_and_tokenizer_if_changed(
+        run, chosen, first.tokenizer, first.class_names, first.classes
+    )
     corpus.write_text(corpus.read_text() + "\n\nquite other words")
     # The run has no checkpoint yet.
-    assert vocabulary_of_start_checkpoint(run, chosen) is None
+    assert vocabulary_of_start_checkpoint_or_none(run, chosen) is None
     other = LoadedData(chosen).tokenizer.get_vocab()
     assert other != first.tokenizer.get_vocab()
     run.checkpoint_folder(2).mkdir(parents=True)
     (run.checkpoint_folder(2) / "COMPLETE").touch()
-    then = LoadedData(chosen, vocabulary=vocabulary_of_start_checkpoint(run, chosen)).tokenizer
+    then = LoadedData(
+        chosen, vocabulary=vocabulary_of_start_checkpoint_or_none(run, chosen)
+    ).tokenizer
     assert then.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
     assert then.special_tokens_map == first.tokenizer.special_tokens_map
     # A recipe with another vocabulary size trains a tokenizer of its own.
     larger = chosen.data.model_copy(
         update={"tokenizer": TokenizerTraining(train="wordpiece", vocab_size=410)}
     )
-    found = vocabulary_of_start_checkpoint(run, chosen.model_copy(update={"data": larger}))
+    found = vocabulary_of_start_checkpoint_or_none(run, chosen.model_copy(update={"data": larger}))
     assert found is not None
     assert found.tokenizer is None
     # With the kept tokenizer the corpus is not read.
@@ -174,10 +178,10 @@ def test_a_damaged_tokenizer_names_its_remedy(tmp_path: Path, damage: bytes | No
     run = RunDir(tmp_path / "run")
     run.checkpoint_folder(2).mkdir(parents=True)
     (run.checkpoint_folder(2) / "COMPLETE").touch()
-    write_vocabulary_if_changed(run, chosen, LoadedData(chosen).tokenizer, [], 0)
+    write_vocabulary_and_tokenizer_if_changed(run, chosen, LoadedData(chosen).tokenizer, [], 0)
     before = run.vocabulary.stat().st_mtime_ns
     # The next start leaves it alone.
-    write_vocabulary_if_changed(run, chosen, None, [], 0)  # type: ignore[arg-type]
+    write_vocabulary_and_tokenizer_if_changed(run, chosen, None, [], 0)  # type: ignore[arg-type]
     assert (read_run_vocabulary_or_none(run) is not None, run.vocabulary.stat().st_mtime_ns) == (
         True,
         before,
@@ -197,11 +201,11 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     other.path.mkdir()
     run.path.mkdir()
     chosen = classifier(tmp_path, [*NEWS])
-    write_vocabulary_if_changed(other, chosen, None, [*NEWS], 3)
+    write_vocabulary_and_tokenizer_if_changed(other, chosen, None, [*NEWS], 3)
     replace(
         FROM_THE_BEGINNING, checkpoint=str(other.checkpoint_folder(4)), source=str(other)
     ).write(run)
-    found = vocabulary_of_start_checkpoint(run, chosen)
+    found = vocabulary_of_start_checkpoint_or_none(run, chosen)
     assert found is not None
     assert dict(found.labels) == NEWS
 

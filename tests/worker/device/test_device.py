@@ -26,25 +26,25 @@ from ortlaunch.recipe import (
     read_resolved_recipe_of_run,
 )
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.worker.checkpoint.restore import CheckpointTensors
 from ortlaunch.worker.checkpoint.tensor_file import read_flat_elements
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.artifacts import (
-    recipe_for_device_artifacts,
+    unsharded_one_pass_recipe_for_device,
     write_and_check_device_artifacts,
 )
-from ortlaunch.worker.device.average import write_weighted_average_checkpoint
+from ortlaunch.worker.device.average import average_client_checkpoints_write_and_print
 from ortlaunch.worker.device.device import (
     SAMPLES,
     STEPS,
     Device,
     int_property_or_0,
-    load_checkpoint_state,
+    load_ort_checkpoint_state_or_refuse,
     write_checkpoint_state_atomically,
 )
-from ortlaunch.worker.device.evaluate import evaluate_device_checkpoint_and_print
+from ortlaunch.worker.device.evaluate import evaluate_device_checkpoint_write_and_print
 from ortlaunch.worker.device.inference import write_checked_inference_folder
 from ortlaunch.worker.device.train import train_device_checkpoint_and_save
 from ortlaunch.worker.evaluation.evaluate_model import (
@@ -54,8 +54,8 @@ from ortlaunch.worker.evaluation.evaluate_model import (
 from ortlaunch.worker.export.export_checkpoint import (
     write_and_record_checkpoint_export as write_export,
 )
-from ortlaunch.worker.export.import_checkpoint import write_run_from_device_checkpoint
-from ortlaunch.worker.model.model import LossModule, build_loss_module
+from ortlaunch.worker.export.import_checkpoint import write_run_and_export_from_device_checkpoint
+from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests import makers
 from tests.ort import needs_ort
@@ -85,18 +85,18 @@ class Made:
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         folder.mkdir()
-        self.recipe = recipe_for_device_artifacts(recipe, 2)
+        self.recipe = unsharded_one_pass_recipe_for_device(recipe, 2)
         self.place = DeviceFolder(folder)
         self.data = LoadedData(self.recipe)
         self.data.train, self.data.evaluation = First(self.data.train), First(self.data.train)
-        self.whole: LossModule = build_loss_module(self.recipe, self.data)
+        self.whole: LossModule = seed_and_build_loss_module_on_cpu(self.recipe, self.data)
         self.told = write_and_check_device_artifacts(self.recipe, folder, self.whole, self.data)
 
     def train(self, to: Path, steps: int | None = None, checkpoint: Path | None = None) -> Any:
         train_device_checkpoint_and_save(
             self.place, self.recipe, self.data, checkpoint or self.place.checkpoint, to, steps
         )
-        return load_checkpoint_state(to)
+        return load_ort_checkpoint_state_or_refuse(to)
 
 
 class First:
@@ -140,7 +140,7 @@ def test_steps_are_pytorchs(bert: Made) -> None:
 def steps_are_pytorchs(made: Made, batches: list[Any]) -> None:
     """Compare losses and weights of two steps with those of plain PyTorch."""
     device = Device(made.place, made.place.checkpoint, is_training=True)
-    whole = build_loss_module(made.recipe, made.data).float()
+    whole = seed_and_build_loss_module_on_cpu(made.recipe, made.data).float()
     optimizer = torch.optim.AdamW(
         whole.parameters(), lr=1e-2, weight_decay=0.1, eps=made.recipe.optimizer.epsilon
     )
@@ -227,10 +227,10 @@ def test_it_learns_goes_on_and_leaves(
         bert.train(tmp_path / "more", checkpoint=tmp_path / "six")
 
     # The loss has become lower, and is equal by the artifacts and by the exported model.
-    before = evaluate_device_checkpoint_and_print(
+    before = evaluate_device_checkpoint_write_and_print(
         bert.place, bert.recipe, bert.data, bert.place.checkpoint
     )
-    after = evaluate_device_checkpoint_and_print(
+    after = evaluate_device_checkpoint_write_and_print(
         bert.place, bert.recipe, bert.data, tmp_path / "six"
     )
     assert after.metrics["loss"] < before.metrics["loss"] - 0.1
@@ -254,7 +254,7 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """Under LoRA a device changes the adapters and no other weight."""
     made = Made(LORA, tmp_path / "artifacts")
     assert parse_resolved_recipe(made.place.recipe.read_text()).model.attention == "eager"
-    before = weights(load_checkpoint_state(made.place.checkpoint))
+    before = weights(load_ort_checkpoint_state_or_refuse(made.place.checkpoint))
     after = weights(made.train(tmp_path / "after", steps=2))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {each.name for each in made.told.parameters if each.trained}
@@ -291,7 +291,7 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
 
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     expected = evaluate_loss_module(made.recipe, made.whole, made.data.evaluation, group)
-    given = evaluate_device_checkpoint_and_print(
+    given = evaluate_device_checkpoint_write_and_print(
         made.place, made.recipe, made.data, made.place.checkpoint
     )
     assert given.metrics["loss"] == pytest.approx(expected.metrics["loss"])
@@ -309,8 +309,8 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
     one = bert.train(tmp_path / "one", steps=1)
     two = bert.train(tmp_path / "two", steps=3)
     clients = [tmp_path / "one", tmp_path / "two"]
-    write_weighted_average_checkpoint(bert.place, clients, None, tmp_path / "mean")
-    mean = load_checkpoint_state(tmp_path / "mean")
+    average_client_checkpoints_write_and_print(bert.place, clients, None, tmp_path / "mean")
+    mean = load_ort_checkpoint_state_or_refuse(tmp_path / "mean")
     first = weights(one)
     second = weights(two)
     for name, value in weights(mean).items():
@@ -323,9 +323,9 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
         )
         == 4
     )
-    write_weighted_average_checkpoint(bert.place, clients, [1.0, 1.0], tmp_path / "even")
+    average_client_checkpoints_write_and_print(bert.place, clients, [1.0, 1.0], tmp_path / "even")
     name = next(iter(first))
-    even = weights(load_checkpoint_state(tmp_path / "even"))[name]
+    even = weights(load_ort_checkpoint_state_or_refuse(tmp_path / "even"))[name]
     np.testing.assert_allclose(even, (first[name] + second[name]) / 2, atol=1e-6)
 
 
@@ -335,11 +335,15 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     bert.train(good, steps=1)
     to = tmp_path / "mean"
     with pytest.raises(InputError, match="checkpoint trained on no sample since the last average"):
-        write_weighted_average_checkpoint(bert.place, [good, bert.place.checkpoint], None, to)
+        average_client_checkpoints_write_and_print(
+            bert.place, [good, bert.place.checkpoint], None, to
+        )
     with pytest.raises(InputError, match="got weight 0; a weight is above 0"):
-        write_weighted_average_checkpoint(bert.place, [good, good], [1.0, 0.0], to)
+        average_client_checkpoints_write_and_print(bert.place, [good, good], [1.0, 0.0], to)
     with pytest.raises(CheckpointError, match=r"device\.json is no checkpoint of onnxruntime's"):
-        write_weighted_average_checkpoint(bert.place, [good, bert.place.description], None, to)
+        average_client_checkpoints_write_and_print(
+            bert.place, [good, bert.place.description], None, to
+        )
 
     # A checkpoint with nan in one weight.
     spoiled = Device(bert.place, good)
@@ -348,7 +352,7 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     parameters[name] = np.full_like(parameters[name].data, np.nan)
     write_checkpoint_state_atomically(spoiled.state, tmp_path / "nan", with_optimizer=False)
     with pytest.raises(CheckpointError, match=f"nan: {name} contains inf or nan"):
-        write_weighted_average_checkpoint(bert.place, [good, tmp_path / "nan"], None, to)
+        average_client_checkpoints_write_and_print(bert.place, [good, tmp_path / "nan"], None, to)
 
     # A checkpoint of a wider model.
     config = {"model_type": "bert", **SMALL, "intermediate_size": 48}
@@ -359,12 +363,12 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"intermediate.*is of shape \[48.*, and of \[32.* in the artifacts"
     ):
-        write_weighted_average_checkpoint(
+        average_client_checkpoints_write_and_print(
             bert.place, [good, other.place.checkpoint], [1.0, 1.0], to
         )
     shutil.copy(good, tmp_path / "copy")
     with pytest.raises(CheckpointError, match="is not of these artifacts: it has"):
-        write_weighted_average_checkpoint(
+        average_client_checkpoints_write_and_print(
             DeviceFolder(other_names(bert, tmp_path / "renamed")),
             [good, tmp_path / "copy"],
             None,
@@ -422,12 +426,12 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
     made = Made(recipe, tmp_path / "artifacts")
     # The subcommands read the recipe from the folder.
     assert load_recipe(made.place.recipe).recipe == made.recipe
-    before = evaluate_device_checkpoint_and_print(
+    before = evaluate_device_checkpoint_write_and_print(
         made.place, made.recipe, made.data, made.place.checkpoint
     ).metrics["loss"]
     made.train(tmp_path / "trained")
     assert (
-        evaluate_device_checkpoint_and_print(
+        evaluate_device_checkpoint_write_and_print(
             made.place, made.recipe, made.data, tmp_path / "trained"
         ).metrics["loss"]
         < before / 4
@@ -495,16 +499,16 @@ def test_a_checkpoint_returns_to_its_run(
         artifacts, device_recipe, data, artifacts.checkpoint, artifacts.checkpoint, 1
     )
     back = RunDir(tmp_path / "back")
-    write_run_from_device_checkpoint(artifacts, artifacts.checkpoint, run, 2, back)
+    write_run_and_export_from_device_checkpoint(artifacts, artifacts.checkpoint, run, 2, back)
     assert "checkpoint of step 2, without optimizer state" in capsys.readouterr().out
     assert back.vocabulary.read_text() == run.vocabulary.read_text()
     assert [path.name for path in back.tokenizer.iterdir()] == [
         path.name for path in run.tokenizer.iterdir()
     ]
-    state = load_checkpoint_state(artifacts.checkpoint)
+    state = load_ort_checkpoint_state_or_refuse(artifacts.checkpoint)
     shards = CheckpointTensors(back.checkpoint_folder(2))
     trained = [name for kind, name in shards.pieces if kind == "weight"]
-    described = read_own_json(artifacts.description)["parameters"]
+    described = read_json_or_raise_damaged(artifacts.description)["parameters"]
     assert sorted(trained) == sorted(each["name"] for each in described if each["trained"])
     before = CheckpointTensors(run.checkpoint_folder(2))
     for name in trained:
@@ -514,7 +518,9 @@ def test_a_checkpoint_returns_to_its_run(
         assert np.array_equal(weights, state.parameters[name].data)
         assert not torch.equal(weights, read_flat_elements(old, 0, old.elements).view(old.shape))
     # The export is the model that the device evaluates.
-    whole = getattr(transformers, read_own_json(back.export / "config.json")["architectures"][0])
+    whole = getattr(
+        transformers, read_json_or_raise_damaged(back.export / "config.json")["architectures"][0]
+    )
     exported = whole.from_pretrained(back.export).eval()
     batch = collate([data.train.sample(0, 0)])
     device = Device(artifacts, artifacts.checkpoint).evaluate_batch(batch)
@@ -538,7 +544,7 @@ def test_frozen_weights_are_compared_in_float32(tmp_path: Path) -> None:
     # The records of such a run; the checkpoint has the same form.
     run.recipe.write_text(dump_recipe_yaml(shorter.model_copy(update={"precision": "bf16"})))
     run.plan.write_text(replace(Plan.read(run.plan), deepspeed={"bf16": {}}).to_json())
-    write_run_from_device_checkpoint(
+    write_run_and_export_from_device_checkpoint(
         artifacts, artifacts.checkpoint, run, 1, RunDir(tmp_path / "back")
     )
     assert RunDir(tmp_path / "back").checkpoint_folder(1).exists()
@@ -555,13 +561,13 @@ def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
     device = Device(artifacts, artifacts.checkpoint)
     name = next(
         each["name"]
-        for each in read_own_json(artifacts.description)["parameters"]
+        for each in read_json_or_raise_damaged(artifacts.description)["parameters"]
         if not each["trained"]
     )
     device.state.parameters[name] = device.state.parameters[name].data + np.float32(1)
     write_checkpoint_state_atomically(device.state, tmp_path / "changed", with_optimizer=False)
     with pytest.raises(CheckpointError, match=f"{name}: is not trained, and differs from that"):
-        write_run_from_device_checkpoint(
+        write_run_and_export_from_device_checkpoint(
             artifacts, tmp_path / "changed", run, 1, RunDir(tmp_path / "back")
         )
     assert not (tmp_path / "back").exists()
@@ -570,6 +576,6 @@ def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"short.f32 has 12 bytes; the .* trained weights take"
     ):
-        write_weighted_average_checkpoint(
+        average_client_checkpoints_write_and_print(
             artifacts, [tmp_path / "short.f32", artifacts.checkpoint], [1, 1], tmp_path / "to"
         )

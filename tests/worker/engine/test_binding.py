@@ -18,7 +18,7 @@ from ortlaunch.worker.engine.binding import (
     choose_cpus_of_rank,
     cpus_sorted_by_numa_node_and_core,
     format_cpu_list,
-    numa_nodes_of_local_gpus,
+    numa_node_of_each_local_gpu_or_none,
     parse_cpu_list,
     set_openmp_wait_policy_unless_set,
 )
@@ -155,9 +155,11 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made = plan(recipe(launch={"device": "cuda"}), [Host("a", 2, (0, 1))], "torchrun")
     # Plans are frozen.
     object.__setattr__(made, "device", "cuda")
-    assert numa_nodes_of_local_gpus(made, Rank(0, 2, 0, 2), {}) == [0, 1]
+    assert numa_node_of_each_local_gpu_or_none(made, Rank(0, 2, 0, 2), {}) == [0, 1]
     # Only one GPU is visible, so that the node of the second rank is unknown.
-    assert numa_nodes_of_local_gpus(made, Rank(0, 2, 0, 2), {"CUDA_VISIBLE_DEVICES": "1"}) == [
+    assert numa_node_of_each_local_gpu_or_none(
+        made, Rank(0, 2, 0, 2), {"CUDA_VISIBLE_DEVICES": "1"}
+    ) == [
         1,
         None,
     ]

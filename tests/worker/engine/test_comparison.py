@@ -14,10 +14,10 @@ from torch import nn
 from ortlaunch.base.errors import EngineError
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.comparison import (
-    active_dropout_attributes,
-    compare_replaying_random_numbers,
+    compare_passes_replaying_random_numbers_if_drawn,
     disable_dropout,
     engine_and_reference_evaluation_losses,
+    owner_name_and_ratio_of_active_dropouts,
     run_and_compare_passes,
 )
 
@@ -557,14 +557,14 @@ def test_recorded_random_numbers_are_given_to_both() -> None:
     """A model with random numbers is equal to itself, and the random state does not change."""
     net = Sampling()
     before = torch.get_rng_state()
-    found = compare_replaying_random_numbers(
+    found = compare_passes_replaying_random_numbers_if_drawn(
         net, drawing_otherwise(net), BATCH, lambda model: model
     )
     # The draws are randn_like, Normal, dropout, uniform_, randint and bernoulli.
     assert (found.largest_difference, found.draws) == (0, 6)
     assert {each.name for each in found.gradients} == {name for name, _ in net.named_parameters()}
     assert torch.equal(torch.get_rng_state(), before)
-    wrong = compare_replaying_random_numbers(
+    wrong = compare_passes_replaying_random_numbers_if_drawn(
         net, drawing_otherwise(net), BATCH, lambda model: lambda draws, x: model(draws, x=x) * 1.01
     )
     assert wrong.largest_difference == pytest.approx(0.01, rel=1e-2)
@@ -576,14 +576,16 @@ def test_random_numbers_that_cannot_be_recorded_are_refused() -> None:
     # A Gamma variate has a gradient, which a recorded tensor would lack.
     net = Sampling(gamma=True)
     with pytest.raises(EngineError, match="cannot be given to both"):
-        compare_replaying_random_numbers(
+        compare_passes_replaying_random_numbers_if_drawn(
             net,
             drawing_otherwise(net),
             BATCH,
             lambda model: lambda **batch: (torch.rand(1), model(**batch))[1],
         )
     # The same numbers show the difference.
-    off = compare_replaying_random_numbers(net, lambda x: net(x) * 1.01, BATCH, None)
+    off = compare_passes_replaying_random_numbers_if_drawn(
+        net, lambda x: net(x) * 1.01, BATCH, None
+    )
     assert off.largest_difference == pytest.approx(0.01, rel=1e-2)
 
 
@@ -639,13 +641,16 @@ def test_every_dropout_of_a_transformers_model_is_found(family: str) -> None:
         )
     else:
         model = transformers.LlamaModel(transformers.LlamaConfig(**sizes, attention_dropout=0.2))
-    found = {(type(owner).__name__, name) for owner, name, _ in active_dropout_attributes(model)}
+    found = {
+        (type(owner).__name__, name)
+        for owner, name, _ in owner_name_and_ratio_of_active_dropouts(model)
+    }
     expected = {
         "bert": {("Dropout", "p"), ("BertConfig", "attention_probs_dropout_prob")},
         "llama": {("LlamaAttention", "attention_dropout"), ("LlamaConfig", "attention_dropout")},
     }
     assert expected[family] <= found
-    before = active_dropout_attributes(model)
+    before = owner_name_and_ratio_of_active_dropouts(model)
     with disable_dropout(model):
-        assert active_dropout_attributes(model) == []
-    assert active_dropout_attributes(model) == before
+        assert owner_name_and_ratio_of_active_dropouts(model) == []
+    assert owner_name_and_ratio_of_active_dropouts(model) == before

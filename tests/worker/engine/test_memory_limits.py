@@ -16,7 +16,7 @@ from ortlaunch.base import machine
 from ortlaunch.base.errors import PlanError
 from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.planning.capacity import notes_or_refusal_for_crowded_hosts
+from ortlaunch.planning.capacity import notes_or_refusal_for_crowding_of_this_host
 from ortlaunch.planning.workload import solve_batch_and_estimate_memory
 from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
 from tests import labs
@@ -40,7 +40,7 @@ def test_plan_trial_and_export_see_one_limit(
     refused = f"{name} is 2.0 GiB; use fewer ranks"
     with pytest.raises(PlanError, match=refused):
         list(
-            notes_or_refusal_for_crowded_hosts(
+            notes_or_refusal_for_crowding_of_this_host(
                 world := world_of(recipe(), [host("localhost", 11)], "torchrun"),
                 solve_batch_and_estimate_memory(recipe(), world, ProcessMemory(200 << 20, 0)),
                 is_planned_only=False,
@@ -52,7 +52,9 @@ def test_plan_trial_and_export_see_one_limit(
     }
     # Half a GiB is in use, and two ranks share the rest.
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
-    options.decide_and_record_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
+    options.decide_and_record_whether_export_copies_model(
+        torch.nn.Linear(2, 2), Settings(processes_on_host=2)
+    )
     copies = options.deepcopy_decision_record()["deepcopy_before_export"]
     assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (
         name,
@@ -109,7 +111,7 @@ import json, torch
 from ortlaunch.base import machine
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
-options.decide_and_record_deepcopy(torch.nn.Linear(2, 2), Settings())
+options.decide_and_record_whether_export_copies_model(torch.nn.Linear(2, 2), Settings())
 limits = {limit.name: limit.size for limit in RankMemoryLimits(torch.device("cpu"), 1).limits}
 exported = options.deepcopy_decision_record()["deepcopy_before_export"]
 planned = machine.smallest_memory_limit()

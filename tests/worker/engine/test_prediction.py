@@ -166,7 +166,7 @@ def test_a_prediction_in_doubt_is_not_printed(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     model, batch = llama()
     busy = iter((["sort (7): 98% of a core"], []))
-    monkeypatch.setattr(machine, "watch_and_describe_busy_processes", lambda: next(busy))
+    monkeypatch.setattr(machine, "watch_and_describe_other_busy_processes", lambda: next(busy))
     kinds = {kind for kind, *_ in count_step_work(RECIPE, model, batch, CPU, 1).operators}
     rates = {kind: [(1.0, 1.0)] for kind in kinds}
     # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.

@@ -12,9 +12,9 @@ from transformers import optimization
 
 from ortlaunch.recipe.fields.schedule import Schedule
 from ortlaunch.worker.engine.schedule import (
-    decay_step_count,
     fraction_of_peak_learning_rate,
     warmup_step_count,
+    wsd_decay_step_count,
 )
 
 THEIRS = {
@@ -114,7 +114,7 @@ def test_wsd_is_transformers(
     schedule = Schedule(
         name="wsd", warmup_steps=warmup, decay_ratio=ratio, decay_type=form, minimum_ratio=minimum
     )
-    assert decay_step_count(schedule, steps) == decay
+    assert wsd_decay_step_count(schedule, steps) == decay
     theirs = factors_of(
         transformers.get_wsd_schedule,
         steps,

@@ -86,7 +86,7 @@ FORKS = """
 import os, torch
 from ortlaunch.worker.supervision.requests import RankRequests
 from ortlaunch.worker.engine.stepping import _weighted_loss_or_exit_if_forked
-RankRequests().handle_signals_as_requests()
+RankRequests().handle_signals_as_requests_and_tell_supervisor()
 child = os.fork()
 _weighted_loss_or_exit_if_forked(torch.ones((), requires_grad=True), 1.0)
 os._exit(0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 10)

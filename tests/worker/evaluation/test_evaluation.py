@@ -19,11 +19,11 @@ from torch.nn import functional
 from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.best import KeepBest
-from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.worker.data import IGNORED, Batches, UserSamples, collate
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.evaluation.entities import entity_spans_of_tags
-from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
+from ortlaunch.worker.evaluation.evaluation import seed_and_evaluate_loss_and_metrics_unless_stopped
 from ortlaunch.worker.evaluation.scores import Scores, Transcripts
 from ortlaunch.worker.evaluation.word_scores import (
     MaskedWords,
@@ -245,7 +245,7 @@ class Ranks:
             for rank in range(self.size):
                 self.rank = rank
                 self.call = 0
-                found.append(evaluate_loss_and_metrics(session, samples))
+                found.append(seed_and_evaluate_loss_and_metrics_unless_stopped(session, samples))
         return found
 
 
@@ -266,7 +266,9 @@ def session_of(
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     batches = Batches(UserSamples(rows), planned.batch, 0)
     wrapped = LossModule(model.train())
-    built = build_engine(made, planned, wrapped, alone, batches.micro_batch(0, 0, 0))
+    built = build_engine(
+        made, planned, wrapped, alone, batches.read_micro_batch_and_count_tokens(0, 0, 0)
+    )
     return SimpleNamespace(
         run=None,
         engine=built,
@@ -352,7 +354,10 @@ def test_classes_on_any_ranks(task: str, tmp_path: Path) -> None:
             assert found["classification_accuracy"] == pytest.approx(right)
             assert found["f1_macro"] == pytest.approx(f1_by_hand(given, meant))
         names = ["LABEL_0", "LABEL_1", "LABEL_2"]
-        assert read_own_json(session.run.confusion) == {"classes": names, "counts": counts}
+        assert read_json_or_raise_damaged(session.run.confusion) == {
+            "classes": names,
+            "counts": counts,
+        }
 
 
 def test_numbers_on_any_ranks() -> None:
@@ -454,16 +459,16 @@ def test_metrics_are_of_the_engines_own_pass() -> None:
         model = kind(BertConfig(**SIZES, num_labels=3))  # type: ignore[call-arg]
         rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
         session = session_of(task, copy.deepcopy(model), rows, **engine)
-        expected = evaluate_loss_and_metrics(session, UserSamples(rows))
+        expected = seed_and_evaluate_loss_and_metrics_unless_stopped(session, UserSamples(rows))
         passes: list[Any] = []
         model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
         session = session_of(task, model, rows, name="ort", **engine)
         # The first evaluation exports the model.
-        evaluate_loss_and_metrics(session, UserSamples(rows))
+        seed_and_evaluate_loss_and_metrics_unless_stopped(session, UserSamples(rows))
         passes.clear()
-        assert evaluate_loss_and_metrics(session, UserSamples(rows)) == pytest.approx(
-            expected, rel=1e-5
-        ), task
+        assert seed_and_evaluate_loss_and_metrics_unless_stopped(
+            session, UserSamples(rows)
+        ) == pytest.approx(expected, rel=1e-5), task
         assert not passes, task
 
 

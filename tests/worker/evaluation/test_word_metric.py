@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED, UserSamples, collate
-from ortlaunch.worker.evaluation.evaluation import evaluate_loss_and_metrics
+from ortlaunch.worker.evaluation.evaluation import seed_and_evaluate_loss_and_metrics_unless_stopped
 from tests.worker.evaluation.test_evaluation import SIZES, Ranks, session_of
 
 SEEN: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -117,7 +117,7 @@ def test_masked_words_and_pairs() -> None:
     ]
     with torch.no_grad():
         whole = model(ids)
-    evaluate_loss_and_metrics(
+    seed_and_evaluate_loss_and_metrics_unless_stopped(
         session := session_of("pretraining", model, rows, metric=METRIC), UserSamples(rows)
     )
     outputs, batch = SEEN[-1]

@@ -21,7 +21,7 @@ from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.stepping import TorchStepper
 from ortlaunch.worker.export.export import write_run_export_on_rank_0
 from ortlaunch.worker.export.export_checkpoint import _recipe_with_requested_lora_form
-from ortlaunch.worker.model.model import build_loss_module
+from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests import makers
 
@@ -47,7 +47,7 @@ def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
     run = RunDir(folder)
     data = LoadedData(chosen)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    model = build_loss_module(chosen, data)
+    model = seed_and_build_loss_module_on_cpu(chosen, data)
     inner: Any = model.model
     # Training does not use cached keys and values.
     assert inner.config.use_cache is False

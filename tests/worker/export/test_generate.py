@@ -9,7 +9,7 @@ import torch
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.tables.tasks import GenerationRequest
-from ortlaunch.worker.export.generate import prompt_and_generated_text
+from ortlaunch.worker.export.generate import seed_and_generate_after_plain_or_chat_prompt
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
          "intermediate_size": 32, "max_position_embeddings": 16}  # fmt: skip
@@ -57,16 +57,18 @@ def test_the_likeliest(model: Any, tokenizer: Any) -> None:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
             if ids[-1] == tokenizer.eos_token_id:
                 break
-    assert prompt_and_generated_text(model, tokenizer, asked()) == tokenizer.decode(
-        ids, skip_special_tokens=True
-    )
+    assert seed_and_generate_after_plain_or_chat_prompt(
+        model, tokenizer, asked()
+    ) == tokenizer.decode(ids, skip_special_tokens=True)
     assert len(ids) > 4
 
 
 def test_draws(model: Any, tokenizer: Any) -> None:
     """Random tokens are equal for equal seeds, and differ for others."""
     found = [
-        prompt_and_generated_text(model, tokenizer, asked(temperature=2.0, seed=seed))
+        seed_and_generate_after_plain_or_chat_prompt(
+            model, tokenizer, asked(temperature=2.0, seed=seed)
+        )
         for seed in (1, 1, 2)
     ]
     assert found[0] == found[1] != found[2]
@@ -96,20 +98,20 @@ def test_a_chat(model: Any, tokenizer: Any, capsys: Any) -> None:
             if ids[-1] == 1:
                 break
     assert (
-        prompt_and_generated_text(model, chats, asked(chats=True))
+        seed_and_generate_after_plain_or_chat_prompt(model, chats, asked(chats=True))
         == f"w3 w4\n\n{chats.decode(ids[4:], skip_special_tokens=True)}"
     )
     assert "in the chat template (--raw: without the template)" in capsys.readouterr().err
-    assert prompt_and_generated_text(model, chats, asked()) == prompt_and_generated_text(
-        model, chats, asked(chats=True)
-    )
-    assert prompt_and_generated_text(model, chats, asked(chats=False)) == prompt_and_generated_text(
-        model, tokenizer, asked(chats=False)
-    )
+    assert seed_and_generate_after_plain_or_chat_prompt(
+        model, chats, asked()
+    ) == seed_and_generate_after_plain_or_chat_prompt(model, chats, asked(chats=True))
+    assert seed_and_generate_after_plain_or_chat_prompt(
+        model, chats, asked(chats=False)
+    ) == seed_and_generate_after_plain_or_chat_prompt(model, tokenizer, asked(chats=False))
     with pytest.raises(
         InputError, match=r"the chat template rejects the prompt: .* --raw omits the template"
     ):
-        prompt_and_generated_text(model, tokenizer, asked(chats=True))
+        seed_and_generate_after_plain_or_chat_prompt(model, tokenizer, asked(chats=True))
 
 
 def test_what_does_not_fit(model: Any, tokenizer: Any) -> None:
@@ -118,7 +120,7 @@ def test_what_does_not_fit(model: Any, tokenizer: Any) -> None:
         InputError,
         match="--max-new-tokens: got 14; the prompt has 3 tokens, and the model sees 16 in",
     ):
-        prompt_and_generated_text(model, tokenizer, asked(tokens=14))
+        seed_and_generate_after_plain_or_chat_prompt(model, tokenizer, asked(tokens=14))
     tokenizer = type(
         "Bare",
         (),
@@ -129,4 +131,4 @@ def test_what_does_not_fit(model: Any, tokenizer: Any) -> None:
         },
     )()
     with pytest.raises(InputError, match="the prompt has no token"):
-        prompt_and_generated_text(model, tokenizer, asked(""))
+        seed_and_generate_after_plain_or_chat_prompt(model, tokenizer, asked(""))

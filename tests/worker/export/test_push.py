@@ -12,15 +12,15 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from ortlaunch.base.errors import InputError, LaunchError, OrtlaunchError, RunError
-from ortlaunch.commands.export import ExportOptions, export_and_push_checkpoint
+from ortlaunch.commands.export import ExportOptions, export_checkpoint_and_push_if_requested
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.export.export import write_transformers_or_peft_folder
 from ortlaunch.worker.export.model_card import build_model_card
 from ortlaunch.worker.export.push import (
-    add_model_card_and_upload,
     require_token_and_create_repository,
+    write_missing_model_card_and_upload_export,
 )
 from tests.makers import bert, engine_report, onnxruntime
 from tests.worker.hub import Hub
@@ -80,7 +80,9 @@ def test_the_card(run: RunDir) -> None:
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """An upload creates a private repository with export and card, and never prints the token."""
     require_token_and_create_repository("me/model")
-    said = add_model_card_and_upload("me/model", run, 4, run.export_folder(4, "huggingface"))
+    said = write_missing_model_card_and_upload_export(
+        "me/model", run, 4, run.export_folder(4, "huggingface")
+    )
     assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
         True,
         "model",
@@ -109,7 +111,9 @@ def test_an_export_that_is_there_is_uploaded(
     write_text_atomically(run.plan, "{}")
     write_text_atomically(run.checkpoint_folder(4) / "COMPLETE", "")
     assert (
-        export_and_push_checkpoint(run, ExportOptions(push_target="me/model"), ("stdout", "stderr"))
+        export_checkpoint_and_push_if_requested(
+            run, ExportOptions(push_target="me/model"), ("stdout", "stderr")
+        )
         == folder
     )
     assert f"pushed: {hub.address}" in capfd.readouterr().out
@@ -142,7 +146,9 @@ def adapters(folder: Path) -> None:
 def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
     """The card of adapters is the run's, not peft's template, with the same metadata."""
     adapters(run.export_folder(9, "huggingface"))
-    add_model_card_and_upload("me/model", run, 9, run.export_folder(9, "huggingface"))
+    write_missing_model_card_and_upload_export(
+        "me/model", run, 9, run.export_folder(9, "huggingface")
+    )
     card = ModelCard(hub.files["README.md"].decode())
     data = card.data.to_dict()
     assert (data["base_model"], data["library_name"], data["pipeline_tag"]) == (
@@ -209,6 +215,6 @@ def test_a_refusal_ends_the_command(
     write_text_atomically(run.plan, "{}")
     write_text_atomically(run.checkpoint_folder(9) / "COMPLETE", "")
     with pytest.raises(RunError, match=r"^--push me/model:") as raised:
-        export_and_push_checkpoint(run, ExportOptions(push_target="me/model"))
+        export_checkpoint_and_push_if_requested(run, ExportOptions(push_target="me/model"))
     assert (raised.value.exit_status, capfd.readouterr()) == (2, ("", ""))
     assert not run.export_folder(9, "huggingface").exists()

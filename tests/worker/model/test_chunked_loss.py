@@ -14,8 +14,11 @@ from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe.rules.rules import broken_rule_problems
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.engine.comparison import run_and_compare_passes
-from ortlaunch.worker.model.chunked_head import chunk_head_if_possible
-from ortlaunch.worker.model.chunked_loss import _head_loss_and_gradients, chunked_cross_entropy
+from ortlaunch.worker.model.chunked_head import chunk_head_if_trial_agrees_and_describe
+from ortlaunch.worker.model.chunked_loss import (
+    _head_loss_gradients_and_gradient_factor,
+    chunked_cross_entropy,
+)
 from ortlaunch.worker.model.model import LossModule, disable_chunked_head
 from ortlaunch.worker.training.summary import _chunked_loss_lines
 from tests.makers import BERT, bert, recipe
@@ -134,7 +137,7 @@ def test_whole_logits_never_exist(train: bool) -> None:
     """The largest tensor is the gradient of the weight in training, else the logits of a chunk."""
     parts = [each.detach() for each in head() if each is not None]
     with Sizes() as sizes:
-        _head_loss_and_gradients(*parts, labels(), CHUNK, *[train] * 3)
+        _head_loss_gradients_and_gradient_factor(*parts, labels(), CHUNK, *[train] * 3)
     # Without training, this size is the transposed weight.
     weights = set() if train else {WORDS * WIDTH}
     assert max(sizes.seen - weights) == (WORDS * WIDTH if train else CHUNK * WORDS)
@@ -188,7 +191,7 @@ def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> Chun
         engine={"name": "eager", "chunked_loss": rows},
         **sections,
     )
-    return chunk_head_if_possible(made, module, batch(task), "cpu")
+    return chunk_head_if_trial_agrees_and_describe(made, module, batch(task), "cpu")
 
 
 @pytest.mark.parametrize(

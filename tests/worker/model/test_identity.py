@@ -70,9 +70,9 @@ def test_another_base_needs_a_word(
     replace(
         FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint_folder(1))
     ).write(run)
-    found = checkpoint.choose_start_checkpoint_or_none(run, GROUP)
+    found = checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
     assert found is not None
-    checkpoint.print_and_refuse_changed_training(
+    checkpoint.print_training_changes_and_refuse_unallowed(
         run,
         recipe(**sections),
         found,
@@ -83,13 +83,17 @@ def test_another_base_needs_a_word(
     capsys.readouterr()
     now = data_and_frozen_weights_identity(UserSamples(ROWS), Adapted(2))
     if allow:
-        checkpoint.print_and_refuse_changed_training(run, recipe(**sections), found, now, GROUP)
+        checkpoint.print_training_changes_and_refuse_unallowed(
+            run, recipe(**sections), found, now, GROUP
+        )
         assert "applied, with --allow model" in capsys.readouterr().out
     else:
         with pytest.raises(
             InputError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"
         ):
-            checkpoint.print_and_refuse_changed_training(run, recipe(**sections), found, now, GROUP)
+            checkpoint.print_training_changes_and_refuse_unallowed(
+                run, recipe(**sections), found, now, GROUP
+            )
     with pytest.raises(CheckpointError, match="differ from those of its training"):
         require_unchanged_frozen_weights(
             found.folder, frozen_weights_fingerprint_or_none(Adapted(2))

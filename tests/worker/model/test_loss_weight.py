@@ -131,7 +131,9 @@ def factors(
     batches = Batches(
         UserSamples(rows), BatchPlan(2 * (1 + len(others)), 1, 2, 1 + len(others), None), 42
     )
-    return [factor for _, factor in weight.weighted_micro_batches(batches, 0, group(*others))]
+    return [
+        factor for _, factor in weight.micro_batches_with_loss_factors(batches, 0, group(*others))
+    ]
 
 
 def rows_with(*weights: float) -> list[dict[str, torch.Tensor]]:
@@ -205,9 +207,11 @@ def test_a_key_that_forward_names_stays() -> None:
             return (self.layer(x).sum(-1) * weight).mean()
 
     batch = {"x": torch.ones(1), "weight": torch.ones(1)}
-    assert set(weight_of(loss_weight="weight").batch_without_weight_key_with_label(batch)) == {"x"}
     assert set(
-        weight_of(Takes(), loss_weight="weight").batch_without_weight_key_with_label(batch)
+        weight_of(loss_weight="weight").batch_without_weight_key_with_counted_label(batch)
+    ) == {"x"}
+    assert set(
+        weight_of(Takes(), loss_weight="weight").batch_without_weight_key_with_counted_label(batch)
     ) == {"x", "weight"}
 
 

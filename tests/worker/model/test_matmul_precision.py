@@ -22,7 +22,7 @@ from ortlaunch.worker.model.matmul_precision import (
     use_matmul_precision,
     use_onednn_if_required_or_faster,
 )  # fmt: skip
-from ortlaunch.worker.tasks.bench import largest_loss_change_by_matmul_precision
+from ortlaunch.worker.tasks.bench import loss_change_from_highest_matmul_precision
 from tests.control.benches import resolved
 from tests.makers import recipe
 
@@ -257,10 +257,12 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
     # The other rank has the larger difference; this one has 0.25.
     group = SimpleNamespace(rank=0, gather=lambda mine: [mine, 0.5])
     made = recipe(engine={"name": "eager", "matmul_precision": word})
-    batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
+    batches = SimpleNamespace(
+        read_micro_batch_and_count_tokens=lambda step, accumulation, rank: {"x": torch.ones(2)}
+    )
     session: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)
     with use_matmul_precision(word):
-        assert largest_loss_change_by_matmul_precision(session) == found
+        assert loss_change_from_highest_matmul_precision(session) == found
     assert module.training
 
 

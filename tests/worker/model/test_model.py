@@ -16,9 +16,9 @@ from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import (
     LossModule,
     attention_implementation_or_none,
-    build_loss_module,
-    build_transformers_config,
+    build_transformers_config_fitting_data_or_refuse,
     refuse_data_exceeding_model_sizes,
+    seed_and_build_loss_module_on_cpu,
 )
 from tests.makers import bert
 from tests.worker.models import (
@@ -59,7 +59,7 @@ def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
     # With random weights the loss is that of equal probabilities.
     chosen = recipe(task, {"config": config})
     data = LoadedData(chosen)
-    model = build_loss_module(chosen, data)
+    model = seed_and_build_loss_module_on_cpu(chosen, data)
     loss = first_loss(model, data)
     # 400 words are equally likely; ln 2 is the loss of a sentence pair.
     expected = torch.tensor(400.0).log() + (0.69 if task == "pretraining" else 0.0)
@@ -83,7 +83,7 @@ def test_a_config_has_no_special_tokens_of_another_tokenizer(
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        config = build_transformers_config(chosen, data)
+        config = build_transformers_config_fitting_data_or_refuse(chosen, data)
     finally:
         logger.removeHandler(caplog.handler)
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
@@ -116,7 +116,7 @@ def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
         return torch.cat(
             [
                 p.detach().flatten()
-                for p in build_loss_module(chosen, LoadedData(chosen)).parameters()
+                for p in seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen)).parameters()
             ]
         )
 
@@ -189,7 +189,7 @@ def test_classes_come_from_the_data(
     }
     chosen = recipe("sequence-classification", {"config": config}, source)
     data = LoadedData(chosen)
-    model = build_loss_module(chosen, data)
+    model = seed_and_build_loss_module_on_cpu(chosen, data)
     # ln 5 is 1.6.
     assert abs(float(first_loss(model, data).detach()) - 1.6) < 0.5
     inner: Any = model.model
@@ -257,7 +257,7 @@ def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: s
         {"config": config},
         engine={"name": engine},
     )
-    model: Any = build_loss_module(chosen, LoadedData(chosen)).model
+    model: Any = seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen)).model
     assert model.config._attn_implementation == expected
 
 

@@ -21,8 +21,8 @@ from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.model.model import (
     LossModule,
     _refuse_sparse_gradients,
-    build_loss_module,
     require_forward_takes_batch,
+    seed_and_build_loss_module_on_cpu,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import plan, recipe
@@ -132,7 +132,7 @@ def own(
         model={"task": "custom", "factory": f"own_net:{factory}", "arguments": arguments},
         data={"train": {"format": "custom", "factory": "own_net:data"}},
     )
-    return build_loss_module(chosen, LoadedData(chosen))
+    return seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -15,13 +15,13 @@ from torch import nn
 from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.optimizer import Optimizer, ParameterGroup
-from ortlaunch.worker.checkpoint.restore import load_checkpoint_and_return_loop_state
+from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.engine.stepping import TorchStepper
 from ortlaunch.worker.model.parameter_groups import (
     freeze_parameters_matching_patterns,
-    layers_above_by_parameter_name,
+    layer_count_above_by_parameter_name,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -164,7 +164,7 @@ def test_a_small_state_is_the_packages_own(name: str, tmp_path: Path) -> None:
                     tmp_path
                 )
             made = stepper(settings, Stack(80))
-            load_checkpoint_and_return_loop_state(tmp_path, made.named_state(), ALONE)
+            load_checkpoint_print_notes_and_return_loop_state(tmp_path, made.named_state(), ALONE)
         train(made, range(step, step + 1))
     assert same(made.model, by_hand)
 
@@ -189,14 +189,14 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFix
         snapshot_of_this_rank(
             first.named_state(), {}, DistributedContext(Rank(rank, 2, rank, 2), CPU)
         ).write_rank_file_and_index(tmp_path)
-    load_checkpoint_and_return_loop_state(tmp_path, second.named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, second.named_state(), ALONE)
     assert capsys.readouterr().out == ""
     train(second, range(3, 6))
     assert same(whole.model, second.model)
     third = stepper(
         recipe({"match": ("embed.*",), "name": "sgd", "momentum": 0.9}, name="muon"), Stack()
     )
-    load_checkpoint_and_return_loop_state(tmp_path, third.named_state(), ALONE)
+    load_checkpoint_print_notes_and_return_loop_state(tmp_path, third.named_state(), ALONE)
     assert "starts with a new state for 3 tensors: embed.weight" in capsys.readouterr().out
 
 
@@ -232,7 +232,7 @@ def test_every_parameter_is_recorded() -> None:
 )  # fmt: skip
 def test_layers_are_counted_from_the_head(names: str, expected: list[int]) -> None:
     """Each stack has its own layers; what comes before them is below, what comes after is above."""
-    assert [*layers_above_by_parameter_name(names.split()).values()] == expected
+    assert [*layer_count_above_by_parameter_name(names.split()).values()] == expected
 
 
 def test_a_function_gives_attributes(monkeypatch: pytest.MonkeyPatch) -> None:

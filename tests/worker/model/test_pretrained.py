@@ -14,7 +14,7 @@ import torch
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.model import LossModule, build_loss_module
+from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from tests.worker.models import BERT, LLAMA, first_loss, labels, recipe
 
@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     folder = tmp_path_factory.mktemp("saved")
     chosen = recipe("masked-lm", {"config": BERT}, seed=5)
     data = LoadedData(chosen)
-    model: Any = build_loss_module(chosen, data).model
+    model: Any = seed_and_build_loss_module_on_cpu(chosen, data).model
     model.save_pretrained(folder)
     data.tokenizer.save_pretrained(folder)
     return str(folder), model
@@ -41,7 +41,7 @@ def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
         {"pretrained": folder, "config": {"model_type": "bert", "hidden_dropout_prob": 0.3}},
         {"tokenizer": folder},
     )
-    again: Any = build_loss_module(chosen, LoadedData(chosen)).model
+    again: Any = seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen)).model
     theirs = model.state_dict()
     ours = again.state_dict()
     assert theirs.keys() == ours.keys()
@@ -73,7 +73,7 @@ def test_what_was_not_loaded_is_told_in_our_words(
     folder, _ = saved
     data = {"train": labels(tmp_path, 2), "tokenizer": folder}
     chosen = recipe("sequence-classification", {"pretrained": folder}, data)
-    model = build_loss_module(chosen, LoadedData(chosen))
+    model = seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
     assert model.loaded is not None
     assert {"classifier.bias", "classifier.weight"} <= set(model.loaded["missing"])
     assert all(name.startswith("cls.predictions.") for name in model.loaded["unexpected"])
@@ -100,7 +100,7 @@ def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> N
     def loaded(folder: str, layers: int, task: str = "masked-lm", **more: Any) -> LossModule:
         model = {"pretrained": folder, "config": {"num_hidden_layers": layers}, **more}
         chosen = recipe(task, model, {"tokenizer": saved[0]})
-        return build_loss_module(chosen, LoadedData(chosen))
+        return seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
 
     with pytest.raises(
         InputError,
@@ -136,9 +136,9 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
     with pytest.raises(
         InputError, match=r"got 400, and the tokenizer has 402 words; 408 adds new ones"
     ):
-        build_loss_module(small, LoadedData(small))
+        seed_and_build_loss_module_on_cpu(small, LoadedData(small))
     chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"vocab_size": 408}}, data)
-    found = [build_loss_module(chosen, LoadedData(chosen)) for _ in range(2)]
+    found = [seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen)) for _ in range(2)]
     model: Any = found[0].model
     words = model.get_input_embeddings().weight
     old = saved[1].get_input_embeddings().weight
@@ -168,7 +168,7 @@ def test_weights_that_are_cut_off(saved: tuple[str, Any], tmp_path: Path) -> Non
     with pytest.raises(
         InputError, match=r"model.pretrained: .*cut has weights that cannot be read: "
     ):
-        build_loss_module(chosen, LoadedData(chosen))
+        seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
 
 
 def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> None:
@@ -184,7 +184,7 @@ def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> No
         # transformers 4.52 gives the name without the shapes.
         r"( is \[32, 16\], the model's \[48, 16\]|;)",
     ):
-        build_loss_module(chosen, LoadedData(chosen))
+        seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
     assert said == []
 
 
@@ -197,13 +197,13 @@ def test_a_head_of_another_number_of_labels_is_new(
         {"pretrained": saved[0]},
         {"train": labels(tmp_path, 2), "tokenizer": saved[0]},
     )
-    first: Any = build_loss_module(two, LoadedData(two)).model
+    first: Any = seed_and_build_loss_module_on_cpu(two, LoadedData(two)).model
     first.save_pretrained(tmp_path / "two")
     pretrained = {"pretrained": str(tmp_path / "two")}
     three = recipe(
         "sequence-classification", pretrained, {"train": labels(tmp_path, 3), "tokenizer": saved[0]}
     )
-    found = [build_loss_module(three, LoadedData(three)) for _ in range(2)]
+    found = [seed_and_build_loss_module_on_cpu(three, LoadedData(three)) for _ in range(2)]
     model: Any = found[0].model
     assert model.classifier.weight.shape == (3, 16)
     # transformers draws new weights with a standard deviation of 0.02.
@@ -224,7 +224,7 @@ def test_a_head_of_another_number_of_labels_is_new(
         InputError,
         match=r"weights differ in shape from model.config: bert.encoder.layer.0.intermediate[^;]*; bert",
     ):
-        build_loss_module(wrong, LoadedData(wrong))
+        seed_and_build_loss_module_on_cpu(wrong, LoadedData(wrong))
     assert said == []
 
 
@@ -256,7 +256,7 @@ def test_what_does_not_fit_the_folder(
     """A missing folder, and a config, tokenizer or length that do not fit, are refused."""
     chosen = recipe("masked-lm", {"pretrained": saved[0], **model}, {"tokenizer": saved[0], **data})
     with pytest.raises(InputError, match=message):
-        build_loss_module(chosen, LoadedData(chosen))
+        seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
 
 
 def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
 
     chosen = recipe("causal-lm", {"config": LLAMA})
     folder = tmp_path / "llama"
-    language: Any = build_loss_module(chosen, LoadedData(chosen)).model
+    language: Any = seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen)).model
     language.config.pad_token_id = None
     language.save_pretrained(folder)
     tokenizer = LoadedData(chosen).tokenizer
@@ -273,7 +273,7 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
     assert transformers.AutoConfig.from_pretrained(folder).pad_token_id is None
     data = {"train": labels(tmp_path, 2), "tokenizer": str(folder)}
     chosen = recipe("sequence-classification", {"pretrained": str(folder)}, data)
-    model = build_loss_module(chosen, LoadedData(chosen))
+    model = seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
     assert first_loss(model, LoadedData(chosen)).shape == ()
     inner: Any = model.model
     assert inner.config.pad_token_id == tokenizer.pad_token_id
@@ -295,7 +295,7 @@ def test_words_of_labels_are_in_the_models_config(
         start
     ]
     made = recipe("sequence-classification", chosen, source)
-    model: Any = build_loss_module(made, LoadedData(made)).model
+    model: Any = seed_and_build_loss_module_on_cpu(made, LoadedData(made)).model
     model.config.save_pretrained(tmp_path)
     import transformers
 
@@ -310,7 +310,7 @@ def test_words_of_labels_are_in_the_models_config(
     with pytest.raises(
         InputError, match=r"model.config.num_labels: got 4, and the labels have 3 names"
     ):
-        build_loss_module(wrong, LoadedData(wrong))
+        seed_and_build_loss_module_on_cpu(wrong, LoadedData(wrong))
 
 
 def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_p
         "tokenizer": saved[0],
     }
     made = recipe("sequence-classification", {"config": BERT}, source)
-    config: Any = build_loss_module(made, LoadedData(made)).model.config
+    config: Any = seed_and_build_loss_module_on_cpu(made, LoadedData(made)).model.config
     assert (config.id2label, config.num_labels) == ({0: "yes", 1: "no", 2: "maybe"}, 3)
 
 
@@ -336,7 +336,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     chosen = recipe("causal-lm", {"config": {**LLAMA, "tie_word_embeddings": False}})
     data = LoadedData(chosen)
     data.tokenizer._special_tokens_map["pad_token"] = None
-    model: Any = build_loss_module(chosen, data).model
+    model: Any = seed_and_build_loss_module_on_cpu(chosen, data).model
     model.config.pad_token_id = None
     model.resize_token_embeddings(len(data.tokenizer) + 2)
     model.save_pretrained(folder)
@@ -350,7 +350,7 @@ def with_tokens(llama: str, rows: int | None, lora: Any = None, **tokens: Any) -
     config = {} if rows is None else {"config": {"vocab_size": rows}}
     model = {"pretrained": llama, **config, "lora": lora}
     chosen = recipe("causal-lm", model, {"tokenizer": llama, **tokens})
-    return build_loss_module(chosen, LoadedData(chosen))
+    return seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
 
 
 def test_a_new_padding_token(llama: str) -> None:

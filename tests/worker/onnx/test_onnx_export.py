@@ -14,7 +14,7 @@ from ortlaunch.base.errors import EngineError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.model.model import LossModule, build_loss_module
+from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.onnx import onnx_export
 from ortlaunch.worker.onnx.onnx_export import write_and_check_onnx_folder
 from ortlaunch.worker.onnx.onnx_model import OnnxModel
@@ -53,7 +53,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def built(recipe: Recipe) -> tuple[LossModule, LoadedData]:
     """Return a model in training mode, as after a training, and its data."""
     data = LoadedData(recipe)
-    model = build_loss_module(recipe, data)
+    model = seed_and_build_loss_module_on_cpu(recipe, data)
     for name, parameter in model.named_parameters():
         # New adapters are zero; trained ones are not.
         if "lora_B" in name:
@@ -197,7 +197,9 @@ def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model, data = built(PRETRAINING)
     for wrong in (2e-4, float("nan")):
         monkeypatch.setattr(
-            onnx_export, "run_graph_and_largest_difference", lambda *_, wrong=wrong: wrong
+            onnx_export,
+            "largest_output_difference_of_graph_from_pytorch",
+            lambda *_, wrong=wrong: wrong,
         )
         with pytest.raises(EngineError, match=r"differ from PyTorch's by .*; the limit is 0\.0001"):
             write_and_check_onnx_folder(PRETRAINING, tmp_path, model, data)

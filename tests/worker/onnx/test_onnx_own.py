@@ -15,7 +15,7 @@ from torch import nn
 from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.model import build_loss_module
+from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.onnx.onnx_export import write_and_check_onnx_folder
 from tests import makers
 from tests.ort import needs_ort
@@ -209,7 +209,7 @@ def exported(
         model={"task": "custom", "factory": "own_onnx:model"}, data={"train": train, **collate}
     )
     read = LoadedData(recipe)
-    built = build_loss_module(recipe, read)
+    built = seed_and_build_loss_module_on_cpu(recipe, read)
     return write_and_check_onnx_folder(recipe, folder, built, read), built.model
 
 

@@ -109,13 +109,13 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
     if found is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
-    requests.handle_signals_as_requests()
+    requests.handle_signals_as_requests_and_tell_supervisor()
     try:
         signal.raise_signal(signal.SIGUSR2)
         assert requests.requested is RankRequest.SAVE
         signal.raise_signal(number)
     finally:
-        requests.restore_former_signal_handlers()
+        requests.restore_former_signal_handlers_and_tell_supervisor()
     after = signal.getsignal(number)
     signal.signal(number, found)
     ask, status = ASKED[number]
@@ -131,12 +131,12 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
 def test_a_second_interrupt_is_for_the_process() -> None:
     """The first SIGINT is a request; the second ends the process, as usual."""
     requests = RankRequests()
-    requests.handle_signals_as_requests()
+    requests.handle_signals_as_requests_and_tell_supervisor()
     try:
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
-        requests.restore_former_signal_handlers()
+        requests.restore_former_signal_handlers_and_tell_supervisor()
 
 
 def ended_by(life: Callable[[], object]) -> int:
@@ -173,7 +173,7 @@ def test_a_loaders_worker_ignores_requests() -> None:
 
     def life() -> None:
         requests = RankRequests()
-        requests.handle_signals_as_requests()
+        requests.handle_signals_as_requests_and_tell_supervisor()
         pid = os.fork()
         if pid == 0:
             for number in (*ignored, signal.SIGTERM):
@@ -191,11 +191,11 @@ def test_the_users_own_handler_hears_it_too() -> None:
     heard = []
     requests = RankRequests()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    requests.handle_signals_as_requests()
+    requests.handle_signals_as_requests_and_tell_supervisor()
     try:
         signal.raise_signal(signal.SIGUSR1)
     finally:
-        requests.restore_former_signal_handlers()
+        requests.restore_former_signal_handlers_and_tell_supervisor()
         signal.signal(signal.SIGUSR1, before)
     assert (heard, requests.requested) == ([signal.SIGUSR1], RankRequest.STOP)
 
@@ -206,9 +206,9 @@ def test_the_supervisor_is_told_who_listens() -> None:
     there, here = os.pipe()
     requests = RankRequests()
     requests.supervisor_fd = here
-    requests.handle_signals_as_requests()
-    requests.handle_signals_as_requests()
+    requests.handle_signals_as_requests_and_tell_supervisor()
+    requests.handle_signals_as_requests_and_tell_supervisor()
     assert os.read(there, 100) == LISTENING
-    requests.restore_former_signal_handlers()
-    requests.restore_former_signal_handlers()
+    requests.restore_former_signal_handlers_and_tell_supervisor()
+    requests.restore_former_signal_handlers_and_tell_supervisor()
     assert os.read(there, 100) == DEAF

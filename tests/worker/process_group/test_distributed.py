@@ -109,13 +109,15 @@ def test_a_debug_level_that_crashes_torch(zero: Any, capsys: pytest.CaptureFixtu
 
 def test_the_same_files_are_agreed() -> None:
     """Ranks that have read the same recipe and plan agree."""
-    distributed.require_same_recipe_and_plan(Gathered(["same"]), RunDir("x"), ["recipe", "plan"])
+    distributed.require_same_recipe_and_plan_and_mark_ranks_met(
+        Gathered(["same"]), RunDir("x"), ["recipe", "plan"]
+    )
 
 
 def test_different_files_are_refused() -> None:
     """A rank that has read another recipe or plan than the others ends the run."""
     with pytest.raises(LaunchError) as caught:
-        distributed.require_same_recipe_and_plan(
+        distributed.require_same_recipe_and_plan_and_mark_ranks_met(
             Gathered(["another"]), RunDir("x"), ["recipe", "plan"]
         )
     assert str(caught.value) == (
@@ -136,12 +138,14 @@ def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     # DeepSpeed uses LOCAL_RANK as the index of the GPU.
     chosen: list[int] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "set_cuda_kernel_cache_unless_set", lambda environ: None)
+    monkeypatch.setattr(
+        distributed, "set_cuda_kernel_cache_and_loading_unless_set", lambda environ: None
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     rank = Rank(3, 4, 1, 2)
-    device = distributed._set_and_return_device(on_cuda(), rank)
+    device = distributed._set_visible_gpus_and_return_device(on_cuda(), rank)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert (device, chosen) == (torch.device("cuda", 1), [1])
     monkeypatch.setattr(os, "environ", {})
@@ -152,14 +156,16 @@ def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with fewer GPUs than planned is an error with the missing GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "set_cuda_kernel_cache_unless_set", lambda environ: None)
+    monkeypatch.setattr(
+        distributed, "set_cuda_kernel_cache_and_loading_unless_set", lambda environ: None
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         LaunchError,
         match=r"^rank 3 is planned on GPU 3 of box, and CUDA shows 1 of its planned GPUs \(1, 3\)$",
     ):
-        distributed._set_and_return_device(on_cuda(), Rank(3, 4, 1, 2))
+        distributed._set_visible_gpus_and_return_device(on_cuda(), Rank(3, 4, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -211,12 +217,14 @@ def test_nccl_is_given_the_ranks_gpu(
 def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a visible GPU the error has torch's version and the host."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "set_cuda_kernel_cache_unless_set", lambda environ: None)
+    monkeypatch.setattr(
+        distributed, "set_cuda_kernel_cache_and_loading_unless_set", lambda environ: None
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         LaunchError, match=r"^the plan trains on cuda, and no GPU is visible on box: torch 2\."
     ):
-        distributed._set_and_return_device(on_cuda(), Rank(2, 4, 0, 2))
+        distributed._set_visible_gpus_and_return_device(on_cuda(), Rank(2, 4, 0, 2))
 
 
 def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None:

@@ -61,7 +61,7 @@ def test_compiled_kernels_are_kept_in_our_cache(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     # The user's own value, which stays.
     environ = {"CUDA_CACHE_MAXSIZE": "5"}
-    gpus.set_cuda_kernel_cache_unless_set(environ)
+    gpus.set_cuda_kernel_cache_and_loading_unless_set(environ)
     assert environ == {
         "CUDA_MODULE_LOADING": "LAZY",
         "CUDA_CACHE_MAXSIZE": "5",
@@ -79,8 +79,10 @@ def test_compiling_for_a_new_gpu_is_a_phase(
     """The progress line names the compilation of ORT's kernels for a GPU newer than its wheel."""
     # ORT's wheel has machine code up to 8.6, which also runs on 8.9.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert ("compiling its kernels" in gpus.export_phase_name(torch.device("cuda", 0))) == compiles
-    assert gpus.export_phase_name(torch.device("cpu")) == "exporting to ONNX Runtime"
+    assert (
+        "compiling its kernels" in gpus.onnxruntime_export_phase_text(torch.device("cuda", 0))
+    ) == compiles
+    assert gpus.onnxruntime_export_phase_text(torch.device("cpu")) == "exporting to ONNX Runtime"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_why_torch_sees_no_gpu(
             "Thu Feb 22 01:44:30 UTC 2024\n"
         )
         (tmp_path / "version").write_text(text)
-    assert why in gpus.reason_torch_sees_no_gpu()
+    assert why in gpus.reason_torch_sees_no_gpu_and_remedy()
 
 
 class FakeEvent:

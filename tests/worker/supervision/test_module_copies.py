@@ -11,7 +11,9 @@ import pytest
 
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.supervision import module_copies as own
-from ortlaunch.worker.supervision.module_copies import copy_user_modules_into_run_folder
+from ortlaunch.worker.supervision.module_copies import (
+    copy_user_modules_into_run_folder_and_list_notes,
+)
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def kept(run: RunDir) -> dict[str, str]:
 def test_what_was_imported_is_copied(project: Path, tmp_path: Path) -> None:
     """Imported packages and modules of the user's are copied, by their place on Python's path."""
     run = RunDir(tmp_path / "run")
-    assert copy_user_modules_into_run_folder(run) == []
+    assert copy_user_modules_into_run_folder_and_list_notes(run) == []
     assert kept(run) == {
         "own_package/__init__.py": "from own_package import part\n", "own_package/part.py": "x = 1\n",
         "own_single.py": "y = 2\n",
@@ -54,15 +56,15 @@ def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(
 ) -> None:
     """A module that changed between starts is reported; an edit during a start is not copied."""
     run = RunDir(tmp_path / "run")
-    copy_user_modules_into_run_folder(run)
+    copy_user_modules_into_run_folder_and_list_notes(run)
     (project / "own_single.py").write_text("y = 3\n")
-    assert copy_user_modules_into_run_folder(run, keeps_existing=True) == []
+    assert copy_user_modules_into_run_folder_and_list_notes(run, keeps_existing=True) == []
     assert kept(run)["own_single.py"] == "y = 2\n"
     expected = [
         f"{project}/own_single.py differs from the version that an earlier start of this run "
         "imported"
     ]
-    assert copy_user_modules_into_run_folder(run) == expected
+    assert copy_user_modules_into_run_folder_and_list_notes(run) == expected
     assert kept(run)["own_single.py"] == "y = 3\n"
 
 
@@ -72,8 +74,8 @@ def test_what_is_too_large_is_named(
     """A file that is too large is reported, not copied; the total size is limited, too."""
     monkeypatch.setattr(own, "_MAX_FILE_BYTES", 10)
     run = RunDir(tmp_path / "run")
-    assert copy_user_modules_into_run_folder(run) == [
+    assert copy_user_modules_into_run_folder_and_list_notes(run) == [
         f"{project}/own_package/__init__.py (29 B) is not copied into {run.modules}: too large"
     ]
     monkeypatch.setattr(own, "_MAX_TOTAL_BYTES", 6)
-    assert len(copy_user_modules_into_run_folder(RunDir(tmp_path / "small"))) == 2
+    assert len(copy_user_modules_into_run_folder_and_list_notes(RunDir(tmp_path / "small"))) == 2

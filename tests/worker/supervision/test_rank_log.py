@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.base.cause import Cause
-from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record
+from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record_or_describe_damage
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision import end_record
 from tests.makers import host, plan, recipe
@@ -189,7 +189,7 @@ def test_a_long_record_fits_the_reserved_space(tmp_path: Path) -> None:
     )
     end_record._overwrite_reserved_file_with_record(spare, record, 32_000)
     assert spare.stat().st_size <= 32_000
-    cut_record = read_error_record(spare)
+    cut_record = read_error_record_or_describe_damage(spare)
     assert (cut_record.rank, cut_record.message[:8], cut_record.detail[:7]) == (
         1,
         "messageé",

@@ -29,11 +29,15 @@ def run(tmp_path: Path) -> RunDir:
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
 LISTENS = (
-    "from ortlaunch.worker.supervision.requests import RankRequests; RankRequests().handle_signals_as_requests(); "
+    "from ortlaunch.worker.supervision.requests import RankRequests; "
+    "RankRequests().handle_signals_as_requests_and_tell_supervisor(); "
     "time.sleep(0.3)"
 )
 # Another rank has recorded its failure.
-FAILED = "other = RunDir(sys.argv[2]); other.append_rank_to_error_count(); open(other.rank_error_path(0), 'w').close()"
+FAILED = (
+    "other = RunDir(sys.argv[2]); other.append_rank_and_return_earlier_error_count(); "
+    "open(other.rank_error_path(0), 'w').close()"
+)
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 # Code of the rank: (status of the supervisor, and of the record: exit status, type, secondary,
 # words of its summary). Signals: 2 INT, 9 KILL, 10 USR1, 11 SEGV, 12 USR2, 15 TERM, 19 STOP.
@@ -246,7 +250,7 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     """A signal from just before the rank listens is sent again, with the whole grace period."""
     listens = (
         "from ortlaunch.worker.supervision.requests import RankRequests; heard = RankRequests(); "
-        "heard.handle_signals_as_requests()"
+        "heard.handle_signals_as_requests_and_tell_supervisor()"
     )
     life = (
         f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); "
@@ -268,7 +272,7 @@ def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.Mon
 
 # Another rank has recorded a stop.
 STOPPED = (
-    "other = RunDir(sys.argv[2]); other.append_rank_to_error_count(); "
+    "other = RunDir(sys.argv[2]); other.append_rank_and_return_earlier_error_count(); "
     "write_json_atomically(other.rank_error_path(0), {'cause': 'stopped', 'secondary': False})"
 )
 

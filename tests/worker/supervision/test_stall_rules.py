@@ -30,11 +30,14 @@ from ortlaunch.worker.supervision.stall_rules import (
     MEETING,
     Heartbeat,
     heartbeats_of_ranks_behind,
-    idle_and_busy_stall_limits,
+    idle_and_busy_stall_limit_seconds,
     stall_verdict_or_none,
 )
 from ortlaunch.worker.supervision.watchdog import Watchdog, _innermost_main_thread_lines
-from ortlaunch.worker.training.rebuilding import COMPILING, register_rebuild_reports
+from ortlaunch.worker.training.rebuilding import (
+    COMPILING,
+    register_progress_display_of_engine_rebuilds,
+)
 from tests.makers import plan, recipe
 
 
@@ -76,7 +79,7 @@ def test_limits(
     setting: float, warm: bool, step_seconds: float, found: tuple[float, float]
 ) -> None:
     """The limits depend on whether ranks are idle or busy, in training steps or elsewhere."""
-    assert idle_and_busy_stall_limits(setting, warm, step_seconds) == found
+    assert idle_and_busy_stall_limit_seconds(setting, warm, step_seconds) == found
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_a_pulse_tells_where_its_rank_is() -> None:
     pulse = SharedProgress()
     pid = os.fork()
     if pid == 0:
-        pulse.show_phase_and_count_mark("reading data")
+        pulse.begin_phase_and_count_progress("reading data")
         pulse.begin_steps(4)
         for _ in range(6):
             pulse.begin_stage(READING)
@@ -316,7 +319,7 @@ def test_an_export_in_mid_training_may_take_long() -> None:
     pulse.count_step_and_record_duration()
     pulse.begin_stage(FORWARD)
     before = pulse.read_rank_progress()
-    with pulse.show_long_operation_without_mark("compiling"):
+    with pulse.show_phase_until_end_without_counting_progress("compiling"):
         seen = pulse.read_rank_progress()
     assert (seen.phase, seen.past_first_steps, seen.progress_marks) == (
         "compiling",
@@ -341,7 +344,7 @@ def test_torch_tells_of_a_later_compilation() -> None:
     """torch's own callbacks report a later compilation, forward and backward alike."""
     pulse = SharedProgress()
     seen = []
-    register_rebuild_reports("inductor", pulse)
+    register_progress_display_of_engine_rebuilds("inductor", pulse)
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
         seen.append(pulse.read_rank_progress().phase)
@@ -359,19 +362,19 @@ def test_a_slow_rank_is_named_once() -> None:
     def at(step: int, *own: float) -> list[Heartbeat]:
         return [beat(rank, step=step, own_seconds=seconds) for rank, seconds in enumerate(own)]
 
-    assert slow.newly_slow_rank_or_none(at(2, 0.0, 0.0, 0.0), 0.0) is None
+    assert slow.compare_and_return_newly_slow_rank_or_none(at(2, 0.0, 0.0, 0.0), 0.0) is None
     # Too few steps.
-    assert slow.newly_slow_rank_or_none(at(40, 4.0, 12.0, 4.0), 60.0) is None
-    found = slow.newly_slow_rank_or_none(at(102, 10.0, 30.0, 10.0), 90.0)
+    assert slow.compare_and_return_newly_slow_rank_or_none(at(40, 4.0, 12.0, 4.0), 60.0) is None
+    found = slow.compare_and_return_newly_slow_rank_or_none(at(102, 10.0, 30.0, 10.0), 90.0)
     assert found is not None
     assert found.summary == (
         "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s per step, "
         "3.0 times as long as its peers (0.1 s), over 100 steps; all others wait for it"
     )
     # Reported before.
-    assert slow.newly_slow_rank_or_none(at(202, 20.0, 60.0, 20.0), 200.0) is None
+    assert slow.compare_and_return_newly_slow_rank_or_none(at(202, 20.0, 60.0, 20.0), 200.0) is None
     # 4 ms of a step that takes a second.
-    assert slow.newly_slow_rank_or_none(at(302, 20.1, 60.1, 20.5), 300.0) is None
+    assert slow.compare_and_return_newly_slow_rank_or_none(at(302, 20.1, 60.1, 20.5), 300.0) is None
 
 
 def test_the_main_threads_innermost_frames_are_shown() -> None:

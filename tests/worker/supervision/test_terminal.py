@@ -28,7 +28,7 @@ def test_lines_of_a_stream_are_plain(pieces: list[bytes], expected: bytes) -> No
     """Colours are removed, an overwritten line keeps its last form, and pieces are joined."""
     stream = OutputStream()
     found = b"".join(
-        [stream.add_bytes_and_take_complete_lines(piece).lines for piece in pieces]
+        [stream.add_bytes_and_take_complete_and_live_lines(piece).lines for piece in pieces]
         + [stream.take_unfinished_line()]
     )
     # A line longer than a megabyte is written in pieces.
@@ -39,13 +39,13 @@ def test_a_bar_that_is_drawn_for_hours_takes_no_memory() -> None:
     """Only the last form of a line that is drawn again and again stays in memory."""
     stream = OutputStream()
     for number in range(1000):
-        stream.add_bytes_and_take_complete_lines(b"\r%d|%s" % (number, b"#" * 100))
+        stream.add_bytes_and_take_complete_and_live_lines(b"\r%d|%s" % (number, b"#" * 100))
     assert len(stream.incomplete_line) < 300
 
 
 def test_the_live_line_is_not_among_the_lines() -> None:
     """A rank's live line is separated from the output that surrounds it."""
-    output = OutputStream().add_bytes_and_take_complete_lines(
+    output = OutputStream().add_bytes_and_take_complete_and_live_lines(
         b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2"
     )
     assert (output.lines, output.live) == (b"half a line\n", b"step 2")

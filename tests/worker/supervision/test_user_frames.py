@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.diagnose.report import end_text_with_verdict_and_advice
+from ortlaunch.diagnose.report import failed_run_text_with_verdict_memory_and_advice
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision.user_frames import (
@@ -118,7 +118,7 @@ def test_the_verdict_names_the_users_line(tmp_path: Path, monkeypatch: pytest.Mo
     )
     guarded(run, f"{load}; s.loader.exec_module(m); m.library()")
     end = classify_run_end(run, 1)
-    text = end_text_with_verdict_and_advice(run, end)
+    text = failed_run_text_with_verdict_memory_and_advice(run, end)
     assert "(char 1), at crash_model.py:9\n" in text
     assert "decoder.py" not in text
     assert "decoder.py" in run.rank_log_path(1, "err").read_text()

@@ -35,9 +35,11 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("sys.stdin", request)
         monkeypatch.setattr("sys.argv", ["", "prepare data"])
         # It would tie the test process to its parent.
-        monkeypatch.setattr(single_process, "request_signal_at_parent_end_or_exit", lambda *_: None)
+        monkeypatch.setattr(
+            single_process, "request_signal_at_parent_end_or_exit_if_ended", lambda *_: None
+        )
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-        return made, single_process.main()
+        return made, single_process.run_requested_task_with_request_from_stdin()
 
     return run
 
@@ -84,7 +86,7 @@ def test_a_full_cache_is_told(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokenizer, "_train_and_save_tokenizer", full)
+    monkeypatch.setattr(tokenizer, "_train_save_and_list_tokenizer_files", full)
     assert prepare('{"text": "the cat sat"}\n' * 20)[1] == 1
     said = capsys.readouterr().err
     assert (

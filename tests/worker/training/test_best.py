@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ortlaunch.run_folder.records import BestEvaluation
-from ortlaunch.worker.checkpoint.restore import load_trainable_weights_and_buffers
+from ortlaunch.worker.checkpoint.restore import load_weights_and_buffers_into_unsharded_model
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.training import best_evaluation
@@ -130,7 +130,7 @@ def test_the_export_is_of_the_best_where_that_is_asked_for(
     last = found.model.weight.detach().clone()
     there = LossModule(Line())
     write_export_and_print_summary(sessions[-1], found.state.step, found.state.best)
-    load_trainable_weights_and_buffers(found.run.checkpoint_folder(2), there)
+    load_weights_and_buffers_into_unsharded_model(found.run.checkpoint_folder(2), there)
     assert torch.equal(found.model.weight, there.model.weight)
     assert not torch.equal(found.model.weight, last)
 

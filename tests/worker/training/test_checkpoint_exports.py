@@ -53,8 +53,8 @@ def test_what_cannot_begin(
     writing = exports(run)
     # The user's export counts as made at a start; a newer checkpoint of that step has none.
     assert [*writing.queued_exports] == [(1, "huggingface")]
-    writing.queue_exports_on_rank_0(2)
-    writing.queue_exports_on_rank_0(3)
+    writing.queue_all_or_missing_exports_on_rank_0(2)
+    writing.queue_all_or_missing_exports_on_rank_0(3)
     writing.wait_until_all_exports_end()
     out = capsys.readouterr().out
     assert "step 1 as huggingface: [Errno 12] Cannot allocate memory" in out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.base.errors import HookError, InputError
-from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.worker.data.user_data import DataError
 from tests.training import Trained, train_here
 from tests.worker.tasks.test_train import ROWS, Line
@@ -106,7 +106,7 @@ def test_it_stops_the_run(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     found = trained(tmp_path, "Stops")
     assert found.state.step == 2
-    assert read_own_json(found.run.stopped) == {
+    assert read_json_or_raise_damaged(found.run.stopped) == {
         "step": 2, "steps": 5, "by": "train.hook (hooks_of_a_test:Stops.on_checkpoint)", "exit_status": 85,
     }  # fmt: skip
     # The signal's handler is restored.

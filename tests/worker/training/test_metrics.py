@@ -465,7 +465,7 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     batch = {"input_ids": torch.ones(1, tokens), "attention_mask": mask[None]}
     for _ in range(2):
         meter.count_step(torch.tensor(1.0))
-        session.batches.tokens = session.batches.tokens.plus_batch(batch)
+        session.batches.tokens = session.batches.tokens.plus_batch_tokens_and_padding(batch)
         read = meter.read_loss_and_speed_and_restart()
         # A CPU has no MFU.
         assert read.get("mfu") == expected

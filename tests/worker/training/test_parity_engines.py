@@ -18,8 +18,8 @@ from ortlaunch.ortmodule.base import custom_functions
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.worker.engine.comparison import (
-    active_dropout_attributes,
-    compare_replaying_random_numbers,
+    compare_passes_replaying_random_numbers_if_drawn,
+    owner_name_and_ratio_of_active_dropouts,
     run_and_compare_passes,
 )
 from ortlaunch.worker.engine.differences import Comparison
@@ -72,7 +72,7 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
 
     assert len(found.gradients) == len(trained)
     assert found.largest_difference < 1e-4
-    assert bool(active_dropout_attributes(model)) == bool(dropout)
+    assert bool(owner_name_and_ratio_of_active_dropouts(model)) == bool(dropout)
     assert all(
         torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items()
     )
@@ -170,7 +170,7 @@ def test_a_model_that_draws_random_numbers_is_compared() -> None:
     exports = tally.exports
     losses = set()
     for _ in range(2):
-        found = compare_replaying_random_numbers(net, module, {"x": X}, replaying)
+        found = compare_passes_replaying_random_numbers_if_drawn(net, module, {"x": X}, replaying)
         assert (found.draws, found.largest_difference < 1e-5) == (3, True)
         losses.add(found.loss)
         torch.rand(1)

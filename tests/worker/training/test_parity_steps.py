@@ -74,7 +74,9 @@ def steps(
     **settings: Any,
 ) -> ParitySteps:
     made = recipe(engine={"name": "inductor", "parity_steps": 2, **settings})
-    batches: Any = SimpleNamespace(micro_batch=lambda step, accumulation, rank: BATCH)
+    batches: Any = SimpleNamespace(
+        read_micro_batch_and_count_tokens=lambda step, accumulation, rank: BATCH
+    )
     session = Session(
         made, plan(made), run, ranks or group(), NO_DATA, batches, NO_MODEL, engine(factor)
     )

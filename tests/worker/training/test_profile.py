@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.worker.training import best_evaluation
 from tests.training import Trained, train_here
 
@@ -114,7 +114,7 @@ def test_a_planted_cost_is_the_first_row(
 ) -> None:
     """A slow operator, a needless copy and a slow reader are each the first row of the table."""
     run = profiled(tmp_path, cost).run
-    found = read_own_json(run.profile)
+    found = read_json_or_raise_damaged(run.profile)
     first = found["costs"][0]
     assert (first["operator"], first["kind"]) == (operator, kind)
     assert first["share"] > 0.5
@@ -169,7 +169,7 @@ def test_a_matmul_has_its_share_of_the_measured_rate(tmp_path: Path, alone: None
         train={"max_steps": 3},
         log={"profile_steps": (2, 3)},
     ).run
-    profile = read_own_json(run.profile)
+    profile = read_json_or_raise_damaged(run.profile)
     costs = {(cost["phase"], cost["operator"]): cost for cost in profile["costs"]}
     for found in (costs["forward", "aten::mm"], costs["backward", "aten::mm"]):
         assert found["module"] == "linear"
@@ -183,7 +183,9 @@ def test_a_training_that_ends_before_the_last_profiled_step(
     tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Steps past the end are left out, and a resume past the last one reports that it is."""
-    assert read_own_json(profiled(tmp_path / "a", "none", (4, 9)).run.profile)["steps"] == [4]
+    assert read_json_or_raise_damaged(profiled(tmp_path / "a", "none", (4, 9)).run.profile)[
+        "steps"
+    ] == [4]
     profiled(tmp_path / "b", "none", (7, 9))
     expected = (
         "log.profile_steps: no step is profiled: the profile is of steps 7 to 9 on cpu, and this "
@@ -199,8 +201,8 @@ def test_a_training_that_stops_early(
     monkeypatch.setattr(
         best_evaluation, "early_stop_reason_or_none", lambda made, step, memory: step == 3
     )
-    assert read_own_json(profiled(tmp_path / "a", "none", (2, 5), SAMPLES).run.profile)[
-        "steps"
-    ] == [2]
+    assert read_json_or_raise_damaged(
+        profiled(tmp_path / "a", "none", (2, 5), SAMPLES).run.profile
+    )["steps"] == [2]
     assert not profiled(tmp_path / "b", "none", (4, 5), SAMPLES).run.profile.exists()
     assert "log.profile_steps: the training ended before step 4\n" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.training.stopping import (
     remove_save_request_after_save,
-    write_stop_record_if_stopped,
+    write_and_print_stop_record_if_stopped,
 )
 
 
@@ -52,9 +52,9 @@ def test_a_save_that_failed_and_was_told(session: Any) -> None:
     with pytest.raises(
         NotSaved, match=r"^stopped by `ortlaunch stop`, and nothing was saved: see NOT SAVED above"
     ) as caught:
-        write_stop_record_if_stopped(session, RankRequest.STOP, 3)
+        write_and_print_stop_record_if_stopped(session, RankRequest.STOP, 3)
     assert (caught.value.exit_status, session.run.stopped.exists()) == (138, False)
     # With the checkpoint of this step, stopped.json is written.
     write_text_atomically(session.run.checkpoint_folder(3) / "COMPLETE", "")
-    assert write_stop_record_if_stopped(session, RankRequest.STOP, 3) is RankRequest.STOP
+    assert write_and_print_stop_record_if_stopped(session, RankRequest.STOP, 3) is RankRequest.STOP
     assert '"exit_status": 85' in session.run.stopped.read_text()

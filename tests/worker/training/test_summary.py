@@ -26,7 +26,7 @@ from ortlaunch.worker.training.final_results import _python_code_to_load_export,
 from ortlaunch.worker.training.summary import (
     engine_outcome_lines,
     engine_plan_lines,
-    notes_not_yet_shown,
+    ort_notes_not_yet_shown,
 )
 from tests.makers import WORDS, engine_report, onnxruntime, recipe
 
@@ -187,8 +187,8 @@ def test_cores_of_ranks_are_told() -> None:
 def test_what_came_up_later_is_told_once() -> None:
     """A note that existed before step 1 is not printed again; other engines have none."""
     found = report(notes=["not cached", "exported again"])
-    assert notes_not_yet_shown(found, ("not cached",)) == ["exported again"]
-    assert notes_not_yet_shown(engine_report("eager"), ()) == []
+    assert ort_notes_not_yet_shown(found, ("not cached",)) == ["exported again"]
+    assert ort_notes_not_yet_shown(engine_report("eager"), ()) == []
 
 
 def test_groups_of_parameters_are_a_table() -> None:

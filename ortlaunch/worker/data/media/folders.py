@@ -27,7 +27,7 @@ _SPLITS = {
 }
 
 
-def metadata_or_class_files(data_folder: str, split: str) -> list[str]:
+def metadata_file_or_class_files(data_folder: str, split: str) -> list[str]:
     """Return the metadata of a folder, or else the files of its classes, sorted by class and name.
 
     Args:
@@ -45,14 +45,16 @@ def metadata_or_class_files(data_folder: str, split: str) -> list[str]:
         return metadata_paths[:1]
     classes = [name for name in names if os.path.isdir(os.path.join(data_folder, name))]
     if split in classes and {*classes} <= _SPLITS:
-        return metadata_or_class_files(os.path.join(data_folder, split), split)
+        return metadata_file_or_class_files(os.path.join(data_folder, split), split)
     if not {*classes} - _SPLITS:
         problem = f"{_METADATA[0]}, nor a sub-folder for each class, nor the split {split!r}"
         raise MissingData(
             f"{data_folder}: has neither {problem}; it has {', '.join(classes) or 'none'}"
         )
     return [
-        path for name in classes for path in _files_of_class_folder(os.path.join(data_folder, name))
+        path
+        for name in classes
+        for path in _files_of_class_or_refuse_sub_folders(os.path.join(data_folder, name))
     ]
 
 
@@ -67,7 +69,7 @@ def rows_of_metadata_or_class_files(paths: Sequence[str]) -> Iterator[Row]:
             yield Row(values, path, file_number / len(paths))
 
 
-def _files_of_class_folder(class_folder: str) -> list[str]:
+def _files_of_class_or_refuse_sub_folders(class_folder: str) -> list[str]:
     entries = [entry for entry in os.scandir(class_folder) if not entry.name.startswith(".")]
     paths = sorted(entry.path for entry in entries if entry.name.lower().endswith(_FILES))
     inner_folders = [f"{entry.name} is a folder in it; " for entry in entries if entry.is_dir()]

@@ -20,13 +20,20 @@ from ortlaunch.base.cache import add_cache_note
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.recipe.inputs import refuse_lfs_pointers
-from ortlaunch.worker.data.corpus import read_corpus_rows, require_column_value
-from ortlaunch.worker.data.file_rows import DataError, Row, hash_of_size_and_blocks
+from ortlaunch.recipe.inputs import refuse_lfs_pointers_and_unreadable_files
+from ortlaunch.worker.data.corpus import (
+    read_corpus_rows_up_to_limit,
+    require_column_value_of_allowed_length,
+)
+from ortlaunch.worker.data.file_rows import (
+    DataError,
+    Row,
+    hash_of_size_and_first_middle_last_blocks,
+)
 from ortlaunch.worker.data.label_rows import (
     SourceSummary,
     labelled_rows_filling_summary,
-    require_class_of_same_type,
+    require_class_label_of_same_type,
     require_row_text,
 )
 from ortlaunch.worker.data.labelled_samples import LabelledTexts
@@ -39,7 +46,7 @@ _SOME = 64
 _PROCESSORS = {"image": "AutoImageProcessor", "sound": "AutoFeatureExtractor"}
 
 
-def load_processor_or_none(recipe: Recipe) -> Any:
+def load_media_processor_or_none(recipe: Recipe) -> Any:
     """Return the processor that makes tensors of files, or None where the data have no files.
 
     Raises:
@@ -47,11 +54,15 @@ def load_processor_or_none(recipe: Recipe) -> Any:
     """
     media = recipe.model.traits.media
     source = str(recipe.data.processor or recipe.model.pretrained)
-    return _load_processor_cached(media, source) if media and not recipe.data.is_custom else None
+    return (
+        _load_cached_media_processor_or_refuse(media, source)
+        if media and not recipe.data.is_custom
+        else None
+    )
 
 
 @functools.lru_cache(maxsize=1)
-def _load_processor_cached(media: str, source: str) -> Any:
+def _load_cached_media_processor_or_refuse(media: str, source: str) -> Any:
     import transformers
 
     try:
@@ -68,7 +79,7 @@ class LabelledImages(LabelledTexts):
     """Samples of images with a class each."""
 
     def __init__(self, source: Corpus, recipe: Recipe, _: Any) -> None:
-        self.processor = load_processor_or_none(recipe)
+        self.processor = load_media_processor_or_none(recipe)
         summary = SourceSummary()
         self.rows = [
             (str(row.text), row.label_integers)
@@ -83,13 +94,18 @@ class LabelledImages(LabelledTexts):
     def sample(self, index: int, epoch: int) -> Sample:
         path, stored_numbers = self.rows[index]
         return _processed_tensor_and_label(
-            _load_image(path), self.processor, self._label_of_stored_numbers(stored_numbers)
+            _load_image_or_refuse(path),
+            self.processor,
+            self._label_of_stored_numbers(stored_numbers),
         )
 
     def some(self) -> list[tuple[Any, Any]]:
         """Return hashes of some images, evenly spread, with their classes."""
         return [
-            (hash_of_size_and_blocks(path), self._label_of_stored_numbers(stored_numbers))
+            (
+                hash_of_size_and_first_middle_last_blocks(path),
+                self._label_of_stored_numbers(stored_numbers),
+            )
             for path, stored_numbers in _evenly_spread(self.rows)
         ]
 
@@ -100,12 +116,14 @@ class Recordings:
     varies = True
 
     def __init__(self, source: Corpus, recipe: Recipe, tokenizer: Any) -> None:
-        self.processor = load_processor_or_none(recipe)
-        corpus_rows = [*read_corpus_rows(source)]
+        self.processor = load_media_processor_or_none(recipe)
+        corpus_rows = [*read_corpus_rows_up_to_limit(source)]
         self.rows = [
             (
                 _require_row_file_path(row, source),
-                _padded_transcript_token_ids(row, source, tokenizer, recipe.data.transcript_length),
+                _transcript_labels_with_end_mark_padded_or_refuse(
+                    row, source, tokenizer, recipe.data.transcript_length
+                ),
             )
             for row in corpus_rows
         ]
@@ -115,7 +133,7 @@ class Recordings:
             add_cache_note(f"{empty[0]}: the transcript is empty ({len(empty):,} of {len(corpus_rows):,} are); "
                  "leave such rows out, unless silence is meant")  # fmt: skip
         for path, _ in self.rows:
-            _read_checked_wav_samples(path, self.processor, 0)
+            _read_wav_as_mean_of_channels_or_refuse(path, self.processor, 0)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,13 +142,17 @@ class Recordings:
         path, labels = self.rows[index]
         rate = {"sampling_rate": self.processor.sampling_rate}
         return _processed_tensor_and_label(
-            _read_checked_wav_samples(path, self.processor), self.processor, labels, **rate
+            _read_wav_as_mean_of_channels_or_refuse(path, self.processor),
+            self.processor,
+            labels,
+            **rate,
         )
 
     def some(self) -> list[tuple[Any, Any]]:
         """Return hashes of some recordings, evenly spread, with their transcripts."""
         return [
-            (hash_of_size_and_blocks(path), labels) for path, labels in _evenly_spread(self.rows)
+            (hash_of_size_and_first_middle_last_blocks(path), labels)
+            for path, labels in _evenly_spread(self.rows)
         ]
 
 
@@ -150,7 +172,7 @@ def _require_row_file_path(row: Row, source: Corpus) -> str:
     Raises:
         DataError: the row has no such column, or there is no such file.
     """
-    name = require_column_value(row, source.file_column)
+    name = require_column_value_of_allowed_length(row, source.file_column)
     path = os.path.join(os.path.dirname(row.location), str(name))
     if not isinstance(name, str) or not os.path.isfile(path):
         raise DataError(
@@ -163,13 +185,13 @@ def _image_path_and_class_of_row(
     row: Row, source: Corpus, first_label: Any
 ) -> tuple[str, list[Any]]:
     """Return a file and its class."""
-    label = require_column_value(row, source.label_column)
+    label = require_column_value_of_allowed_length(row, source.label_column)
     return _require_row_file_path(row, source), [
-        require_class_of_same_type(row, source.label_column, label, first_label)
+        require_class_label_of_same_type(row, source.label_column, label, first_label)
     ]
 
 
-def _padded_transcript_token_ids(
+def _transcript_labels_with_end_mark_padded_or_refuse(
     row: Row, source: Corpus, tokenizer: Any, max_length: int
 ) -> list[int]:
     """Return the labels of a row's text, with an end mark, padded to a length.
@@ -188,18 +210,18 @@ def _padded_transcript_token_ids(
     return [*ids, *[IGNORED] * (max_length - len(ids))]
 
 
-def _load_image(image_path: str) -> Any:
+def _load_image_or_refuse(image_path: str) -> Any:
     from transformers.image_utils import load_image
 
     try:
         # Upright, and with three colours.
         return load_image(image_path)
     except (OSError, ValueError) as error:
-        refuse_lfs_pointers([image_path])
+        refuse_lfs_pointers_and_unreadable_files([image_path])
         raise DataError(f"{image_path}: cannot be read as an image: {error}") from None
 
 
-def _read_checked_wav_samples(
+def _read_wav_as_mean_of_channels_or_refuse(
     wav_path: str, processor: Any, max_frames: int = sys.maxsize
 ) -> NDArray[np.float64]:
     """Return the samples of a WAV file, from -1 to 1, as the mean of its channels.
@@ -219,7 +241,7 @@ def _read_checked_wav_samples(
             channels, width, own_rate, frames, *_ = file.getparams()
             data = file.readframes(min(max_frames, frames))
     except (wave.Error, EOFError, PermissionError) as error:
-        refuse_lfs_pointers([wav_path])
+        refuse_lfs_pointers_and_unreadable_files([wav_path])
         raise DataError(f"{wav_path}: is not read as WAV: {error}; {remedy}") from None
     # Whisper's processor would cut the rest off.
     longest = getattr(processor, "n_samples", frames)

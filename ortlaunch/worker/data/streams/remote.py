@@ -51,16 +51,18 @@ def remote_files_of_url(url_pattern: str) -> list[RemoteFile]:
         return [*zip(paths, system.sizes(paths))]
 
     return [
-        _create_remote_file(system, *path_and_size)
+        _create_remote_file_or_refuse_unknown_size(system, *path_and_size)
         for path_and_size in _retry_request_with_pauses(url_pattern, list_files)
     ]
 
 
-def _create_remote_file(system: Any, remote_path: str, byte_count: int | None) -> RemoteFile:
+def _create_remote_file_or_refuse_unknown_size(
+    system: Any, remote_path: str, reported_byte_count: int | None
+) -> RemoteFile:
     remote_file = RemoteFile(system.unstrip_protocol(remote_path))
-    if byte_count is None:
+    if reported_byte_count is None:
         raise DataError(f"{remote_file}: the server reports no size; it must send Content-Length")
-    remote_file.size = byte_count
+    remote_file.size = reported_byte_count
     remote_file.open = functools.partial(_open_remote_file, system, remote_path, remote_file)
     return remote_file
 

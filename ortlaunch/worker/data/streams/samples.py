@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ortlaunch.worker.data.corpus import column_settings_text, corpus_name_for_errors
+from ortlaunch.worker.data.corpus import column_and_changed_settings_text, corpus_name_for_errors
 from ortlaunch.worker.data.file_rows import (
     DataError,
-    hash_of_size_and_blocks,
+    hash_of_size_and_first_middle_last_blocks,
     local_or_remote_file_bytes,
 )
 from ortlaunch.worker.data.order import Permutation, epoch_permutation
@@ -37,7 +37,7 @@ from ortlaunch.worker.data.streams.writer import (
     StreamWriter,
     Window,
     are_window_files_intact,
-    read_window_record_or_none,
+    read_window_record_or_none_if_damaged,
     window_path,
 )
 from ortlaunch.worker.data.token_cache import Documents, ShowProgress, ignore_progress
@@ -85,12 +85,11 @@ class StreamedSamples:
         corpus = streamed.corpus
         # A bucket's file counts by its size: to read from it takes a request.
         sizes = [
-            f"{path} {local_or_remote_file_bytes(path) if '://' in path else hash_of_size_and_blocks(path)}"
+            f"{path} "
+            f"{local_or_remote_file_bytes(path) if '://' in path else hash_of_size_and_first_middle_last_blocks(path)}"
             for path in streamed.files
         ]
-        settings = (
-            f"{corpus.format} {corpus.document} {column_settings_text(corpus)} {streamed[3:]}"
-        )
+        settings = f"{corpus.format} {corpus.document} {column_and_changed_settings_text(corpus)} {streamed[3:]}"
         key = "\n".join([settings, tokenizer, *sizes])
         self.fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
         self._folder = folder / self.fingerprint
@@ -127,7 +126,7 @@ class StreamedSamples:
         """The files begun so far, in passes over all files."""
         return round(self.window_position_at_sample(self._released[1]).turn / self.files, 4)
 
-    def seek_recorded_position(self, recorded_position: Sequence[int]) -> None:
+    def restart_at_recorded_position_unless_there(self, recorded_position: Sequence[int]) -> None:
         """Begin at the recorded position of a window; earlier samples cannot be requested."""
         position = Position(*recorded_position)
         if (position, self._released[1]) == (self._begin, position.first_sample):
@@ -137,7 +136,7 @@ class StreamedSamples:
 
     def window_position_at_sample(self, sample_place: int) -> Position:
         """Return the position of the window that has this place, as far as windows are known."""
-        window_index = self._index_of_last_window_before(sample_place)
+        window_index = self._last_window_index_at_or_before_or_minus_1(sample_place)
         if window_index < 0:
             return self._begin
         window = self._windows[window_index]
@@ -168,7 +167,7 @@ class StreamedSamples:
             if sample_place < self._begin.first_sample:
                 index_epoch_pairs.append((-1, 0))
                 continue
-            window = self._wait_for_window_of_sample(sample_place)
+            window = self._start_writer_and_wait_for_window_of_sample(sample_place)
             order = self._cached_permutation(window)
             window_sample = int(order(np.array([sample_place - window.begin.first_sample]))[0])
             index_epoch_pairs.append(
@@ -176,9 +175,9 @@ class StreamedSamples:
             )
         return index_epoch_pairs
 
-    def indices_read_first(self, max_samples: int) -> list[int]:
+    def wait_and_list_indices_read_first(self, max_samples: int) -> list[int]:
         """Return the indices of up to `max_samples` samples that are read first from here on."""
-        window = self._wait_for_window_of_sample(self._released[1])
+        window = self._start_writer_and_wait_for_window_of_sample(self._released[1])
         return [
             *range(
                 window.begin.first_sample,
@@ -188,7 +187,7 @@ class StreamedSamples:
 
     def sample(self, index: int, epoch: int) -> Sample:
         """Return a sample of a window that is not deleted yet."""
-        window = self._wait_for_window_of_sample(index)
+        window = self._start_writer_and_wait_for_window_of_sample(index)
         return self._cached_window(window).sample(index - window.begin.first_sample, epoch)
 
     def close(self) -> None:
@@ -198,7 +197,7 @@ class StreamedSamples:
         self._writer = None
         self._cached_window.cache_clear()
 
-    def _index_of_last_window_before(self, sample_place: int) -> int:
+    def _last_window_index_at_or_before_or_minus_1(self, sample_place: int) -> int:
         """Return the index of the last known window that begins at or before a place, or -1."""
         return (
             bisect.bisect_right(
@@ -207,7 +206,7 @@ class StreamedSamples:
             - 1
         )
 
-    def _wait_for_window_of_sample(self, sample_place: int) -> Window:
+    def _start_writer_and_wait_for_window_of_sample(self, sample_place: int) -> Window:
         """Return the window of a place; wait until it is written.
 
         Raises:
@@ -222,7 +221,7 @@ class StreamedSamples:
         began = time.monotonic()
         shown_seconds = 0
         while True:
-            window_index = self._index_of_last_window_before(sample_place)
+            window_index = self._last_window_index_at_or_before_or_minus_1(sample_place)
             if window_index >= 0 and sample_place < self._windows[window_index].after.first_sample:
                 return self._windows[window_index]
             window_number = (
@@ -230,7 +229,7 @@ class StreamedSamples:
                 if window_index >= 0
                 else self._begin.window_number
             )
-            if self._register_written_window_of_sample(window_number, sample_place):
+            if self._register_window_of_sample_if_written(window_number, sample_place):
                 continue
             # Written although the buffer is full, as the training waits for it.
             self._demand.awaited_window = window_number
@@ -243,14 +242,14 @@ class StreamedSamples:
                 self._show_progress(f"waiting for the next samples of {name}, {shown_seconds} s")
             time.sleep(_POLL_SECONDS)
 
-    def _register_written_window_of_sample(self, window_number: int, sample_place: int) -> bool:
+    def _register_window_of_sample_if_written(self, window_number: int, sample_place: int) -> bool:
         """Add the written window of a place to those known; return whether there is one."""
         # Usually the next one. This rank may have needed no sample of several windows.
         paths = itertools.chain(
             [window_path(self._folder, window_number)], self._folder.glob("*.json")
         )
         for path in paths:
-            window = read_window_record_or_none(path)
+            window = read_window_record_or_none_if_damaged(path)
             if (
                 window is None
                 or not window.begin.first_sample <= sample_place < window.after.first_sample

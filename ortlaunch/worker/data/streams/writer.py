@@ -24,11 +24,11 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.file_sums import file_difference_text_or_empty, flush_and_checksum_files
 from ortlaunch.run_folder.folder import (
     is_temporary_file,
-    read_own_json,
+    read_json_or_raise_damaged,
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.worker.data.corpus import texts_and_shares_of_rows
+from ortlaunch.worker.data.corpus import texts_of_rows_with_fraction_of_corpus_read
 from ortlaunch.worker.data.file_rows import DataError, NoRows, Row, read_file_rows
 from ortlaunch.worker.data.order import epoch_permutation
 from ortlaunch.worker.data.token_cache import chunks_of_limited_size, encode_chunks_reading_ahead
@@ -93,10 +93,10 @@ def window_path(folder: Path, window_number: int, ending: str = ".json") -> Path
     return folder / f"{window_number:09}{ending}"
 
 
-def read_window_record_or_none(record_path: Path) -> Window | None:
+def read_window_record_or_none_if_damaged(record_path: Path) -> Window | None:
     """Return the record of a window; None if it is absent."""
     try:
-        record = read_own_json(record_path)
+        record = read_json_or_raise_damaged(record_path)
         return Window(Position(*record["begin"]), Position(*record["after"]))
     except (FileNotFoundError, *_DAMAGE_ERRORS):
         return None
@@ -105,7 +105,7 @@ def read_window_record_or_none(record_path: Path) -> Window | None:
 def are_window_files_intact(record_path: Path) -> bool:
     """Return whether the files of a window are as its record has them, after a power failure."""
     try:
-        files = read_own_json(record_path)["files"]
+        files = read_json_or_raise_damaged(record_path)["files"]
         return not any(
             file_difference_text_or_empty(record_path.with_name(name), file)
             for name, file in files.items()
@@ -157,7 +157,9 @@ class StreamWriter:
         self.demand = demand
         self._stopped = threading.Event()
         self._thread = threading.Thread(
-            target=self._write_until_stopped_or_failed, name="tokenize ahead", daemon=True
+            target=self._write_windows_or_failure_file_until_stopped,
+            name="tokenize ahead",
+            daemon=True,
         )
         self._thread.start()
 
@@ -167,10 +169,10 @@ class StreamWriter:
         self.demand.changed.set()
         self._thread.join(timeout=2)
 
-    def _write_until_stopped_or_failed(self) -> None:
+    def _write_windows_or_failure_file_until_stopped(self) -> None:
         try:
             with (self.folder / "lock").open("w") as file:
-                self._write_windows_while_locked(file)
+                self._await_lock_then_write_and_delete_windows(file)
         # Whatever ends this thread must end the ranks that wait for it.
         except Exception as error:
             text = str(error) if isinstance(error, InputError) else repr(error)
@@ -180,7 +182,7 @@ class StreamWriter:
                     self.folder / FAILED, text
                 ) if not self._stopped.is_set() else None
 
-    def _write_windows_while_locked(self, lock_file: IO[str]) -> None:
+    def _await_lock_then_write_and_delete_windows(self, lock_file: IO[str]) -> None:
         """Write while this process has the lock; a host that shares the folder writes for all."""
         while not self._stopped.is_set():
             try:
@@ -201,7 +203,7 @@ class StreamWriter:
             present = self.demand.present
             self._delete_windows_before(present - 1)
             path = window_path(self.folder, position.window_number)
-            written_window = read_window_record_or_none(path)
+            written_window = read_window_record_or_none_if_damaged(path)
             if written_window is not None and not are_window_files_intact(path):
                 print(f"{path}: its tokens are not as they were written; written again", flush=True)
                 path.unlink(missing_ok=True)
@@ -232,7 +234,9 @@ class StreamWriter:
                     path.unlink()
 
     def _write_and_yield_windows(self, first_position: Position) -> Iterator[Window]:
-        for window, tokens, ends in tokenized_windows_from(self.streamed, first_position):
+        for window, tokens, ends in windows_with_tokens_and_document_ends_from(
+            self.streamed, first_position
+        ):
             if self._stopped.is_set():
                 return
             for ending, values in ((TOKENS, tokens), (ENDS, ends)):
@@ -248,7 +252,7 @@ class StreamWriter:
             yield window
 
 
-def tokenized_windows_from(
+def windows_with_tokens_and_document_ends_from(
     streamed: StreamedCorpus, first_position: Position
 ) -> Iterator[tuple[Window, NDArray[np.uint32], NDArray[np.int64]]]:
     """Yield the windows from a position on, each with its tokens and the ends of its documents.
@@ -260,10 +264,12 @@ def tokenized_windows_from(
     empty_files = 0
     while True:
         pending = _PendingTokens(first_position)
-        for ids, sizes in _token_ids_and_sizes_from(streamed, first_position):
+        for ids, sizes in _token_ids_and_document_sizes_from(streamed, first_position):
             pending.append_documents(ids, sizes)
             while len(pending.ids) >= window_tokens:
-                yield pending.take_window(streamed.shuffle, streamed.length)
+                yield pending.take_window_tokens_and_document_ends(
+                    streamed.shuffle, streamed.length
+                )
         # The last tokens of a file, fewer than a sample, are left out.
         samples_left = len(pending.ids) // streamed.length
         window_number, first_sample, turn = pending.position[:3]
@@ -281,7 +287,9 @@ def tokenized_windows_from(
                 f"({streamed.length})"
             )
         if samples_left:
-            window, tokens, ends = pending.take_window(samples_left, streamed.length)
+            window, tokens, ends = pending.take_window_tokens_and_document_ends(
+                samples_left, streamed.length
+            )
             yield window._replace(after=first_position), tokens, ends
 
 
@@ -301,7 +309,9 @@ class _PendingTokens:
         self.sizes[0] -= self.tokens_to_drop
         self.tokens_to_drop = 0
 
-    def take_window(self, sample_count: int, sample_length: int) -> tuple[Window, Any, Any]:
+    def take_window_tokens_and_document_ends(
+        self, sample_count: int, sample_length: int
+    ) -> tuple[Window, Any, Any]:
         """Remove the tokens of a window, and return it."""
         token_count = sample_count * sample_length
         ends = np.cumsum(self.sizes)
@@ -322,14 +332,16 @@ class _PendingTokens:
         return Window(begin, self.position), tokens, ends[:whole_documents]
 
 
-def _token_ids_and_sizes_from(
+def _token_ids_and_document_sizes_from(
     streamed: StreamedCorpus, first_position: Position
 ) -> Iterator[tuple[NDArray[np.uint32], list[int]]]:
     """Yield the tokens of the documents from a position on, and the number of each one's."""
     corpus = streamed.corpus
     rows = _rows_printing_if_none(corpus, streamed.file_of_turn(first_position.turn))
     # Documents of earlier windows are read, and not tokenized again.
-    texts = itertools.islice(texts_and_shares_of_rows(rows, corpus), first_position.document, None)
+    texts = itertools.islice(
+        texts_of_rows_with_fraction_of_corpus_read(rows, corpus), first_position.document, None
+    )
     for encoded_chunk in encode_chunks_reading_ahead(
         chunks_of_limited_size(texts), streamed.encode
     ):
