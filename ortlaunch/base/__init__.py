@@ -1,4 +1,4 @@
-"""What every package stands on: errors, processes, files and JSON, units, output, this machine.
+"""The ground of every package: errors, processes, files and JSON, units, output, this machine.
 
 It imports no other package of ortlaunch but the paths of a run folder.
 """
