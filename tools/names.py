@@ -66,6 +66,7 @@ PREPOSITION = re.compile(
 )
 PREDICATE = re.compile(r"(?:is|has|can)_")
 ALIAS = re.compile(r"[A-Z][A-Za-z]*[a-z][A-Za-z]*")
+DOCUMENTED = re.compile(r"^ {4}(\w+(?:, \w+)*): ", re.MULTILINE)
 UNTYPED = re.compile(r"\bdict\[str, Any\]|\bJson\b")
 UNTYPED_HOME = "json_types"  # the module that defines the alias
 
@@ -101,6 +102,7 @@ LIMITS = (
     Limit("preposition", "functions", 100, 2.5),
     Limit("one word", "functions", 100, 45),
     Limit("predicate without an answer", "functions", 100, 0),
+    Limit("argument without a parameter", "functions", 100, 0),
     Limit("untyped document", "lines", 1000, 5),  # to become 3
 )
 
@@ -145,6 +147,16 @@ def function_findings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Itera
             yield Finding(rule, function.name, function.lineno)
 
 
+def unknown_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
+    """Yield the names under "Args:" of a docstring that are no parameters."""
+    _, _, manual = (ast.get_docstring(function) or "").partition("Args:")
+    section = re.split(r"\n(?=\S)", manual)[0]
+    parameters = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    for names in DOCUMENTED.findall(section):
+        for name in set(names.split(", ")) - parameters:
+            yield Finding("argument without a parameter", name, function.lineno)
+
+
 def read_file(path: Path) -> tuple[Counts, list[Finding], dict[str, int]]:
     """Return the totals of a file, its findings, and the lines of its public classes by name."""
     text = path.read_text(encoding="utf-8")
@@ -162,6 +174,7 @@ def read_file(path: Path) -> tuple[Counts, list[Finding], dict[str, int]]:
         elif is_plain_function(node):
             functions += 1
             findings += function_findings(node)
+            findings += unknown_arguments(node)
     lines = text.splitlines()
     if path.stem != UNTYPED_HOME:
         for index, line in enumerate(lines, 1):

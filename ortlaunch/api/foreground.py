@@ -38,7 +38,7 @@ def train_or_print_dry_run(
         launch_options: launcher, hosts and ranks.
         requested_folder: the run folder; None: a new one.
         resume_options: values of --resume and --allow.
-        evaluation_launch_request_text: whether to print the command that would run, and on standard error the lines
+        dry_run: whether to print the command that would run, and on standard error the lines
             before a start, instead of running it.
     """
     resolved = load_and_resolve_recipe(recipe_path, overrides, launch_options, os.environ)

@@ -36,7 +36,7 @@ _CHECKPOINT_MARK = b"ODTC"
 
 
 def export_for_device(request: DeviceRequest) -> int:
-    """Write a model for onnxruntime alone into a new folder; return the status as `start` does."""
+    """Write a model for onnxruntime alone into a new folder; return the status as `run_device_verb_in_process` does."""
     _refuse_existing_path(request.to)
     return run_device_verb_in_process(request, None)
 
@@ -48,17 +48,17 @@ def import_device_checkpoint_into_run(
     requested_step: int | None,
     new_folder: Path,
 ) -> int:
-    """Write a device's weights as a checkpoint and an export of a run; return as `start` does.
+    """Write a device's weights as a checkpoint and an export of a run; return as `run_device_verb_in_process` does.
 
     Args:
         artifacts_path: the folder of the artifacts.
         device_checkpoint: a device's checkpoint, or an average; None: the artifacts' own.
         run_folder: the run's folder.
         requested_step: the run's checkpoint with everything that a device does not train; None: the newest.
-        create_or_reuse_bench_folder: a new folder.
+        new_folder: a new folder.
 
     Raises:
-        InputError: there are no artifacts, no run or no checkpoint, or `create_or_reuse_bench_folder` exists.
+        InputError: there are no artifacts, no run or no checkpoint, or `new_folder` exists.
     """
     _refuse_existing_path(str(new_folder))
     device_folder = _complete_artifacts_folder_or_refuse(str(artifacts_path))
@@ -84,7 +84,7 @@ def _refuse_existing_path(target_path: str | None) -> None:
 
 
 def average_client_checkpoints(device_request: DeviceRequest) -> int:
-    """Write the mean of several clients' checkpoints; return the status as `start` does."""
+    """Write the mean of several clients' checkpoints; return the status as `run_device_verb_in_process` does."""
     if len(device_request.checkpoints) < 2:
         raise InputError(
             f"an average needs at least two checkpoints; got {len(device_request.checkpoints)}"

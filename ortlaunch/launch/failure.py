@@ -79,7 +79,7 @@ def classify_run_end(
     Args:
         user_signal: the signal that the user sent to the command, if any.
         launcher_signal: the signal that ended the launcher itself, if any.
-        memory_kill_count_of_control_group: processes of this control group that the kernel's out-of-memory killer ended
+        oom_kills: processes of this control group that the kernel's out-of-memory killer ended
             during the run; None if unknown.
         rank0_output_was_shown: whether rank 0's output went to the terminal, so that its end is not printed again.
     """

@@ -49,7 +49,7 @@ def start_ranks_and_restart_after_failures(
 
     Args:
         max_restarts_without_progress: highest number of restarts without progress.
-        record_attempts_and_stop_collecting_signals: function that records the failed attempts, after each of them.
+        record_failed_attempts: function that records the failed attempts, after each of them.
         start_and_wait: function that starts the ranks and waits; its argument counts the starts from 1.
     """
     failed_attempts: list[Attempt] = []

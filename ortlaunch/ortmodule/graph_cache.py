@@ -169,7 +169,7 @@ class _PassProperties(NamedTuple):
     gradients_enabled: bool
     """Whether the grad mode is on."""
     argument_form: object
-    """The types and structure of the arguments, the autocast type, and determinism; see `_describe_pass`."""
+    """The types and structure of the arguments, the autocast type, and determinism; see `_collect_pass_properties`."""
     args: Args
     kwargs: Kwargs
 

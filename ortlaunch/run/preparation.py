@@ -111,7 +111,7 @@ def startable_run_beginning_and_done_text_or_refuse(
 
     Returns:
         The run with recorded choices; its beginning, with the lines to print about it; and the
-        result of `finished`.
+        result of `nothing_to_train_text_with_command_or_none`.
 
     Raises:
         InputError, PlanError, MissingDependency: the run cannot start; the message has the remedy.

@@ -47,7 +47,7 @@ class RunLock:
         Args:
             run: the run folder, created if it is absent.
             survives_exec: whether the lock survives an `exec` of this process.
-            max_wait_seconds_for_requeued_job: time in which a run of another host may end; it is requested to stop.
+            living_holder_wait_seconds: time in which a run of another host may end; it is requested to stop.
 
         Raises:
             PlanError: another run uses the folder; the message names its process.
@@ -93,7 +93,7 @@ def _take_exclusive_lock_or_refuse_if_supported(
     Args:
         lock_descriptor: the open lock file.
         run: the run folder.
-        max_wait_seconds_for_requeued_job: time in which a living holder may end.
+        living_holder_wait_seconds: time in which a living holder may end.
 
     Returns:
         False if the disk has no file locks.

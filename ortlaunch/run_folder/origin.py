@@ -47,7 +47,7 @@ def origin_of_run_to_start(
         host_count: number of hosts.
         device: cpu or cuda.
         environment: contents of environment.json.
-        git_commit_and_dirty_or_none: state of the recipe's folder, as in commands.jsonl; None outside a repository.
+        git_state: state of the recipe's folder, as in commands.jsonl; None outside a repository.
     """
     world = {"ranks": batch.data_parallel_ranks, "hosts": host_count, "device": device}
     samples = {

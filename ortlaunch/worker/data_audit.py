@@ -452,7 +452,7 @@ def _evaluation_rows_in_training_findings(
     """Yield the evaluation rows that are training rows, too.
 
     Args:
-        train_rows, rows: the rows of the training and of the evaluation samples.
+        train_rows, evaluation_rows: the rows of the training and of the evaluation samples.
         tokenizer: their tokenizer.
         is_same_source: whether the recipe has one source for both, so that its user knows of it.
     """

@@ -58,14 +58,14 @@ def train_or_print_dry_run_and_exit(
     dry_run: bool,
     resume_choice_and_allowed_changes: tuple[str, tuple[str, ...]] = ("auto", ()),
 ) -> None:
-    """Run the ranks and exit with the run's status; with `evaluation_launch_request_text` only print the command.
+    """Run the ranks and exit with the run's status; with `dry_run` only print the command.
 
     Args:
         recipe: its path, or the name of a shipped one.
         overrides: KEY.PATH=VALUE of the command line.
         options: launcher, hosts and ranks.
         run_dir: the run folder; None: a new one.
-        evaluation_launch_request_text: whether to print the command instead of running it.
+        dry_run: whether to print the command instead of running it.
         resume_choice_and_allowed_changes: values of --resume and --allow.
     """
     from ortlaunch.api import foreground

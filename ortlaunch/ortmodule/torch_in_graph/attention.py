@@ -54,7 +54,7 @@ def write_fused_cpu_attention_call(
 
     Args:
         g: the graph.
-        traced_input_values: the inputs of the traced call, for which
+        traced_inputs: the inputs of the traced call, for which
             `attention_choice.stays_fused_if_listed_or_large_and_note_why_not` is true.
         graph_inputs: their values in the graph.
     """

@@ -20,7 +20,7 @@ def stays_fused_if_listed_or_large_and_note_why_not(
     """Return whether a traced attention stays torch's fused kernel; note why it cannot.
 
     Args:
-        traced_input_values: the inputs of the traced call: query, key, value, mask, dropout probability, ...
+        traced_inputs: the inputs of the traced call: query, key, value, mask, dropout probability, ...
         device_type: the device's type.
         is_mask_trained: whether the mask has a gradient.
         is_operator_listed: whether the settings list the operator, which then stays torch's at any length.

@@ -308,7 +308,7 @@ def table_lets_torch_compute_call(operator_name: str, traced_inputs: Sequence[An
 
     Args:
         operator_name: the operator's full name.
-        traced_input_values: the call's inputs in the traced graph.
+        traced_inputs: the call's inputs in the traced graph.
     """
     return any(row.condition(traced_inputs) for row in _TORCH_ROWS_BY_NAME.get(operator_name, ()))
 

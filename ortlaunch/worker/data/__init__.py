@@ -114,7 +114,7 @@ class LoadedData:
 
         Args:
             recipe: the recipe of the run.
-            show_or_print_at_intervals: called with progress messages for the user.
+            show_progress: called with progress messages for the user.
             vocabulary: the vocabulary of the existing weights; None: the model is new.
             stream_folder: the run's folder for streamed samples; None: a temporary one.
         """
@@ -313,7 +313,7 @@ def samples_of_source_for_task(
         source: the corpus.
         tokenizer: the tokenizer of the run.
         seed: the seed of random values in the samples; None: the recipe's seed.
-        show_or_print_at_intervals: called with progress messages.
+        show_progress: called with progress messages.
         recipe_key: the recipe's field of the corpus, for messages.
 
     Raises:

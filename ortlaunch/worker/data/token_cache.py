@@ -133,7 +133,7 @@ def load_or_tokenize_documents(
         tokenizer: the tokenizer.
         adds_end_mark: whether the tokenizer's end mark follows each document.
         begin_token_ids: tokens before each document.
-        show_or_print_at_intervals: called with progress messages.
+        show_progress: called with progress messages.
     """
     settings, encode = cache_key_text_and_encoder_with_marks(
         tokenizer, adds_end_mark, begin_token_ids

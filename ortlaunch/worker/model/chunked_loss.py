@@ -38,7 +38,7 @@ def chunked_cross_entropy(
         weight: (vocabulary, width).
         bias: (vocabulary,), or None.
         labels: (rows,).
-        loss_chunk_rows_or_zero: the number of rows in a chunk.
+        chunk_rows: the number of rows in a chunk.
         needs_gradients: compute gradients.
     """
     device_type = hidden.device.type

@@ -88,7 +88,7 @@ class MetricsWriter:
         print("  ".join(parts), flush=True)
 
     def close_file_and_trackers(self, training_failed: bool = False) -> None:
-        """Close the file and the trackers; `has_another_rank_recorded_end`: whether an error ended the training."""
+        """Close the file and the trackers; `training_failed`: whether an error ended the training."""
         # After a failed write, its error comes again.
         with contextlib.suppress(*([OSError] if training_failed else [])):
             self.file.close()

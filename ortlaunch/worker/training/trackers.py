@@ -31,7 +31,7 @@ class Tracker(Protocol):
         """Send the values of one step."""
 
     def close(self, has_failed: bool) -> None:
-        """Send all that is left; `has_another_rank_recorded_end` marks a training that did not reach its end."""
+        """Send all that is left; `has_failed` marks a training that did not reach its end."""
 
 
 class TrackerThread:

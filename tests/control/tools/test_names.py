@@ -35,6 +35,10 @@ def write_plan(plan: Plan, plan_path: str) -> None:
         ("def a(x): ...\ndef b(x): ...\ndef c(x): ...", "one word"),
         ("def is_lost(host_name: str) -> None: ...", "predicate without an answer"),
         ("record: dict[str, Any] = {}", "untyped document"),
+        (
+            "def sort_plans(plans):\n    '''Sort.\n\n    Args:\n        places: the plans.\n    '''",
+            "argument without a parameter",
+        ),
         ("class Plan: ...", ""),
     ],
 )

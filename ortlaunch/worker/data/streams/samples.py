@@ -73,7 +73,7 @@ class StreamedSamples:
             tokenizer: all that tokens depend on beside the corpus.
             folder: the folder of the windows, shared by all ranks.
             buffer_bytes: bytes of windows on the disk.
-            show_or_print_at_intervals: called with progress messages.
+            show_progress: called with progress messages.
         """
         self.streamed = streamed
         self._make = make_samples
