@@ -33,7 +33,7 @@ class ModelShape(NamedTuple):
     layer_groups: list[EqualLayers]
     other_sizes: list[int]
     adaptable_layers: Sequence[LinearLayer] = ()
-    """Linear layers of `rest` that an adapter of their name, or of all linear layers, reaches."""
+    """Linear layers of `other_sizes` that an adapter of their name, or of all linear layers, reaches."""
 
     def parameter_element_counts(self) -> list[int]:
         """Return the elements of each parameter."""

@@ -37,7 +37,7 @@ _SENTENCES = {
         "run; no rank had failed before"
     ),
 }
-# For diagnoses; `_filled` inserts the fields.
+# For diagnoses; `_fill_sentence_template` inserts the fields.
 _VERDICTS = {
     Cause.RUNNING: "the run has not ended: {detail}",
     Cause.ENDED_WELL: "the run ended well",
@@ -175,7 +175,7 @@ def command_end_sentence(failure: Failure) -> str:
 
 def diagnosis_verdict_line(failure: Failure) -> str:
     """Return the verdict of a diagnosis, one line."""
-    # `kind` is OUT_OF_MEMORY also for a process that the kernel ended for memory.
+    # OUT_OF_MEMORY also for a process that the kernel ended for memory.
     if failure.cause_or_out_of_memory_if_killed is Cause.OUT_OF_MEMORY:
         return _out_of_memory_verdict_line(failure)
     if failure.cause in (Cause.CRASH, Cause.GRAPH_CRASH) and failure.signal is not None:

@@ -1,4 +1,6 @@
-"""Config fields of the model families that ortlaunch knows without transformers: BERT and Llama.
+"""Config fields of the model families that ortlaunch counts without transformers.
+
+All fields and defaults of BERT, Llama and some decoders like Llama; of others the sizes alone.
 
 Typo checks, memory estimates and FLOP counts on the control side use them; a test compares them
 with transformers. The worker checks other model types against transformers itself.
@@ -171,7 +173,7 @@ def config_with_family_defaults_or_none(
 
 
 def config_with_planned_size_names_or_none(model_config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a config of a family of `COUNTED` with the names of sizes that a plan reads.
+    """Return a config of a family of `SIZE_FIELDS_BY_TYPE` with the names of sizes that a plan reads.
 
     None for other model types, or if a size is unknown: nothing is filled in.
     """

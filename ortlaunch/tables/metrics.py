@@ -58,7 +58,7 @@ _TRANSCRIPTS = {
     "speech-seq2seq": Measure("ortlaunch.worker.evaluation.scores:Transcripts", needs_scores=False)
 }
 
-# The order is that of a line of the log.
+# The order is that of a line of the log; the table of runs shows the first one that a run has.
 METRICS = {
     "loss": BuiltInMetric(
         "By the run's engine, weighted as in training.", "min", "evaluation loss {:.4f}", {}

@@ -50,6 +50,12 @@ FOREIGN = [*map(chr, range(0x4E00, 0x5E00))]
 RANDOM = random.Random(0)
 
 
+@pytest.fixture(autouse=True)
+def _same_texts_in_any_order() -> None:
+    # Texts drawn after those of other tests may be near duplicates by chance.
+    RANDOM.seed(1)
+
+
 def text(count: int = 12) -> str:
     """Return random words."""
     return " ".join(RANDOM.choices(WORDS, k=count))

@@ -46,7 +46,7 @@ def read_recipe_tree_with_bases(
 
 
 def tree_of_python_values(values: Mapping[str, object], problems: list[ProblemLine]) -> Tree:
-    """Return the tree of a recipe that is a mapping in Python; raises as `read`.
+    """Return the tree of a recipe that is a mapping in Python; raises as `read_recipe_tree_with_bases`.
 
     `extends` in it is relative to the current folder. Every place is the text `recipe`.
     """

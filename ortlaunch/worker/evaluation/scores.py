@@ -32,7 +32,7 @@ class Scores:
     def __init__(self, engine: TrainingEngine) -> None:
         names = getattr(getattr(engine.plain.model, "config", None), "id2label", None) or {}
         self.confusion: Confusion | None = None
-        """Of all ranks, after `read`; None where there are no classes, or too many."""
+        """Of all ranks, at the end of the evaluation; None where there are no classes, or too many."""
         # The names of the classes, if the model's config has them.
         self._names = [names[class_index] for class_index in sorted(names)]
         self._measure: ClassScores | ValueScores | None = None
@@ -51,7 +51,7 @@ class Scores:
             return
         if not are_values and (logits.shape[:-1] != labels.shape or logits.size(-1) == 1):
             return
-        # Also for a batch that does not count: all ranks must have the same metrics in `read`.
+        # Also for a batch that does not count: all ranks must have the same metrics.
         if self._measure is None:
             self._measure = (
                 ValueScores()

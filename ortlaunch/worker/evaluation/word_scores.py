@@ -167,7 +167,7 @@ class LossPerplexity:
     def count_micro_batch(
         self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool
     ) -> None:
-        """Do nothing: `read` needs only the loss of the evaluation."""
+        """Do nothing: the metrics need only the loss of the evaluation."""
 
     def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
         return {"perplexity": _exp_or_infinity(loss)} if self._is_mean_of_words else {}

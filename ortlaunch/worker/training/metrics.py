@@ -32,7 +32,7 @@ _DROPPED_IF_NARROW = ("padding_share", "epoch", "gradient_norm", "learning_rate"
 class MetricsWriter:
     """Writer of the metrics of each logged step and each evaluation.
 
-    A record has the step, the elapsed seconds and the values that are passed to `write`.
+    A record has the step, the elapsed seconds and the values that are passed to `write_and_print_step`.
     """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
