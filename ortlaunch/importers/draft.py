@@ -95,7 +95,8 @@ class Draft:
         self.recipe_tree = Tree(config_tree.location, node_type="mapping")
         # Keys that the config leaves to the base; those of one tuple are alternatives.
         self.keys_left_to_base: list[tuple[str, ...]] = []
-        # Applied at the end by `convert_remaining_keys_and_set_assumed_values`, for only then is it known which keys the config sets.
+        # Applied at the end by `convert_remaining_keys_and_set_assumed_values`, for only then is it
+        # known which keys the config sets.
         self._assumed_values: list[tuple[str, object, str]] = []
 
     def take_key(self, config_key: str) -> Tree | None:
