@@ -78,7 +78,7 @@ def step(stepper: Any, width: int) -> None:
 
     loss = stepper.engine(torch.full((8, width), 0.1))
     stepper.engine.backward(loss)
-    stepper.apply(1e-4)
+    stepper.clip_step_and_clear_gradients(1e-4)
 
 
 def flushed(folder: Path) -> None:

@@ -114,7 +114,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     }
     truth = engine.engine_report_so_far().to_json()
     found = {
-        "loss": abs(group.mean(float(loss)) - true_loss) / true_loss,
+        "loss": abs(group.mean_over_ranks(float(loss)) - true_loss) / true_loss,
         "gradients": apart,
         "rows": truth["chunked_loss"]["rows"],
         "used": truth["engine"]["used"],

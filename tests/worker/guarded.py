@@ -34,7 +34,7 @@ ortlaunch.worker.supervision.rank_process._OTHERS_SECONDS = float(os.environ.get
 if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
     def write_json(path, value):
         raise OSError(28, "No space left on device")
-    ortlaunch.worker.supervision.end_record.write_json = write_json
+    ortlaunch.run_folder.error_record.write_json_atomically = write_json
 rank = int(sys.argv[1])
 sys.exit(fork_and_supervise_rank(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
 """

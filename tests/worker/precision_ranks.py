@@ -61,15 +61,18 @@ def main() -> None:
         batches = session.batches
         group = session.group
         engine.stepper.run_micro_batch(
-            engine.to_device(batches.micro_batch(0, 0, group.rank)), is_last_of_step=True
+            engine.to_device(batches.read_micro_batch_and_count_tokens(0, 0, group.rank)),
+            is_last_of_step=True,
         )
-        engine.stepper.apply(1e-3)
+        engine.stepper.clip_step_and_clear_gradients(1e-3)
         mine = {
             "engine": engine.record.engine.used,
             "told": json_values_of_record(engine.record.matmul_precision),
             "inside": torch.get_float32_matmul_precision(),
             "product": plain_product(),
-            "gradients": sum_of_gradients(engine, batches.micro_batch(1, 0, group.rank)),
+            "gradients": sum_of_gradients(
+                engine, batches.read_micro_batch_and_count_tokens(1, 0, group.rank)
+            ),
         }
         found.append(group.gather(mine))
 

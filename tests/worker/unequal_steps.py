@@ -141,7 +141,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"loss": [], "norm": []}
     for state in map(TrainState, range(STEPS)):
         loss, stepped, _ = train_step_and_return_loss_outcome_and_rate(session, state)
-        found["loss"].append(group.mean(float(loss)))
+        found["loss"].append(group.mean_over_ranks(float(loss)))
         found["norm"].append(stepped.gradient_norm)
     truth = engine.engine_report_so_far().to_json()
     ran = {

@@ -127,7 +127,9 @@ def norm_in_double(optimizer: Any) -> float:
 def counted(gradient_norm: Any) -> dict[str, int]:
     """Count from here on how often gradients are measured."""
     measured = {"calls": 0}
-    plain = getattr(gradient_norm.sum_of_squares, "__wrapped__", gradient_norm.sum_of_squares)
+    plain = getattr(
+        gradient_norm.float64_sum_of_squares, "__wrapped__", gradient_norm.float64_sum_of_squares
+    )
 
     def sum_of_squares(tensors: Any) -> torch.Tensor:
         measured["calls"] += 1
@@ -135,7 +137,7 @@ def counted(gradient_norm: Any) -> dict[str, int]:
         return total
 
     sum_of_squares.__wrapped__ = plain  # type: ignore[attr-defined]
-    gradient_norm.sum_of_squares = sum_of_squares
+    gradient_norm.float64_sum_of_squares = sum_of_squares
     return measured
 
 

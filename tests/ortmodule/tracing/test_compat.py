@@ -257,7 +257,7 @@ if not refusal:
 }
 EPILOGUE = """
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
-print("applied:", *registry.applied_repair_names())
+print("applied:", *repair_registry.applied_repair_names())
 """
 # By repair: the check that fails without it, and the error.
 WITHOUT = {
