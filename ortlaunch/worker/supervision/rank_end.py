@@ -71,7 +71,11 @@ def record_end_and_return_status(
     if not end_recorder.is_written:
         end_recorder.write_record_of_silent_end(child.pid, description, end)
     # A failure recorded before the request to end is a cause of its own.
-    elif end.is_secondary and end_recorder.read_record().time > child.signalled_at:
+    elif (
+        end.is_secondary
+        and end.exit_status != EXIT_SAVED
+        and end_recorder.read_record().time > child.signalled_at
+    ):
         end_recorder.mark_record_as_secondary()
     _print_failure_under_foreign_launcher_and_mark_it(end_recorder, child)
     return -end.signal if end.signal and end.exit_status != EXIT_SAVED else end.exit_status
