@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ortlaunch.api.runs import Run, runs
     from ortlaunch.api.starts import submit, train
     from ortlaunch.api.sweeps import Sweep, sweep
-    from ortlaunch.diagnose.report import Diagnosis
     from ortlaunch.launch_plan import Plan
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.recipe import Recipe
     from ortlaunch.resolve.resume import ResumeOptions
     from ortlaunch.search.study import Trial
+    from ortlaunch.started_runs.diagnosis import Diagnosis
     from ortlaunch.started_runs.requests import StopResult
     from ortlaunch.started_runs.status import Status
 
@@ -83,7 +83,7 @@ _MODULES = {
     "api.runs": ("Run", "runs"),
     "api.starts": ("submit", "train"),
     "api.sweeps": ("Sweep", "sweep"),
-    "diagnose.report": ("Diagnosis",),
+    "started_runs.diagnosis": ("Diagnosis",),
     "launch_plan": ("Plan",),
     "started_runs.requests": ("StopResult",),
     "started_runs.status": ("Status",),

@@ -20,7 +20,7 @@ def wait_for_run_end_or_raise(
         last_status = status.poll_status_until_run_end(run, show)
     exit_status = last_status.job.exit_status or 0
     if raises_if_failed and exit_status not in (0, EXIT_SAVED):
-        raise RunError(last_status.job.verdict or str(last_status), exit_status)
+        raise RunError(last_status.end_text() or str(last_status), exit_status)
     return last_status
 
 

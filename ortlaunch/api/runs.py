@@ -24,8 +24,8 @@ from ortlaunch.started_runs.status import Status
 if TYPE_CHECKING:
     import pandas
 
-    from ortlaunch.diagnose.report import Diagnosis
     from ortlaunch.search.parallel import Picture
+    from ortlaunch.started_runs.diagnosis import Diagnosis
 
 # Pixels of a report in a notebook.
 _HEIGHT = 600
@@ -240,7 +240,7 @@ class Run:
         Raises:
             InputError: the folder is no run's.
         """
-        from ortlaunch.diagnose.report import diagnose_run
+        from ortlaunch.started_runs.diagnosis import diagnose_run
 
         return diagnose_run(self._folder)
 

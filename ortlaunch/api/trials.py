@@ -237,8 +237,8 @@ class TrialRunner:
                 running_trial.trial_number, running_trial.starts, running_trial.saved_step
             )
         else:
-            verdict = Run(run.path).status().job.verdict or f"exit status {exit_status}"
-            self._record_and_print_trial_end(running_trial.trial_number, "fail", reason=verdict)
+            reason = Run(run.path).status().end_text() or f"exit status {exit_status}"
+            self._record_and_print_trial_end(running_trial.trial_number, "fail", reason=reason)
 
     def _record_result_and_update_best_recipes(self, trial_number: int) -> None:
         evaluations = self._sweep_metrics_or_nan_by_evaluation_number(

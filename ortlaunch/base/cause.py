@@ -60,6 +60,7 @@ class Failure:
     """A cause with its details; fields that do not apply are None or empty."""
 
     cause: Cause
+    """The cause, such as `out-of-memory`, `crash` or `missing-file`."""
     detail: str = ""
     """The decisive line of the library, the kernel or the error."""
     rank: int | None = None
@@ -69,6 +70,7 @@ class Failure:
     who: str = ""
     """Ranks or program that the command blames, if no rank recorded a failure of its own."""
     signal: int | None = None
+    """The signal that ended the rank or the program."""
     step: int | None = None
     """Completed optimizer steps."""
     status: int | None = None

@@ -180,7 +180,7 @@ class NonFiniteError(BadStepError):
 
     def __init__(self, message: str, bad_step: Any = None) -> None:
         super().__init__(message, bad_step)
-        # In fp16 this cause means a collapsed loss scale (diagnose/causes.py).
+        # In fp16 this cause means a collapsed loss scale (diagnose/conclude.py).
         if bad_step and bad_step.kind == "gradient":
             self.cause = Cause.GRADIENT_NOT_FINITE
 

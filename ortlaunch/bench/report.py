@@ -9,7 +9,6 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import aligned_table_lines, human_bytes
 from ortlaunch.bench.variant_job import VariantJob
 from ortlaunch.bench.variants import Variant
-from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
 
 _TABLE_HEAD = (
     "variant",
@@ -295,7 +294,5 @@ def _failure_parity_and_unit_notes(all_rows: Sequence[Json]) -> list[str]:
 
 
 def shorten_reason(reason: str) -> str:
-    """Return one line of a failure's text: an error's message, or the end of a traceback."""
-    # The command's own lines follow the reason.
-    reason_lines = reason.partition(f"\n\n{COMMAND_PREFIX}")[0].strip().splitlines() or [""]
-    return reason_lines[-1] if reason_lines[0].startswith("Traceback") else reason_lines[0]
+    """Return the first line of the reason for which a variant is refused or failed."""
+    return reason.strip().partition("\n")[0]

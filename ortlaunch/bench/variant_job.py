@@ -14,8 +14,8 @@ from typing import Any
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.bench.variants import Variant
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import JobState, load_backend
-from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
@@ -28,7 +28,7 @@ _LEAVE_SECONDS = 60
 
 
 class VariantFailedError(Exception):
-    """The variant's job ended before its time; the text is the whole reason."""
+    """The variant's job ended before its time; the first line of the text is the reason."""
 
 
 OnReady = Callable[["VariantJob"], None]
@@ -118,16 +118,17 @@ class VariantJob:
         if launcher.job_state(self._job) is not JobState.RUNNING:
             job = self._job
             self._job = None
-            run_end = classify_run_end(
+            verdict = conclude_run(
                 self.run,
                 launcher.forward_signals_until_job_ends(job),
                 None,
                 job.foreign_signal,
                 job.oom_kills,
             )
-            raise VariantFailedError(
-                run_end.text if run_end.status else "it ended early without an error"
-            )
+            if verdict.failure is None:
+                raise VariantFailedError("it ended early without an error")
+            decisive_line = verdict.failure.detail or verdict.message
+            raise VariantFailedError(f"{decisive_line}\n\n{verdict}")
 
     def request_end_and_cancel_if_late(self) -> None:
         """Let the job end by itself, and cancel it if it does not."""

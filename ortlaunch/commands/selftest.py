@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from ortlaunch.base import module_start
 from ortlaunch.base.errors import InputError, MissingDependency, PlanError
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.doctor import fabric
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
 from ortlaunch.launch import load_backend
-from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.mpi import require_mpirun_here_or_on_path
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, read_hostfile
@@ -218,7 +218,7 @@ def _measure_fabric_by_ranks_and_return_findings(
     output_path = run.path / "output.txt"
     # The ranks are a part of this command: SIGUSR1, too, has to end them.
     job = launcher.write_files_and_start_job(request._replace(notice_ends=True), output_path)
-    run_end = classify_run_end(
+    verdict = conclude_run(
         run,
         launcher.forward_signals_until_job_ends(job),
         job.user_signal,
@@ -227,13 +227,13 @@ def _measure_fabric_by_ranks_and_return_findings(
     )
     if job.user_signal is not None:
         sys.exit(128 + job.user_signal)
-    if run_end.status or not run.fabric.exists():
+    if verdict.exit_status or not run.fabric.exists():
         return [
             Finding(
                 "all",
                 "ranks",
                 FAILED,
-                f"the measurement failed: {run_end.text}",
+                f"the measurement failed: {verdict.render()}",
                 f"see {output_path}",
             )
         ]

@@ -1,5 +1,5 @@
-"""The diagnosis of a run from its folder alone: a verdict, the evidence and advice.
+"""Conclude why a run ended from its folder alone: one verdict, with its cause and advice.
 
-`evidence` reads, `causes` decides, `report` renders. Control side: no torch. May import
-run.status, planning and recipe.
+`conclude` is the entry: `run_end` classifies the end, `memory` says what would fit. Control side: no
+torch. May import planning and recipe.
 """

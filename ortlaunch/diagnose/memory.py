@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import human_bytes
-from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.planning.describe import memory_table_and_note_lines
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.process_memory import cached_or_usual_process_memory
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
+from ortlaunch.run_folder.error_record import ErrorRecord
+from ortlaunch.run_folder.folder import RunDir
 
 _UNKNOWN_TEXT = (
     "the plan has no estimate for this model; to use less memory per rank: a lower "
@@ -21,13 +22,18 @@ _UNKNOWN_TEXT = (
 )
 
 
-def memory_table_and_smaller_setting_lines(evidence: Evidence) -> list[str]:
-    """Return the plan's memory table, then settings that need less, compared with a known limit."""
-    plan = evidence.plan
+def memory_table_and_smaller_setting_lines(run: RunDir, record: ErrorRecord | None) -> list[str]:
+    """Return the plan's memory table, then settings that need less, compared with a known limit.
+
+    Args:
+        record: the error record of the cause, which has the limit; None if there is none.
+    """
+    # The run may have ended before its plan was written.
+    plan = Plan.read(run.plan) if run.plan.exists() else None
     if plan is None or plan.memory is None:
         return [f"what would fit: {_UNKNOWN_TEXT}"]
-    recipe = read_resolved_recipe_of_run(evidence.run.recipe)
-    limit_bytes = _memory_limit_bytes_per_rank_or_none(evidence, plan)
+    recipe = read_resolved_recipe_of_run(run.recipe)
+    limit_bytes = _memory_limit_bytes_per_rank_or_none(record, plan)
     # The run itself may have measured its process.
     process_bytes = cached_or_usual_process_memory(recipe)
     settings_with_bytes = [
@@ -63,9 +69,8 @@ def memory_table_and_smaller_setting_lines(evidence: Evidence) -> list[str]:
     ]
 
 
-def _memory_limit_bytes_per_rank_or_none(evidence: Evidence, plan: Plan) -> int | None:
+def _memory_limit_bytes_per_rank_or_none(record: ErrorRecord | None, plan: Plan) -> int | None:
     """Return the memory limit of each rank on the failed rank's host, in bytes; None if unknown."""
-    record = evidence.causing_error_record_or_none
     if record is None or record.memory_limit is None or plan.device != "cpu":
         return None
     return int(record.memory_limit["bytes"]) // plan.node_of(record.rank).slots

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from ortlaunch.base.cause import Cause
-from ortlaunch.launch.failure import RunEnd, first_error_record, ranks_whose_supervisor_started
 from ortlaunch.launch.record import Attempt
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import NO_FAULT
-from ortlaunch.run_folder.error_record import ErrorRecord
+from ortlaunch.run_folder.error_record import (
+    ErrorRecord,
+    first_error_record,
+    ranks_whose_supervisor_started,
+)
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
+from ortlaunch.run_folder.verdict import Verdict
 
 
 def record_of_failed_attempt_with_last_step(
     run: RunDir,
-    run_end: RunEnd,
+    verdict: Verdict,
     attempt_number: int,
     attempt_seconds: float,
     checkpoint_at_start: int,
@@ -29,22 +32,18 @@ def record_of_failed_attempt_with_last_step(
     return Attempt(
         number=attempt_number,
         seconds=round(attempt_seconds, 1),
-        exit_status=run_end.status,
-        cause=failure_cause(run_end),
-        verdict=run_end.last_output.partition("\n")[0],
-        failure=_exception_or_exit_status_text(first_record, run_end),
+        exit_status=verdict.exit_status,
+        cause=verdict.cause,
+        message=verdict.message.partition("\n")[0],
+        failure=_exception_or_exit_status_text(first_record, verdict),
         step=None if not has_begun or first_record is None else first_record.step,
         checkpoint=newest_complete_checkpoint_step_or_zero(run),
         resumed=checkpoint_at_start,
     )
 
 
-def failure_cause(end: RunEnd) -> Cause:
-    return end.failure.cause_or_out_of_memory_if_killed if end.failure else Cause.UNKNOWN
-
-
 def _exception_or_exit_status_text(
-    first_error_record_or_none: ErrorRecord | None, run_end: RunEnd
+    first_error_record_or_none: ErrorRecord | None, verdict: Verdict
 ) -> str:
     """Return the text that is compared between attempts: the exception, or the exit status."""
     if (
@@ -52,7 +51,7 @@ def _exception_or_exit_status_text(
         or first_error_record_or_none.secondary
         or first_error_record_or_none.is_seen_by_supervisor_only
     ):
-        return f"exit status {run_end.status}"
+        return f"exit status {verdict.exit_status}"
     message = first_error_record_or_none.message.strip().splitlines()
     return (
         f"{first_error_record_or_none.type}: {message[0][:200]}"
@@ -79,7 +78,7 @@ def newest_complete_checkpoint_step_or_zero(
 
 def failed_attempt_unless_good_stopped_or_restarted(
     run: RunDir,
-    run_end: RunEnd,
+    verdict: Verdict,
     attempt_number: int,
     attempt_seconds: float,
     rank0_prepared_folder: bool,
@@ -93,8 +92,8 @@ def failed_attempt_unless_good_stopped_or_restarted(
     """
     command_restarts_ranks = rank0_prepared_folder and Plan.read(run.plan).started_by.is_ours
     if (
-        run_end.status == 0
-        or run_end.status in NO_FAULT
+        verdict.exit_status == 0
+        or verdict.exit_status in NO_FAULT
         or command_restarts_ranks
         or run.stop_request.exists()
     ):
@@ -102,19 +101,19 @@ def failed_attempt_unless_good_stopped_or_restarted(
     if rank0_prepared_folder:
         return record_of_failed_attempt_with_last_step(
             run,
-            run_end,
+            verdict,
             attempt_number,
             attempt_seconds,
             newest_complete_checkpoint_step_or_zero(run, run.request.stat().st_mtime_ns),
         )
     newest_step = newest_complete_checkpoint_step_or_zero(run)
-    failure = f"exit status {run_end.status}"
+    failure = f"exit status {verdict.exit_status}"
     return Attempt(
         attempt_number,
         round(attempt_seconds, 1),
-        run_end.status,
-        failure_cause(run_end),
-        run_end.last_output,
+        verdict.exit_status,
+        verdict.cause,
+        verdict.message,
         failure,
         None,
         newest_step,

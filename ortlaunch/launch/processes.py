@@ -30,12 +30,12 @@ from ortlaunch.base.process import (
     wait_until_true_or_timeout,
 )
 from ortlaunch.launch import JobState, LaunchRequest
-from ortlaunch.launch.failure import ranks_whose_supervisor_started
 from ortlaunch.launch.orphans import DescendantReaper, send_signal
 from ortlaunch.launch.private import recreate_empty_private_folder_or_refuse_unsafe
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
+from ortlaunch.run_folder.error_record import ranks_whose_supervisor_started
 from ortlaunch.run_folder.folder import RANK_LINE_BYTES, RunDir, is_disk_nearly_full
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

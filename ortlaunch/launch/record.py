@@ -10,13 +10,14 @@ import socket
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
-from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.cause import Cause
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.process import Process
 from ortlaunch.launch import JobState
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import record_from_json_values
+from ortlaunch.run_folder.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Attempt:
     """The exit status that the command would have had without a restart."""
     cause: Cause
     """The cause of the failure."""
-    verdict: str
-    """The line that the command printed at the end of the attempt."""
+    message: str
+    """The command's sentence on the end of the attempt."""
     failure: str
     """The exception or the exit status, which is compared with the attempt before."""
     step: int | None
@@ -79,11 +80,11 @@ class JobRecord:
     exit_status: int | None = None
     """Exit status of the command, once the run has ended."""
 
-    verdict: str | None = None
-    """The last text that the command printed."""
+    verdict: Verdict | None = None
+    """How the run ended: cause, explanation, traceback and advice."""
 
-    failure: Failure | None = None
-    """The cause of a failed run."""
+    queue_state: str | None = None
+    """The scheduler's words on the job: what it waits for, or how the scheduler ended it."""
 
     attempts: tuple[Attempt, ...] = ()
     """Failed starts of the ranks, whether or not the ranks were started again."""
@@ -124,13 +125,10 @@ class JobRecord:
                 record_from_json_values(Attempt, {**attempt, "cause": Cause(attempt["cause"])})
                 for attempt in value.get("attempts", ())
             )
-            failure_value = value.get("failure")
-            failure = failure_value and record_from_json_values(
-                Failure, {**failure_value, "cause": Cause(failure_value.get("cause"))}
-            )
+            verdict = value.get("verdict") and Verdict.from_json(value["verdict"])
             state = JobState(value["state"])
             record = record_from_json_values(
-                cls, {**value, "state": state, "failure": failure, "attempts": attempts}
+                cls, {**value, "state": state, "verdict": verdict, "attempts": attempts}
             )
             # Fail here on damaged times and ids, not in a later caller.
             for time in (record.started, *(() if record.ended is None else (record.ended,))):
@@ -153,22 +151,13 @@ class JobRecord:
         """Write the record into the run folder."""
         write_json_atomically(run.job, {**asdict(self), "state": self.state.value})
 
-    def copy_ended_now(
-        self,
-        end_state: JobState,
-        exit_status: int,
-        verdict_text: str,
-        failure: Failure | None = None,
-    ) -> JobRecord:
+    def copy_ended_now(self, end_state: JobState, verdict: Verdict) -> JobRecord:
         """Return the record of the same job, ended now."""
-        return replace(
-            self,
-            state=end_state,
-            ended=current_time_iso(),
-            exit_status=exit_status,
-            verdict=verdict_text,
-            failure=failure,
-        )
+        return replace(self.copy_with_verdict(end_state, verdict), ended=current_time_iso())
+
+    def copy_with_verdict(self, end_state: JobState, verdict: Verdict) -> JobRecord:
+        """Return the record of the same job with a verdict; the time of its end is unknown."""
+        return replace(self, state=end_state, exit_status=verdict.exit_status, verdict=verdict)
 
 
 def current_time_iso() -> str:

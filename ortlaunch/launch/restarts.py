@@ -21,7 +21,6 @@ from ortlaunch.launch.attempts import (
     newest_complete_checkpoint_step_or_zero,
     record_of_failed_attempt_with_last_step,
 )
-from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt
 from ortlaunch.launch.restart_policy import (
     reason_restart_is_refused,
@@ -30,12 +29,13 @@ from ortlaunch.launch.restart_policy import (
 )
 from ortlaunch.rank import EXIT_SAVED, NO_FAULT
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.verdict import Verdict
 
 
 class EndedAttempt(NamedTuple):
     """The end of one start of the ranks; `stopped`: a signal to this command stopped it."""
 
-    end: RunEnd
+    verdict: Verdict
     was_stopped_by_signal: bool
 
 
@@ -62,16 +62,16 @@ def start_ranks_and_restart_after_failures(
             checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
             continue
         if (
-            ended.end.status == 0
+            ended.verdict.exit_status == 0
             or ended.was_stopped_by_signal
-            or ended.end.status in NO_FAULT
+            or ended.verdict.exit_status in NO_FAULT
             or not max_restarts_without_progress
         ):
             return _add_restart_count_to_successful_end(ended, failed_attempts)
         failed_attempts.append(
             record_of_failed_attempt_with_last_step(
                 run,
-                ended.end,
+                ended.verdict,
                 len(failed_attempts) + 1,
                 time.monotonic() - began,
                 checkpoint_at_start,
@@ -84,7 +84,7 @@ def start_ranks_and_restart_after_failures(
             # A stop may have been requested during the wait.
             reason = "not restarted: a stop was requested" if run.stop_request.exists() else None
         if reason:
-            return ended._replace(end=ended.end.with_appended_line(reason))
+            return ended._replace(verdict=ended.verdict.with_note(reason))
         # Only before a further start: the last attempt's logs and errors stay in the run folder.
         attempt_number = move_logs_to_new_attempt_and_return_number_or_0(run)
         failed_attempts[-1] = replace(
@@ -102,14 +102,14 @@ def _consume_and_announce_restart_request_if_saved(
     """Whether the run saved because `ortlaunch restart` requested another start."""
     if (
         ended_attempt.was_stopped_by_signal
-        or ended_attempt.end.status != EXIT_SAVED
+        or ended_attempt.verdict.exit_status != EXIT_SAVED
         or not run.restart_request.exists()
     ):
         return False
     # The same request stopped the ranks; left there, it would stop the next ones, too.
     run.stop_request.unlink(missing_ok=True)
     print(
-        f"{ended_attempt.end.text}\nortlaunch: restarting the ranks, as requested",
+        f"{ended_attempt.verdict.render()}\nortlaunch: restarting the ranks, as requested",
         file=sys.stderr,
         flush=True,
     )
@@ -126,7 +126,7 @@ def _announce_and_sleep_until_restart(
     )
     used = restarts_without_progress(failed_attempts) + 1
     print(
-        f"{failed_attempts[-1].verdict}\nortlaunch: attempt {failed_attempts[-1].number} failed; "
+        f"{failed_attempts[-1].message}\nortlaunch: attempt {failed_attempts[-1].number} failed; "
         "restarting the ranks in "
         f"{seconds:.0f} s, {position_text} (restart {used} of {max_restarts_without_progress} without progress)",
         file=sys.stderr, flush=True,
@@ -138,11 +138,11 @@ def _add_restart_count_to_successful_end(
     ended_attempt: EndedAttempt, failed_attempts: Sequence[Attempt]
 ) -> EndedAttempt:
     """Return a good end with a note on the restarts before it."""
-    if not failed_attempts or ended_attempt.end.status:
+    if not failed_attempts or ended_attempt.verdict.exit_status:
         return ended_attempt
     duration_text = clock_duration(sum(attempt.seconds for attempt in failed_attempts))
-    end_text = (
-        f"{ended_attempt.end.text}, after {count_with_noun(len(failed_attempts), 'restart')} "
+    message = (
+        f"{ended_attempt.verdict.message}, after {count_with_noun(len(failed_attempts), 'restart')} "
         f"(failed attempts took {duration_text})"
     )
-    return ended_attempt._replace(end=RunEnd(0, end_text))
+    return ended_attempt._replace(verdict=Verdict(0, message))

@@ -26,7 +26,6 @@ from ortlaunch.report.tables import (
     values_of_runs_with_some_value,
     warning_markup,
 )
-from ortlaunch.run_folder import cause_text
 from ortlaunch.run_folder.profile_record import profile_text_lines
 from ortlaunch.tables.metrics import METRICS
 
@@ -118,19 +117,20 @@ def _state_and_duration_text(run_record: Record) -> str:
 def _unexplained_end(record: Record) -> str | None:
     """Return the text of an end that is neither a success nor a failure with a known cause."""
     is_known = _has_failed(record) or record.status.state.value == "succeeded"
-    return None if is_known else record.status.job.verdict
+    return None if is_known else record.status.end_text()
 
 
 def _has_failed(record: Record) -> bool:
     # A pruned trial is a result of its sweep: there is nothing to mend, or to continue.
-    return record.status.job.failure is not None and record.status.state_name != "pruned"
+    verdict = record.status.job.verdict
+    return verdict is not None and verdict.is_failure and not record.status.is_pruned
 
 
 def _failure_and_advice(record: Record) -> tuple[str, tuple[str, ...]]:
     """Return the cause of a failed run, and what to try."""
-    failure = record.status.job.failure
-    assert failure is not None
-    return cause_text.diagnosis_verdict_line(failure), cause_text.advice_for_failure(failure)
+    verdict = record.status.job.verdict
+    assert verdict is not None
+    return verdict.explanation or verdict.message, verdict.advice
 
 
 def _last_evaluation_metrics(run_record: Record) -> dict[str, object]:
@@ -450,7 +450,7 @@ def _command_attempt_bad_step_and_slow_rank_rows(run_record: Record) -> dict[str
                 attempt.resumed,
                 attempt.step,
                 round(attempt.seconds, 1),
-                attempt.verdict,
+                attempt.message,
             )
             for attempt in attempts
         ],

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.base.output import ERASE, print_lines, terminal_width
 from ortlaunch.base.units import clock_duration
-from ortlaunch.diagnose.report import failed_run_text_with_verdict_memory_and_advice
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import load_backend
-from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
 from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -31,7 +31,7 @@ from ortlaunch.run.preparation import (
     requested_or_proposed_run_folder,
     startable_run_beginning_and_done_text_or_refuse,
 )
-from ortlaunch.run.run_completion import append_continue_command_if_train_was_typed
+from ortlaunch.run.run_completion import continue_command_if_train_was_typed
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 
@@ -127,7 +127,7 @@ def _prepare_start_and_report_training(
             job = launcher.write_files_and_start_job(request)
             job.early_signals = early_signals
             run.restart_request.unlink(missing_ok=True)
-            end = classify_run_end(
+            verdict = conclude_run(
                 run,
                 launcher.forward_signals_until_job_ends(job),
                 job.user_signal,
@@ -137,31 +137,27 @@ def _prepare_start_and_report_training(
             )
             # Clear the progress line of a rank that was killed.
             print(end=ERASE if width else "", flush=True)
-            return EndedAttempt(end, job.user_signal is not None)
+            return EndedAttempt(verdict, job.user_signal is not None)
 
-        end, stopped = start_ranks_and_restart_after_failures(
+        verdict, stopped = start_ranks_and_restart_after_failures(
             run,
             run_on_all_hosts.recipe_file.recipe.launch.max_restarts,
             file.record_attempts_and_stop_collecting_signals,
             start_ranks,
         )
-        duration_text = f", in {clock_duration(time.monotonic() - started)}"
-        failed = bool(end.status)
-        last_output = (
-            failed_run_text_with_verdict_memory_and_advice(run, end)
-            if failed
-            else end.text + duration_text
-        )
-        if end.stopped_on_request or not failed:
-            last_output = append_continue_command_if_train_was_typed(
-                last_output,
-                run_on_all_hosts.typed_arguments,
-                run_on_all_hosts.recipe_file.recipe,
-                run,
-                end.stopped_on_request,
+        if verdict.exit_status == 0:
+            duration_text = clock_duration(time.monotonic() - started)
+            verdict = replace(verdict, message=f"{verdict.message}, in {duration_text}")
+        if verdict.can_continue or verdict.exit_status == 0:
+            verdict = replace(
+                verdict,
+                continue_command=continue_command_if_train_was_typed(
+                    run_on_all_hosts.typed_arguments,
+                    run_on_all_hosts.recipe_file.recipe,
+                    run,
+                    verdict.can_continue,
+                ),
             )
-        file.record_end_or_print_disk_error(
-            end.status, last_output, end.failure, stopped or end.stopped_on_request
-        )
-    print(last_output, file=sys.stderr if end.status else sys.stdout, flush=True)
-    return end.status
+        file.record_end_or_print_disk_error(verdict, stopped or verdict.can_continue)
+    print(verdict.render(), file=sys.stderr if verdict.exit_status else sys.stdout, flush=True)
+    return verdict.exit_status

@@ -15,9 +15,10 @@ from ortlaunch.base.process import signals_to_handle
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
+from ortlaunch.run_folder.cause_text import advice_for_failure
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.library_messages import match_cause_in_text
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs import registry
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -67,13 +68,13 @@ class JobFile:
             signal.signal(signal_number, handler)
         if error is not None and not self.record.state.is_end:
             status = _exit_status_of_error(error)
-            verdict = _verdict_text_of_exception(error) + (
+            message = _message_of_exception(error) + (
                 " again" if self.record.attempts and status in _STATUSES_WITHOUT_RANKS else ""
             )
+            failure = Failure(_failure_cause_of_exception(error, message), message)
+            verdict = Verdict.of_failure_detected_by_command(status, failure)
             self.record_end_or_print_disk_error(
-                status,
-                f"{COMMAND_PREFIX}{verdict}",
-                Failure(_failure_cause_of_exception(error, verdict), verdict),
+                replace(verdict, message=message, advice=advice_for_failure(failure)),
                 status in _STOPPED_STATUSES,
             )
 
@@ -102,11 +103,7 @@ class JobFile:
             self._keep_signal_for_ranks_or_end_preparation(early_signals[0], None)
 
     def record_end_or_print_disk_error(
-        self,
-        exit_status: int,
-        verdict_text: str,
-        failure: Failure | None = None,
-        stopped_on_request: bool = False,
+        self, verdict: Verdict, stopped_on_request: bool = False
     ) -> None:
         """Record the end of the run.
 
@@ -115,13 +112,11 @@ class JobFile:
         """
         state = (
             JobState.CANCELLED
-            if stopped_on_request and exit_status not in (0, EXIT_SAVED)
-            else JobState.state_of_exit_status(exit_status)
+            if stopped_on_request and verdict.exit_status not in (0, EXIT_SAVED)
+            else JobState.state_of_exit_status(verdict.exit_status)
         )
         try:
-            self._write_record(
-                self.record.copy_ended_now(state, exit_status, verdict_text, failure)
-            )
+            self._write_record(self.record.copy_ended_now(state, verdict))
         # On a full disk the verdict is printed in any case.
         except OSError as error:
             print(
@@ -159,7 +154,7 @@ def _exit_status_of_error(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _verdict_text_of_exception(error: BaseException) -> str:
+def _message_of_exception(error: BaseException) -> str:
     if isinstance(error, OrtlaunchError):
         return str(error)
     status = _exit_status_of_error(error)

@@ -15,14 +15,15 @@ from typing import NamedTuple
 from ortlaunch.base.errors import LaunchError, PlanError
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import human_bytes
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import load_backend
-from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.planning.make_plan import plan_with_batch_and_memory_of_recipe
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
 from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
+from ortlaunch.run_folder.verdict import Verdict
 
 # Share of the available memory that a trial may use; two steps do not show the highest usage.
 MEMORY_MARGIN = 0.9
@@ -44,11 +45,13 @@ class SizeTrial(NamedTuple):
 class MicroSizeSearchStopped(LaunchError):
     """Raised when a signal of the user ended the search; nothing has begun, so nothing is lost."""
 
-    def __init__(self, end: RunEnd, run: RunDir, saves_checkpoints: bool) -> None:
+    def __init__(self, verdict: Verdict, run: RunDir, saves_checkpoints: bool) -> None:
         can_start_again = (
-            saves_checkpoints and end.status != 128 + signal.SIGINT and not run.cancelled.exists()
+            saves_checkpoints
+            and verdict.exit_status != 128 + signal.SIGINT
+            and not run.cancelled.exists()
         )
-        super().__init__(end.last_output, EXIT_SAVED if can_start_again else end.status)
+        super().__init__(verdict.message, EXIT_SAVED if can_start_again else verdict.exit_status)
 
 
 def is_search_requested(recipe: Recipe) -> bool:
@@ -202,7 +205,7 @@ def _run_micro_size_trial(
     # The output goes to a file: a trial has to fail at some size, and should not look like a
     # failed run.
     job = launcher.write_files_and_start_job(request._replace(notice_ends=True), log)
-    end = classify_run_end(
+    verdict = conclude_run(
         trial_folder,
         launcher.forward_signals_until_job_ends(job),
         job.user_signal,
@@ -211,21 +214,21 @@ def _run_micro_size_trial(
     )
     # A signal of the user, not the memory, ended the trial.
     if job.user_signal is not None:
-        raise MicroSizeSearchStopped(end, run, plan.traits.saves)
-    if end.status == 0:
+        raise MicroSizeSearchStopped(verdict, run, plan.traits.saves)
+    if verdict.exit_status == 0:
         return _trial_result_by_memory_fraction(
             tried_micro_size, read_json_or_raise_damaged(trial_folder.trial)
         )
-    if end.failure is None or not end.failure.is_or_may_be_out_of_memory:
+    if verdict.failure is None or not verdict.failure.is_or_may_be_out_of_memory:
         raise LaunchError(
             f"batch.micro_size: auto: the trial run of {tried_micro_size} failed, not because of memory:\n"
-            f"{end.text}\nlog: {log}"
+            f"{verdict.render()}\nlog: {log}"
         )
     return SizeTrial(
         tried_micro_size,
         False,
         None,
-        " ".join((end.failure.detail or end.last_output).split())[:200],
+        " ".join((verdict.failure.detail or verdict.message).split())[:200],
     )
 
 

@@ -25,10 +25,11 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions, RunBeginning
 from ortlaunch.run import choices
 from ortlaunch.run.run_completion import (
-    append_continue_command_if_train_was_typed,
+    continue_command_if_train_was_typed,
     nothing_to_train_text_if_readable,
 )
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.tables.launchers import LAUNCHERS
 
 
@@ -140,9 +141,12 @@ def nothing_to_train_text_with_command_or_none(
         if resume_options.begins_earlier
         else nothing_to_train_text_if_readable(resolved.recipe_file.recipe, run)
     )
-    return finished_text and append_continue_command_if_train_was_typed(
-        finished_text, resolved.typed_arguments, resolved.recipe_file.recipe, run
+    if finished_text is None:
+        return None
+    command = continue_command_if_train_was_typed(
+        resolved.typed_arguments, resolved.recipe_file.recipe, run
     )
+    return Verdict(0, finished_text, continue_command=command).render()
 
 
 def record_success_unless_recorded(run: RunDir) -> None:
@@ -150,4 +154,4 @@ def record_success_unless_recorded(run: RunDir) -> None:
     job = JobRecord.read_or_none_refusing_damaged(run)
     # The earlier command was killed after the last step: job.json has it running, or failed.
     if job is not None and job.backend in LAUNCHERS and job.state is not JobState.SUCCEEDED:
-        job.copy_ended_now(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
+        job.copy_ended_now(JobState.SUCCEEDED, Verdict(0, f"done: {run}")).write(run)

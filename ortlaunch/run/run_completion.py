@@ -8,10 +8,9 @@ from typing import Any
 
 from ortlaunch.base.errors import DamagedFile
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.cause_text import CONTINUE_PREFIX
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 
-# Options that `append_continue_command_if_train_was_typed` leaves out or sets itself.
+# Options that `continue_command_if_train_was_typed` leaves out or sets itself.
 _FOLDER_AND_RESUME_OPTIONS = ("--run-dir", "--resume")
 
 
@@ -66,17 +65,15 @@ def _nothing_to_train_text_or_none(recipe: Recipe, run: RunDir) -> str | None:
     )
 
 
-def append_continue_command_if_train_was_typed(
-    end_text: str,
+def continue_command_if_train_was_typed(
     typed_arguments: Sequence[str],
     recipe: Recipe,
     run: RunDir,
     was_stopped_before_last_step: bool = False,
-) -> str:
-    """Return the text; if the user typed `train`, with the command that continues the run.
+) -> str | None:
+    """Return the command that continues the run, if the user typed `train`.
 
     Args:
-        end_text: the text on the end of the run.
         typed_arguments: the arguments after `ortlaunch`.
         was_stopped_before_last_step: whether it stopped before its last step. The command then continues to the same
             length, else to twice the length.
@@ -84,7 +81,7 @@ def append_continue_command_if_train_was_typed(
     if tuple(typed_arguments[:1]) != ("train",) or not (
         was_stopped_before_last_step or run.summary.exists()
     ):
-        return end_text
+        return None
     key, value = (
         ("", "")
         if was_stopped_before_last_step
@@ -93,7 +90,7 @@ def append_continue_command_if_train_was_typed(
         )
     )
     change = [f"{key}={value}"] if key else []
-    command = shlex.join(
+    return shlex.join(
         [
             "ortlaunch",
             *_arguments_to_type_again(typed_arguments, key),
@@ -101,7 +98,6 @@ def append_continue_command_if_train_was_typed(
             *change,
         ]
     )
-    return f"{end_text}\n{CONTINUE_PREFIX}{command}"
 
 
 def _override_key_and_value_to_train_longer(

@@ -150,10 +150,8 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
     ),
     Cause.SIGNALLED: _OUTSIDE_SIGNAL_ADVICE,
     Cause.LEFT_EARLY: ("look for sys.exit and os._exit in the user's own code",),
-    Cause.RAISED: ("the whole traceback is in its log",),
     Cause.COMMAND_KILLED: (*_OUTSIDE_SIGNAL_ADVICE, "restart it with --run-dir"),
     Cause.LAUNCHER_KILLED: _OUTSIDE_SIGNAL_ADVICE,
-    Cause.LAUNCHER_FAILED: ("its traceback is above its last line",),
     Cause.RANK_VANISHED: (
         "check dmesg on that host: it may have been out of memory",
         *_OUTSIDE_SIGNAL_ADVICE,

@@ -80,6 +80,11 @@ class ErrorRecord:
         return self.type in _SEEN_BY_SUPERVISOR
 
     @property
+    def is_own_error(self) -> bool:
+        """Whether it is an error of ortlaunch's own, which has its message in place of a traceback."""
+        return bool(self.message) and self.message == self.traceback
+
+    @property
     def likeliest_cause_first_sort_key(self) -> tuple[bool, bool, int, float]:
         """The most likely cause of a run's end comes first.
 
@@ -162,3 +167,18 @@ def read_error_records(run: RunDir) -> list[ErrorRecord]:
 def most_likely_cause(records: list[ErrorRecord]) -> ErrorRecord | None:
     """Return the record of the failure that most likely caused the others; None without records."""
     return min(records, key=lambda record: record.likeliest_cause_first_sort_key, default=None)
+
+
+def first_error_record(run: RunDir) -> ErrorRecord | None:
+    """Return the record of the earliest original failure, else of a secondary one."""
+    return most_likely_cause(read_error_records(run))
+
+
+def ranks_whose_supervisor_started(run: RunDir) -> set[int]:
+    """Return the ranks whose supervisor started."""
+    # Older logs belong to an earlier run in this folder.
+    request_time_ns = run.request.stat().st_mtime_ns
+    logs = [
+        path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= request_time_ns
+    ]
+    return {int(path.stem[len("rank_") :]) for path in logs}

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 
 from ortlaunch import launch_plan
+from ortlaunch.base import cause
 from ortlaunch.run_folder import (
     engine_report,
     error_record,
@@ -17,6 +18,7 @@ from ortlaunch.run_folder import (
     profile_record,
     records,
     resume_record,
+    verdict,
 )
 from ortlaunch.run_folder.folder import FILES
 from ortlaunch.tables.metrics import METRICS
@@ -32,6 +34,7 @@ A field whose value may be absent is left out of the file where it does not appl
 # Records that share a file with another record, so no row of FILES names them.
 _OTHERS = {
     "errors/rank_00003.json, stall.json, lost.json": "ErrorRecord",
+    "job.json: verdict": "Verdict",
     "metrics.jsonl, evaluations": "EvaluationLine",
     "device.json, of format ondevice": "DeviceArtifacts",
 }
@@ -57,13 +60,15 @@ def run_folder_manual_page_markdown() -> str:
         resume_record,
         export_records,
         error_record,
+        verdict,
+        cause,
     )
     bodies = [ast.parse(inspect.getsource(module)).body for module in modules]
     types = {
         definition.name: definition
         for body in bodies
         for definition in body
-        if isinstance(definition, ast.ClassDef)
+        if isinstance(definition, ast.ClassDef) and definition.name not in _WORDS
     }
     parts = [_HEAD.format(folder=_file_table())]
     # A type that several records use is described once, at its first use.

@@ -13,6 +13,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs.queued import cancel_queued_job_and_wait as cancel_queued
 from ortlaunch.started_runs.queued import is_queued
 from ortlaunch.started_runs.status import Status, advice_for_other_host, read_status
@@ -107,12 +108,11 @@ def _record_cancellation_if_unrecorded(run: RunDir, job: JobRecord, killed_count
         and recorded_job.process == job.process
         and not recorded_job.state.is_end
     ):
-        verdict_text = (
-            f"ortlaunch: cancelled; the command had to be killed{_killed_text(killed_count)}"
+        verdict = Verdict(
+            128 + signal.SIGKILL,
+            f"cancelled; the command had to be killed{_killed_text(killed_count)}",
         )
-        recorded_job.copy_ended_now(JobState.CANCELLED, 128 + signal.SIGKILL, verdict_text).write(
-            run
-        )
+        recorded_job.copy_ended_now(JobState.CANCELLED, verdict).write(run)
 
 
 def _recorded_cancellation_text(run: RunDir, job: JobRecord) -> str:

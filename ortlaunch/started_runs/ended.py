@@ -18,19 +18,20 @@ import time
 from dataclasses import replace
 
 from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import JobState
 from ortlaunch.launch.attempts import failed_attempt_unless_good_stopped_or_restarted
-from ortlaunch.launch.failure import RunEnd, classify_run_end, first_error_record
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.restart_policy import reason_restart_is_refused, restarts_without_progress
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
+from ortlaunch.run_folder.error_record import first_error_record
 from ortlaunch.run_folder.folder import (
     COMPLETE,
     RunDir,
     read_text_or_raise_damaged,
     write_text_atomically,
 )
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.schedulers.slurm import TURN_PREFIX
 from ortlaunch.started_runs.queued import has_rank0_prepared_run_folder
 
@@ -49,37 +50,32 @@ def record_and_print_end_and_request_requeue() -> int:
     if run.job_script.exists() and int(run.job_script.stat().st_mtime) > int(sys.argv[4]):
         print("ortlaunch: a later turn of this job has the run", file=sys.stderr, flush=True)
         return exit_status
-    run_end = _run_end_by_folder_or_job_output(run, exit_status)
+    verdict = _verdict_by_folder_or_job_output(run, exit_status)
     record = JobRecord.for_this_process_or_its_queued_job(run, "inside", JobState.RUNNING)
-    if run_end.status == EXIT_SAVED and not run.was_stop_requested_by_user_or_hook():
+    if verdict.exit_status == EXIT_SAVED and not run.was_stop_requested_by_user_or_hook():
         write_text_atomically(run.requeue_request, "")
     elif max_restarts:
-        record, run_end = _request_requeue_if_restarts_allow(run, record, run_end, max_restarts)
+        record, verdict = _request_requeue_if_restarts_allow(run, record, verdict, max_restarts)
     if record.state is not JobState.PENDING:
-        record = record.copy_ended_now(
-            JobState.state_of_exit_status(run_end.status),
-            run_end.status,
-            run_end.text,
-            run_end.failure,
-        )
+        record = record.copy_ended_now(JobState.state_of_exit_status(verdict.exit_status), verdict)
     record.write(run)
-    print(run_end.text, file=sys.stderr if run_end.status else sys.stdout, flush=True)
-    return run_end.status
+    print(verdict.render(), file=sys.stderr if verdict.exit_status else sys.stdout, flush=True)
+    return verdict.exit_status
 
 
-def _run_end_by_folder_or_job_output(run: RunDir, exit_status: int) -> RunEnd:
+def _verdict_by_folder_or_job_output(run: RunDir, exit_status: int) -> Verdict:
     if has_rank0_prepared_run_folder(run):
-        run_end = classify_run_end(run, exit_status)
+        verdict = conclude_run(run, exit_status)
         slurm_messages = [
             line for line in _output_lines_since_newest_requeue(run) if _ENDED_BY_SLURM.search(line)
         ]
         if slurm_messages and first_error_record(run) is None:
-            run_end = RunEnd.end_of_failure_detected_by_command(
+            verdict = Verdict.of_failure_detected_by_command(
                 exit_status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {slurm_messages[0]}")
             )
     # An earlier start of the job had completed the run.
     elif exit_status == 0 and run.request.exists():
-        return RunEnd(0, f"done: {run}")
+        return Verdict(0, f"done: {run}")
     else:
         output_lines = _output_lines_since_newest_requeue(run)
         # The first task's status; srun's may be that of a task which was ended after it.
@@ -89,19 +85,17 @@ def _run_end_by_folder_or_job_output(run: RunDir, exit_status: int) -> RunEnd:
         exit_status = int(first_task_statuses[-1]) if first_task_statuses else exit_status or 1
         own_lines = [line for line in output_lines if not line.startswith(("srun:", "slurmstepd:"))]
         message = f"srun ended with status {exit_status} before rank 0 prepared {run}"
-        last_line = (
-            own_lines[-1].removeprefix(COMMAND_PREFIX) if own_lines else "its output says no more"
-        )
-        run_end = RunEnd.end_of_failure_detected_by_command(
+        last_line = own_lines[-1] if own_lines else "its output says no more"
+        verdict = Verdict.of_failure_detected_by_command(
             exit_status, Failure(Cause.UNKNOWN, f"{message}: {last_line}")
         )
-    if run_end.status == EXIT_SAVED and _reached_time_limit_before_first_step(run):
+    if verdict.exit_status == EXIT_SAVED and _reached_time_limit_before_first_step(run):
         message = (
             "the time limit was reached before the first step; raise submit.time or lower "
             "submit.signal_seconds"
         )
-        return run_end.with_appended_line(f"not requeued: {message}")._replace(status=1)
-    return run_end
+        return replace(verdict.with_note(f"not requeued: {message}"), exit_status=1)
+    return verdict
 
 
 def _output_lines_since_newest_requeue(run: RunDir) -> list[str]:
@@ -139,8 +133,8 @@ def _reached_time_limit_before_first_step(run: RunDir) -> bool:
 
 
 def _request_requeue_if_restarts_allow(
-    run: RunDir, job_record: JobRecord, run_end: RunEnd, max_restarts: int
-) -> tuple[JobRecord, RunEnd]:
+    run: RunDir, job_record: JobRecord, verdict: Verdict, max_restarts: int
+) -> tuple[JobRecord, Verdict]:
     """Request a requeue if `launch.max_restarts` allows it.
 
     Returns:
@@ -150,21 +144,21 @@ def _request_requeue_if_restarts_allow(
     was_prepared = has_rank0_prepared_run_folder(run)
     start_time = run.job_script.stat().st_mtime
     failed_attempt = failed_attempt_unless_good_stopped_or_restarted(
-        run, run_end, len(job_record.attempts) + 1, time.time() - start_time, was_prepared
+        run, verdict, len(job_record.attempts) + 1, time.time() - start_time, was_prepared
     )
     if failed_attempt is None:
-        return job_record, run_end
+        return job_record, verdict
     attempts = (*job_record.attempts, failed_attempt)
     job_record = replace(job_record, attempts=attempts)
     reason = reason_restart_is_refused(attempts, max_restarts)
     if reason is not None:
-        return job_record, run_end.with_appended_line(reason)
+        return job_record, verdict.with_note(reason)
     write_text_atomically(run.requeue_request, "")
     count_text = (
         f"restart {restarts_without_progress(attempts) + 1} of {max_restarts} without progress"
     )
     end_line = f"attempt {failed_attempt.number} failed; a requeue is requested ({count_text})"
-    return replace(job_record, state=JobState.PENDING), run_end.with_appended_line(end_line)
+    return replace(job_record, state=JobState.PENDING), verdict.with_note(end_line)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from datetime import datetime
 
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import LaunchError
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir, read_text_or_raise_damaged
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.schedulers import SCHEDULERS, QueueState, load_scheduler
 
 # A preempted job is not among them: the scheduler may queue it again.
@@ -89,7 +90,12 @@ def job_record_by_queue_recording_unrecorded_end(
             f"queued: {queue_state.state_text}" if queue_state.state is JobState.PENDING else None
         )
         return replace(
-            job, state=queue_state.state, ended=None, exit_status=None, verdict=waiting_text
+            job,
+            state=queue_state.state,
+            ended=None,
+            exit_status=None,
+            verdict=None,
+            queue_state=waiting_text,
         )
     # The job's script may have recorded the end since `job` was read.
     recorded_job = JobRecord.read_or_none_refusing_damaged(run)
@@ -99,13 +105,14 @@ def job_record_by_queue_recording_unrecorded_end(
         )
         if not was_cancelled_later:
             return replace(
-                recorded_job, verdict=f"{recorded_job.verdict}{_refused_requeue_line_or_empty(run)}"
+                recorded_job,
+                verdict=recorded_job.verdict and _add_refused_requeue(run, recorded_job.verdict),
             )
     return _write_job_end_from_queue_and_folder(run, job, queue_state)
 
 
-def _refused_requeue_line_or_empty(run: RunDir) -> str:
-    """Return a line on a requeue that the scheduler refused; "" if it refused none."""
+def _add_refused_requeue(run: RunDir, verdict: Verdict) -> Verdict:
+    """Return the verdict, with a note on a requeue that the scheduler refused."""
     # The job's script writes the scheduler's words into the request.
     scheduler_message = (
         read_text_or_raise_damaged(run.requeue_request).strip()
@@ -113,9 +120,11 @@ def _refused_requeue_line_or_empty(run: RunDir) -> str:
         else ""
     )
     return (
-        f"\n{scheduler_message}; `ortlaunch submit` with this run folder continues it"
+        verdict.with_note(
+            f"{scheduler_message}; `ortlaunch submit` with this run folder continues it"
+        )
         if scheduler_message
-        else ""
+        else verdict
     )
 
 
@@ -148,7 +157,7 @@ def cancel_queued_job_and_wait(run: RunDir, job: JobRecord) -> JobRecord:
         time.sleep(_POLL_SECONDS)
     # A job without a state was deleted; its folder is not on this host and gives no other state.
     if queue_state is None and SCHEDULERS[job.backend].is_elsewhere:
-        job.copy_ended_now(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
+        job.copy_ended_now(JobState.CANCELLED, Verdict(1, "cancelled")).write(run)
     return job_record_by_queue_recording_unrecorded_end(
         run, JobRecord.read_or_none_refusing_damaged(run) or job
     )
@@ -163,24 +172,25 @@ def _write_job_end_from_queue_and_folder(
     """
     if SCHEDULERS[job.backend].is_elsewhere and not run.plan.exists():
         return _write_job_end_from_queue_alone(run, job, queue_state)
-    run_end = _run_end_recorded_in_folder(run, job)
+    verdict = _verdict_recorded_in_folder(run, job)
     # The queue may have forgotten the job; the run folder then decides on its state.
     job_state, state_text = queue_state or QueueState(
-        JobState.SUCCEEDED if run_end.status == 0 else JobState.FAILED, "unknown to the scheduler"
+        JobState.SUCCEEDED if verdict.exit_status == 0 else JobState.FAILED,
+        "unknown to the scheduler",
     )
     if job_state is JobState.SUCCEEDED:
-        job_state = JobState.FAILED if run_end.status else JobState.SUCCEEDED
+        job_state = JobState.FAILED if verdict.exit_status else JobState.SUCCEEDED
     # EXIT_SAVED requests another start, which a cancelled job must not get.
-    was_cancelled = job_state is JobState.CANCELLED and run_end.status == EXIT_SAVED
+    was_cancelled = job_state is JobState.CANCELLED and verdict.exit_status == EXIT_SAVED
     exit_status = (
         128 + signal.SIGTERM
         if was_cancelled
-        else run_end.status or (0 if job_state is JobState.SUCCEEDED else 1)
+        else verdict.exit_status or (0 if job_state is JobState.SUCCEEDED else 1)
     )
-    verdict = (
-        f"{job.backend} says: {state_text}\n{run_end.text}{_refused_requeue_line_or_empty(run)}"
+    verdict = _add_refused_requeue(run, replace(verdict, exit_status=exit_status))
+    record = replace(
+        job.copy_ended_now(job_state, verdict), queue_state=f"{job.backend} says: {state_text}"
     )
-    record = job.copy_ended_now(job_state, exit_status, verdict, run_end.failure)
     record.write(run)
     return record
 
@@ -194,15 +204,18 @@ def _write_job_end_from_queue_alone(
     )
     # The exit status of such a job is unknown here: 1 stands for every failure.
     exit_status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(job_state, 1)
-    verdict = f"{job.backend} says: {state_text}"
-    record = job.copy_ended_now(
-        job_state, exit_status, verdict, Failure(Cause.UNKNOWN, verdict) if exit_status else None
+    message = f"{job.backend} says: {state_text}"
+    verdict = (
+        Verdict.of_failure_detected_by_command(exit_status, Failure(Cause.UNKNOWN, message))
+        if exit_status
+        else Verdict(0, message)
     )
+    record = job.copy_ended_now(job_state, verdict)
     record.write(run)
     return record
 
 
-def _run_end_recorded_in_folder(run: RunDir, job: JobRecord) -> RunEnd:
+def _verdict_recorded_in_folder(run: RunDir, job: JobRecord) -> Verdict:
     """Return the end that the ranks recorded in the run folder."""
     # A summary from before this job belongs to an earlier one.
     has_completed = (
@@ -210,9 +223,9 @@ def _run_end_recorded_in_folder(run: RunDir, job: JobRecord) -> RunEnd:
         and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
     )
     if has_completed:
-        return RunEnd(0, f"done: {run}")
+        return Verdict(0, f"done: {run}")
     if not has_rank0_prepared_run_folder(run):
-        return RunEnd.end_of_failure_detected_by_command(
+        return Verdict.of_failure_detected_by_command(
             1, Failure(Cause.UNKNOWN, f"no rank had started; {run.logs} has the job's output")
         )
-    return classify_run_end(run, 1)
+    return conclude_run(run, 1)

@@ -18,11 +18,12 @@ from ortlaunch import recipe
 from ortlaunch.base.errors import InputError, LaunchError
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import RunEnd, first_error_record
 from ortlaunch.launch.stop import write_stop_request
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.run_folder.error_record import first_error_record
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs.queued import is_queued
 from ortlaunch.started_runs.status import Status, read_status
 
@@ -76,8 +77,8 @@ def request_stop_and_wait_if_asked(
     while not (status := read_status(run)).state.is_end:
         if not status.certain and run.stopped.exists():
             return StopResult(f"stopped: {run}", 0)
-        if not status.certain and (run_end := _recorded_end_or_none(run, status)):
-            return StopResult(run_end.last_output, 0 if run_end.status in _GOOD_STATUSES else 1)
+        if not status.certain and (verdict := _recorded_end_or_none(run, status)):
+            return StopResult(verdict.message, 0 if verdict.exit_status in _GOOD_STATUSES else 1)
         time.sleep(_POLL_SECONDS)
     return StopResult(str(status), 0 if status.job.exit_status in _GOOD_STATUSES else 1)
 
@@ -99,8 +100,8 @@ def request_checkpoint_and_wait(run: RunDir) -> int:
     while run.save_request.exists():
         if read_status(run).state.is_end:
             raise LaunchError(f"{run}: ended before it saved\n{read_status(run)}")
-        if not status.certain and (run_end := _recorded_end_or_none(run, status)):
-            raise LaunchError(f"{run}: ended before it saved\n{run_end.last_output}")
+        if not status.certain and (verdict := _recorded_end_or_none(run, status)):
+            raise LaunchError(f"{run}: ended before it saved\n{verdict.message}")
         time.sleep(_POLL_SECONDS)
     step_after = _newest_checkpoint_step(run)
     if step_after == step_before:
@@ -175,15 +176,15 @@ def _signal_command_if_on_this_host(run_status: Status, run: RunDir, signal_numb
             ) from None
 
 
-def _recorded_end_or_none(run: RunDir, run_status: Status) -> RunEnd | None:
+def _recorded_end_or_none(run: RunDir, run_status: Status) -> Verdict | None:
     """Return the end of a run whose command is on another host; None if it has not ended."""
     # The ranks' own records are read: if the command was killed, job.json never gets the end.
     first_record = first_error_record(run)
     if first_record is not None:
-        return RunEnd(first_record.exit_status, f"{run}: {first_record.summary}")
+        return Verdict(first_record.exit_status, f"{run}: {first_record.summary}")
     start_time = datetime.fromisoformat(run_status.job.started).timestamp()
     has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
-    return RunEnd(0, f"nothing to stop: it has ended\ndone: {run}") if has_completed else None
+    return Verdict(0, f"nothing to stop: it has ended\ndone: {run}") if has_completed else None
 
 
 def _refuse_run_that_saves_nothing(run: RunDir, command_verb: str) -> None:

@@ -12,7 +12,6 @@ from ortlaunch.base.units import (
     number_or_none,
     shorten_to_one_line,
 )
-from ortlaunch.run_folder import cause_text
 from ortlaunch.started_runs.registry import TRAINING_PURPOSE
 from ortlaunch.started_runs.status import Status
 from ortlaunch.tables.metrics import METRICS
@@ -88,10 +87,10 @@ def _shortened_run_folder_text(run_status: Status, max_columns: int) -> str:
 
 def _failure_fallback_or_best_line(run_status: Status, terminal_columns: int) -> str:
     """Return an indented line with the cause of a failure, else of a fallback or on the best step."""
-    failure = run_status.job.failure if run_status.state.is_end else None
+    verdict = run_status.job.verdict if run_status.state.is_end else None
     reason = (
-        cause_text.diagnosis_verdict_line(failure)
-        if failure
+        verdict.explanation or verdict.message
+        if verdict is not None and verdict.exit_status
         else run_status.fallback or run_status.best_line
     )
     if not reason:

@@ -14,24 +14,14 @@ from ortlaunch.base.errors import DamagedFile, InputError, LaunchError, MissingD
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.process import name_by_stopped_process_id_in_tree
 from ortlaunch.base.units import clock_duration, count_with_noun, number_or_none
+from ortlaunch.diagnose.conclude import conclude_run_whose_command_vanished
 from ortlaunch.launch import JobState, load_backend
-from ortlaunch.launch.failure import (
-    RunEnd,
-    end_of_run_whose_command_vanished,
-    first_error_record,
-    ranks_whose_supervisor_started,
-)
 from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.cause_text import (
-    ADVICE_PREFIX,
-    COMMAND_PREFIX,
-    CONTINUE_PREFIX,
-    VERDICT_PREFIX,
-)
 from ortlaunch.run_folder.engine_report import EngineChoice
+from ortlaunch.run_folder.error_record import first_error_record, ranks_whose_supervisor_started
 from ortlaunch.run_folder.folder import (
     RunDir,
     json_text,
@@ -41,6 +31,7 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.run_folder.lines import read_json_lines_in_tail_or_whole_if_damaged
 from ortlaunch.run_folder.origin import planned_or_recorded_step_count_or_none
 from ortlaunch.run_folder.records import record_from_json_values
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs import queued, registry
 from ortlaunch.tables.launchers import LAUNCHERS
 
@@ -50,7 +41,6 @@ _POLL_SECONDS = 0.5
 _TAIL_BYTES = 1 << 16
 # Lines of the output of a command that wrote no job.json.
 _VERDICT_LINES = 20
-_PRUNED_TEXT = f"stopped by {PRUNER}"
 _FORMAT_BY_METRIC = {
     "loss": "loss {:.4f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -112,7 +102,21 @@ class Status:
     @property
     def state_name(self) -> str:
         """The state for a person: `pruned` for a trial that its sweep ended early."""
-        return "pruned" if _PRUNED_TEXT in (self.job.verdict or "") else self.state.value
+        return "pruned" if self.is_pruned else self.state.value
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the run is a trial that its sweep ended early."""
+        return self.job.verdict is not None and self.job.verdict.stopped_by == PRUNER
+
+    def end_text(self, has_details: bool = True) -> str:
+        """Return the scheduler's words and the verdict; "" for a run that has not ended.
+
+        Args:
+            has_details: whether the traceback and the table of memory are in it.
+        """
+        verdict_text = self.job.verdict.render(has_details) if self.job.verdict else ""
+        return "\n".join(filter(None, (self.job.queue_state, verdict_text)))
 
     @property
     def best_line(self) -> str:
@@ -175,13 +179,13 @@ class Status:
         if self.fallback:
             yield self.fallback
         yield from self.unreadable
-        yield from _verdict_lines_without_traceback(self.job.verdict or "")
+        yield self.end_text(has_details=False)
 
     def _attempt_lines(self) -> Iterator[str]:
         """Yield a line for each failed start of the ranks, and the number of the current one."""
         for attempt in self.job.attempts:
             step_text = "" if attempt.step is None else f" after step {attempt.step}"
-            yield f"attempt {attempt.number} failed{step_text}, in {clock_duration(attempt.seconds)}: {attempt.verdict}"
+            yield f"attempt {attempt.number} failed{step_text}, in {clock_duration(attempt.seconds)}: {attempt.message}"
         if self.job.attempts and self.state is JobState.RUNNING:
             yield f"attempt {len(self.job.attempts) + 1} runs"
 
@@ -272,9 +276,9 @@ def _read_status_noting_damage(run: RunDir, ask_queue: queued.Queue) -> Status:
         if is_certain
         else recorded_job
     )
-    if _PRUNED_TEXT in (job.verdict or ""):
+    if job.verdict is not None and job.verdict.stopped_by == PRUNER:
         # A sweep does not count what a continued trial reaches.
-        job = replace(job, verdict=(job.verdict or "").partition(f"\n{CONTINUE_PREFIX}")[0])
+        job = replace(job, verdict=replace(job.verdict, continue_command=None))
     plan = _read_or_note_error(
         error_texts, lambda: Plan.read(run.plan) if run.plan.exists() else None, None
     )
@@ -393,7 +397,7 @@ def _job_record_of_lock_holder_or_recorded_one(run: RunDir) -> JobRecord:
         job = JobRecord(
             "local", str(last_command.pid), *last_command[1:], current_time_iso(), JobState.FAILED
         )
-        return replace(job, exit_status=1, verdict=last_output)
+        return job.copy_with_verdict(JobState.FAILED, Verdict(1, last_output))
     if job is None:
         raise InputError(f"{run}: has no job.json, so no run was started there")
     return job
@@ -415,18 +419,12 @@ def _job_record_with_live_state(run: RunDir, job: JobRecord, ask_queue: queued.Q
         and recorded_job.state.is_end
     ):
         return recorded_job
-    run_end = _deduced_end_of_unrecorded_run(run, job)
-    return replace(
-        job,
-        state=JobState.state_of_exit_status(run_end.status),
-        exit_status=run_end.status,
-        verdict=run_end.text,
-        failure=run_end.failure,
-    )
+    verdict = _deduced_verdict_on_unrecorded_run(run, job)
+    return job.copy_with_verdict(JobState.state_of_exit_status(verdict.exit_status), verdict)
 
 
-def _deduced_end_of_unrecorded_run(run: RunDir, job: JobRecord) -> RunEnd:
-    """Return the end of a run that no command recorded.
+def _deduced_verdict_on_unrecorded_run(run: RunDir, job: JobRecord) -> Verdict:
+    """Return the verdict on a run that no command recorded.
 
     Its command was killed, or the user's own launcher started the ranks.
     """
@@ -434,10 +432,10 @@ def _deduced_end_of_unrecorded_run(run: RunDir, job: JobRecord) -> RunEnd:
     has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
     first_record = first_error_record(run)
     if has_completed and (first_record is None or first_record.secondary):
-        return RunEnd(0, f"done: {run}")
+        return Verdict(0, f"done: {run}")
     if job.backend == "inside" and _has_finished_parity_comparison(run):
-        return RunEnd(0, f"done: {run}")
-    return end_of_run_whose_command_vanished(run, f"process {job.id} on host {job.host}")
+        return Verdict(0, f"done: {run}")
+    return conclude_run_whose_command_vanished(run, f"process {job.id} on host {job.host}")
 
 
 def _has_finished_parity_comparison(run: RunDir) -> bool:
@@ -470,19 +468,6 @@ def _newest_value_by_metric(run: RunDir, error_texts: list[str]) -> Json:
     json_lines = read_json_lines_in_tail_or_whole_if_damaged(run.metrics, _TAIL_BYTES, "step")
     error_texts += json_lines.unreadable
     return {name: value for record in json_lines.values for name, value in record.items()}
-
-
-_CONCLUSION = (VERDICT_PREFIX, ADVICE_PREFIX, COMMAND_PREFIX, CONTINUE_PREFIX)
-
-
-def _verdict_lines_without_traceback(verdict: str) -> list[str]:
-    """Return the conclusion of a failed run, without the tracebacks that `diagnose` prints."""
-    lines = verdict.splitlines()
-    return (
-        [line for line in lines if line.startswith(_CONCLUSION)]
-        if VERDICT_PREFIX in verdict
-        else lines
-    )
 
 
 def _time_text(iso_time: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.run_folder import cause_text
 from ortlaunch.run_folder.cause_text import (
     advice_for_failure,
     command_end_sentence,
@@ -168,6 +169,22 @@ def test_nobody_matches_a_rendered_sentence() -> None:
             if " " in text.strip() and (said := found_in(text, is_pattern, texts)):
                 wrong.append(f"{path}:{line}: {text!r} matches {said!r}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_looks_for_a_prefix_of_the_command() -> None:
+    """The prefixes of printed lines are written by one module, and looked for by none."""
+    wrong = [
+        f"{path}:{each.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, (ast.Call, ast.Compare))
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name)
+        and each.id.endswith("_PREFIX")
+        and each.id in vars(cause_text)
+        and path != RENDERED_BY.with_name("verdict.py")
+    ]
+    assert not wrong, wrong
 
 
 def test_nobody_matches_another_modules_message() -> None:

@@ -24,6 +24,7 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.verdict import Verdict
 from tests.control.typed import Ended, Run
 from tests.makers import CUSTOM, WORDS
 
@@ -390,11 +391,11 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
 def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch: Run) -> None:
     """`status` prints the verdict of train, or JSON; only --wait returns the run's exit status."""
     with JobFile(RunDir("run"), "local") as file:
-        file.record_end_or_print_disk_error(7, "ortlaunch: rank 0 failed")
+        file.record_end_or_print_disk_error(Verdict(7, "rank 0 failed"))
     ended = ortlaunch("status", "run", *options)
     assert (ended.status, ended.err) == (status, "")
     if "--json" in options:
-        assert json.loads(ended.out)["job"]["verdict"] == "ortlaunch: rank 0 failed"
+        assert json.loads(ended.out)["job"]["verdict"]["message"] == "rank 0 failed"
     else:
         # Any number of seconds, because a new second may begin during the test.
         assert re.match(r"run: failed after 0:\d\d, exit status 7 \(started ", ended.out)

@@ -12,13 +12,13 @@ import pytest
 
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import InputError
-from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.launch.stop import PRUNER
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.report import write_report_page
 from ortlaunch.report.curves import axis_label, extremes_of_point_buckets, round_axis_tick_values
+from ortlaunch.run_folder.cause_text import advice_for_failure
 from ortlaunch.run_folder.folder import (
     RunDir,
     json_text,
@@ -28,7 +28,9 @@ from ortlaunch.run_folder.folder import (
 )
 from ortlaunch.run_folder.profile_record import Profile
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.search.parallel import Axis, Picture, TrialLine
+from ortlaunch.started_runs.diagnosis import diagnose_run
 from ortlaunch.started_runs.runs_table import runs_table_text
 from ortlaunch.started_runs.status import read_status
 from ortlaunch.tables.metrics import METRICS
@@ -47,7 +49,7 @@ def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sec
     # A second start, which resumed after step 20.
     later = Attempt(2, 5.0, 1, Cause.RAISED, "again", "ValueError", 25, 20, 20)
     job = JobRecord.for_this_process("local", JobState.RUNNING).copy_ended_now(
-        JobState.SUCCEEDED, 0, verdict
+        JobState.SUCCEEDED, Verdict(0, verdict)
     )
     write_json_atomically(
         run.job, {**asdict(job), "state": "succeeded", "attempts": [asdict(ATTEMPT), asdict(later)]}
@@ -142,7 +144,8 @@ def test_a_failed_run_has_its_cause_and_a_remedy_once(tmp_path: Path) -> None:
     detail = "IndexError: Target 7 is out of bounds."
     failure = Failure(Cause.INDEX_OUT_OF_RANGE, detail, 0, "box", status=1)
     job = read_json_or_raise_damaged(RunDir(folder).job)
-    job |= {"state": "failed", "exit_status": 1, "failure": asdict(failure), "verdict": detail}
+    verdict = Verdict(1, detail, failure, detail, advice=advice_for_failure(failure))
+    job |= {"state": "failed", "exit_status": 1, "verdict": asdict(verdict)}
     write_json_atomically(RunDir(folder).job, job)
     text = "".join(page(folder, to=tmp_path / "r.html").itertext())
     assert text.count(detail) == 1
@@ -154,9 +157,16 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
     """A pruned trial is `pruned` everywhere, and nothing advises to continue it."""
     run = RunDir(made(tmp_path / "0001", steps(3.0)))
     detail = "stopped by the pruner of its sweep, saved after step 20 of 40"
-    end = RunEnd(85, detail, Failure(Cause.STOPPED, detail), stopped_on_request=True)
+    end = Verdict(
+        85,
+        detail,
+        Failure(Cause.STOPPED, detail),
+        stopped_by=PRUNER,
+        can_continue=True,
+        continue_command="ortlaunch train x",
+    )
     ended = JobRecord.for_this_process("local", JobState.RUNNING).copy_ended_now(
-        JobState.PREEMPTED, 85, f"{end.text}\nto continue: ortlaunch train x", end.failure
+        JobState.PREEMPTED, end
     )
     ended.write(run)
     tree = page(run.path, to=tmp_path / "r.html")

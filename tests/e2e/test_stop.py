@@ -96,7 +96,7 @@ def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> No
     job = json.loads(run.job.read_text())
     stopped = step_of(run)
     assert (job["state"], job["exit_status"]) == ("preempted", 85)
-    assert f"saved after step {stopped} of 60" in job["verdict"]
+    assert f"saved after step {stopped} of 60" in job["verdict"]["message"]
     assert [step for step, _ in run.complete_checkpoints()] == [saved, stopped]
 
     (home / "slow").unlink()

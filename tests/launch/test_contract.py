@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch import load_backend, mpi
-from ortlaunch.launch.failure import first_error_record
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
+from ortlaunch.run_folder.error_record import first_error_record
 from ortlaunch.run_folder.folder import RunDir
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
 from tests.makers import host, plan, recipe

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ortlaunch.run_folder.folder import RunDir
 from tests import labs
+from tests.golden_ends import compare_with_golden_file
 
 COMMAND = str(Path(sys.executable).with_name("ortlaunch"))
 MODULE = """
@@ -129,9 +131,13 @@ def _command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
+GOLDEN = Path(__file__).with_name("planted_ends.json")
 # Seconds without progress after which a run counts as stalled; short, so that the test is.
 STALL = ("train.stall_seconds=8",)
-NOT_FINITE = "17 of data.train; first parameter with a gradient that is not finite: layer.weight"
+NOT_FINITE = (
+    "17 of data.train",
+    "first parameter with a gradient that is not finite: layer.weight",
+)
 CASES = (
     Case("exit 7", "left-early", ("rank 1", "status 7"), "exit_7"),
     Case("raise", "raised", ("rank 1", "ValueError: planted in the model"), "raise_error"),
@@ -146,7 +152,7 @@ CASES = (
     Case("MemoryError", "out-of-memory", ("rank 1",), "memory_error"),
     Case("SIGSTOP", "hang", ("rank 1",), "stop", STALL),
     Case("sleep in Python", "hang", ("rank 1",), "sleep", STALL),
-    Case("nan in a sample", "not-finite", ("the loss is nan", NOT_FINITE), overrides=(
+    Case("nan in a sample", "not-finite", ("the loss is nan", *NOT_FINITE), overrides=(
         "data.train.arguments={nan_at: 17}",)),
     Case("full disk", "disk-full", ("rank 1", "No space"), "fill", place="small disk"),
     Case("missing file", "missing-file", ("rank 1", "part-7.bin"), "no_file"),
@@ -208,6 +214,8 @@ def test_a_planted_end(
         record_property(name, value)
     assert kind in (case.kind, "refused"), verdict
     assert [word for word in case.says if word.lower() not in verdict.lower()] == [], verdict
+    if (tmp_path / "run" / "job.json").exists():
+        compare_with_golden_file(GOLDEN, case.name, RunDir(tmp_path / "run"))
     if case.outside is None or case.launcher:
         assert verdict.partition(": ")[2][:40] in output or verdict in output
 

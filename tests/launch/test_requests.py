@@ -19,6 +19,7 @@ import pytest
 
 from ortlaunch.base import module_start
 from ortlaunch.base.errors import LaunchError, MissingDependency, PlanError
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import (
     Backend,
     JobState,
@@ -28,7 +29,6 @@ from ortlaunch.launch import (
     mpi,
     torchrun,
 )
-from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.private import (
     private_folder_path_in_tmp,
     recreate_empty_private_folder_or_refuse_unsafe,
@@ -191,10 +191,10 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [*module_start.module_command("ortlaunch.launch.over_ssh"), str(run.agents)]
     assert subprocess.run(command, env=environ, timeout=20, check=False).returncode == 255
-    end = classify_run_end(run, 255)
-    assert end.status == 1
-    assert end.text.startswith(
-        "ortlaunch: rank 1 on host far is lost, and all others of that host: ssh to far ended with"
+    end = conclude_run(run, 255)
+    assert end.exit_status == 1
+    assert end.message.startswith(
+        "rank 1 on host far is lost, and all others of that host: ssh to far ended with"
     )
     assert RunFolderWatcher(run, 1).is_run_ending()
 

@@ -48,7 +48,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             return SimpleNamespace(poll=lambda: status, wait=int, terminate=int)
 
         monkeypatch.setattr(trials, "start_or_queue_trial", start)
-        verdict = SimpleNamespace(job=SimpleNamespace(verdict="ran out of luck\nmore"))
+        verdict = SimpleNamespace(end_text=lambda: "ran out of luck\nmore")
         made = lambda path: SimpleNamespace(path=path, status=lambda: verdict)  # noqa: E731
         monkeypatch.setattr(trials, "Run", made)
         return starts

@@ -248,9 +248,9 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
         (
             QueueState(JobState.FAILED, "TIMEOUT (TimeLimit)"),
             JobState.FAILED,
-            "slurm says: TIMEOUT (TimeLimit)\n",
+            "slurm says: TIMEOUT (TimeLimit)",
         ),
-        (None, JobState.FAILED, "slurm says: unknown to the scheduler\n"),
+        (None, JobState.FAILED, "slurm says: unknown to the scheduler"),
     ],
 )
 def test_what_the_queue_says_of_a_run(
@@ -260,7 +260,7 @@ def test_what_the_queue_says_of_a_run(
     run = put(queue)
     queue.seen = seen
     job = read_status(run).job
-    assert (job.state, job.verdict and job.verdict.partition("ortlaunch:")[0]) == (state, verdict)
+    assert (job.state, job.queue_state) == (state, verdict)
 
 
 def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_restarts_of_a_queued_run_are_counted(
         assert read_status(run).state is (JobState.PENDING if requeued else JobState.FAILED)
         run.requeue_request.unlink(missing_ok=True)
     assert record.verdict is not None
-    assert record.verdict.endswith("2 restarts without progress (launch.max_restarts: 2)")
+    assert record.verdict.notes[-1].endswith("2 restarts without progress (launch.max_restarts: 2)")
 
 
 def test_a_turn_that_never_began_is_no_earlier_ones_end(
@@ -448,7 +448,7 @@ def test_a_requeue_that_is_not_answered(
     ("lines", "status", "said"),
     [
         (["ortlaunch: --run-dir r: trains there", "srun: error: n1: task 0: Exited with exit code 2",
-          "srun: error: n2: task 1: Exited with exit code 143"], 2, "--run-dir r: trains there"),
+          "srun: error: n2: task 1: Exited with exit code 143"], 2, "ortlaunch: --run-dir r: trains there"),
         (["srun: error: Unable to create step for job 12: Invalid node count"], 143,
          "its output says no more"),
     ],
@@ -466,7 +466,7 @@ def test_an_end_before_rank_0_prepared(
     record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert record.verdict is not None
-    assert record.verdict.endswith(f"before rank 0 prepared {run}: {said}")
+    assert record.verdict.message.endswith(f"before rank 0 prepared {run}: {said}")
 
 
 def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +483,7 @@ def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
     record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert f"Slurm ended the ranks: {line}" in str(record.verdict)
-    assert "memory" not in str(record.verdict)
+    assert "of memory" not in str(record.verdict)
 
 
 def test_many_runs_ask_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from ortlaunch.run.preparation import (
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
+from ortlaunch.run_folder.verdict import Verdict
 from tests.makers import CUSTOM, OWN_MODULE, host, world_of
 from tests.makers import recipe as made_recipe
 
@@ -224,7 +225,7 @@ def test_a_folder_of_a_run_that_never_began() -> None:
         lock.lock_and_record_holder_or_refuse(run)
         with JobFile(run, "local") as file:
             file.record_end_or_print_disk_error(
-                143, "ortlaunch: stopped by SIGTERM", stopped_on_request=True
+                Verdict(143, "stopped by SIGTERM"), stopped_on_request=True
             )
     assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
     assert refuse_foreign_folder_or_return_continuing_lines(run, None, resolved()) == []

@@ -115,7 +115,7 @@ def test_auto_without_any_engine() -> None:
     """If no engine can be chosen, the error has every reason."""
     broken = player("ort", [])
     broken.failure_text = (
-        "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
+        "ValueError: planted\n\nTraceback (most recent call last):\n  x\nValueError: planted"
     )
     with pytest.raises(EngineError) as caught:
         auto.choose_fastest_engine_of_bench_or_raise(

@@ -15,7 +15,6 @@ from ortlaunch.base.errors import InputError, LaunchError, PlanError, RecipeErro
 from ortlaunch.doctor.finding import Finding
 from ortlaunch.doctor.schema import findings_json_schema_text
 from ortlaunch.launch import load_backend
-from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
@@ -24,6 +23,7 @@ from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
 from ortlaunch.run.elastic import check_hosts_and_return_shrunk_run_and_lines
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
+from ortlaunch.run_folder.verdict import Verdict
 from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
 
 BATCH = {"global_size": 12, "micro_size": 2}
@@ -236,14 +236,14 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
         if number == 2:
             assert not run.stop_request.exists()
             run.restart_request.unlink()
-        return EndedAttempt(RunEnd(85, "saved"), False)
+        return EndedAttempt(Verdict(85, "saved"), False)
 
     with JobFile(run, "torchrun") as file:
         assert start_ranks_and_restart_after_failures(
             run, 2, file.record_attempts_and_stop_collecting_signals, start
-        ).end == RunEnd(85, "saved")
+        ).verdict == Verdict(85, "saved")
         assert file.record.attempts == ()
-        file.record_end_or_print_disk_error(85, "")
+        file.record_end_or_print_disk_error(Verdict(85, ""))
     assert starts == [1, 2]
     assert "restarting the ranks, as requested" in capsys.readouterr().err
     assert Plan.read(run.plan) == made
@@ -278,6 +278,6 @@ def test_only_an_elastic_run_takes_hosts_back(
             match=r"launch.nodes is not \{min, max\}, so its hosts are fixed",
         ):
             request_restart_and_wait(run)
-        file.record_end_or_print_disk_error(0, "")
+        file.record_end_or_print_disk_error(Verdict(0, ""))
     with pytest.raises(InputError, match="succeeded; only a training run can be restarted"):
         request_restart_and_wait(run)

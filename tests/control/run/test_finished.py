@@ -13,10 +13,11 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import load_recipe
 from ortlaunch.run.preparation import record_success_unless_recorded
 from ortlaunch.run.run_completion import (
-    append_continue_command_if_train_was_typed,
+    continue_command_if_train_was_typed,
     nothing_to_train_text_if_readable,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
+from ortlaunch.run_folder.verdict import Verdict
 from tests.makers import OWN_MODULE, recipe
 
 
@@ -37,7 +38,7 @@ def ended(tmp_path: Path) -> RunDir:
 def test_a_complete_run_has_succeeded(state: JobState, ended: RunDir) -> None:
     """A start with nothing left to train records the success, whatever the start before recorded."""
     before = JobRecord.for_this_process("local", JobState.RUNNING)
-    (before.copy_ended_now(state, 137, "killed") if state.is_end else before).write(ended)
+    (before.copy_ended_now(state, Verdict(137, "killed")) if state.is_end else before).write(ended)
     record_success_unless_recorded(ended)
     found = JobRecord.read_or_none_refusing_damaged(ended)
     assert found is not None
@@ -109,8 +110,8 @@ def test_the_command_that_trains_further(
     """The command has the typed arguments but --resume, this run's folder, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
     assert (
-        append_continue_command_if_train_was_typed("done", typed, recipe(train=train), ended)
-        == f"done\nto continue: ortlaunch {command}"
+        continue_command_if_train_was_typed(typed, recipe(train=train), ended)
+        == f"ortlaunch {command}"
     )
 
 
@@ -164,10 +165,8 @@ def test_the_command_that_continues_is_a_valid_one(
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     overrides = [word for word in typed if "=" in word]
     before = load_recipe(path, overrides).recipe
-    said = append_continue_command_if_train_was_typed(
-        "end", ["train", str(path), *typed], before, ended, stopped
-    )
-    words = shlex.split(said.partition("\nto continue: ")[2])
+    said = continue_command_if_train_was_typed(["train", str(path), *typed], before, ended, stopped)
+    words = shlex.split(said or "")
     folder = f"--run-dir={ended}"
     assert words[:3] == ["ortlaunch", "train", str(path)]
     assert folder in words
@@ -185,10 +184,7 @@ def test_the_command_that_continues_is_a_valid_one(
 
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
     """Verbs other than `train` get no command to continue."""
-    assert (
-        append_continue_command_if_train_was_typed("done", ["parity", "r"], recipe(), ended)
-        == "done"
-    )
+    assert continue_command_if_train_was_typed(["parity", "r"], recipe(), ended) is None
 
 
 def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
@@ -208,7 +204,4 @@ def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
     assert nothing_to_train_text_if_readable(recipe(train={"max_steps": 20}), ended) is None
     typed = ["train", "r.yaml", "train.stop_after.evaluations=2"]
     command = f"ortlaunch train r.yaml --run-dir={ended} train.stop_after=null"
-    assert (
-        append_continue_command_if_train_was_typed("done", typed, recipe(), ended)
-        == f"done\nto continue: {command}"
-    )
+    assert continue_command_if_train_was_typed(typed, recipe(), ended) == command

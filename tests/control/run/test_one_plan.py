@@ -14,13 +14,13 @@ from ortlaunch.base.errors import OrtlaunchError, PlanError
 from ortlaunch.bench import auto
 from ortlaunch.cli import app
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.launch.failure import RunEnd
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve import resolve as resolving
 from ortlaunch.run import control, micro_size
 from ortlaunch.run.micro_size import SizeTrial
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_text_atomically
+from ortlaunch.run_folder.verdict import Verdict
 from tests.makers import CUSTOM, OWN_MODULE
 
 SIZES = {"global_size": 24, "micro_size": "auto"}
@@ -51,18 +51,18 @@ class Counted:
                 write_files_and_start_job=self._submit, forward_signals_until_job_ends=lambda job: 0
             ),
         )
-        monkeypatch.setattr(control, "classify_run_end", lambda run, *_, **__: self._end(run))
+        monkeypatch.setattr(control, "conclude_run", lambda run, *_, **__: self._end(run))
 
     def _submit(self, request: Any) -> SimpleNamespace:
         self.starts += 1
         return SimpleNamespace(user_signal=None, foreign_signal=None, oom_kills=0, early_signals=[])
 
-    def _end(self, run: RunDir) -> RunEnd:
+    def _end(self, run: RunDir) -> Verdict:
         if self.starts > self.restarts:
-            return RunEnd(0, "done")
+            return Verdict(0, "done")
         # As if `ortlaunch restart` was typed while the ranks ran.
         write_text_atomically(run.restart_request, "{}")
-        return RunEnd(EXIT_SAVED, "saved")
+        return Verdict(EXIT_SAVED, "saved")
 
     def __call__(self, *typed: str) -> str:
         """Run a command and return its output; the counters begin at 0 again."""

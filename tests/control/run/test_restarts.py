@@ -11,7 +11,6 @@ import pytest
 from ortlaunch.base.cause import Cause
 from ortlaunch.launch import restarts
 from ortlaunch.launch.attempts import move_logs_to_new_attempt_and_return_number_or_0
-from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.launch.restart_policy import (
     reason_restart_is_refused,
@@ -23,6 +22,7 @@ from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs.status import read_status
 from tests.makers import host, plan, recipe
 
@@ -110,7 +110,7 @@ def fail(run: RunDir, step: int) -> EndedAttempt:
         run.rank_error_path(1),
         {**record, "secondary": False, "time": 1.0, "traceback": "", "summary": "rank 1 failed"},
     )
-    return EndedAttempt(RunEnd(7, f"rank 1 failed at {step}", text_before="Traceback\n\n"), False)
+    return EndedAttempt(Verdict(7, f"rank 1 failed at {step}", traceback="Traceback"), False)
 
 
 def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
         [
             lambda: fail(run, 5),
             lambda: fail(run, 6),
-            lambda: EndedAttempt(RunEnd(0, "done: run"), False),
+            lambda: EndedAttempt(Verdict(0, "done: run"), False),
         ]
     )
     with JobFile(run, "mpi") as file:
@@ -131,10 +131,10 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
             r"attempt 1 failed after step 5, in 0:\d\d: rank 1 failed at 5", str(read_status(run))
         )
         assert str(read_status(run)).splitlines()[-1] == "attempt 3 runs"
-        file.record_end_or_print_disk_error(0, "")
+        file.record_end_or_print_disk_error(Verdict(0, ""))
     # A run that ends well after restarts notes them.
     assert re.fullmatch(
-        r"done: run, after 2 restarts \(failed attempts took 0:\d\d\)", ended.end.text
+        r"done: run, after 2 restarts \(failed attempts took 0:\d\d\)", ended.verdict.render()
     )
     assert (run.attempt_folder(1) / "logs" / "rank_00001.err").read_text() == "at 5"
     assert (run.attempt_folder(2) / "errors" / "rank_00001.json").exists()
@@ -176,7 +176,7 @@ def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> Non
 def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
     """A start in which no rank began has no folder of its own."""
     # Only its launcher failed.
-    ends = iter([RunEnd(250, "no rank began"), RunEnd(0, "done")])
+    ends = iter([Verdict(250, "no rank began"), Verdict(0, "done")])
     with JobFile(run, "mpi") as file:
         start_ranks_and_restart_after_failures(
             run,
@@ -195,9 +195,11 @@ def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
         JobFile(run, "mpi").record_attempts_and_stop_collecting_signals,
         lambda attempt: fail(run, 7),
     )
-    assert ended.end.status == 7
-    assert ended.end.text.splitlines()[-1].startswith(
-        "ortlaunch: not restarted: the same failure after step 7"
+    assert ended.verdict.exit_status == 7
+    assert (
+        ended.verdict.render()
+        .splitlines()[-1]
+        .startswith("ortlaunch: not restarted: the same failure after step 7")
     )
     assert run.rank_error_path(1).exists()
     assert not run.attempt_folder(2).exists()
@@ -213,11 +215,11 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
 
     def start(attempt: int) -> EndedAttempt:
         starts.append(attempt)
-        return EndedAttempt(RunEnd(status, "said"), stopped)
+        return EndedAttempt(Verdict(status, "said"), stopped)
 
     assert start_ranks_and_restart_after_failures(
         run, 3, JobFile(run, "mpi").record_attempts_and_stop_collecting_signals, start
-    ).end == RunEnd(status, "said")
+    ).verdict == Verdict(status, "said")
     assert starts == [1]
 
 

@@ -18,7 +18,6 @@ import pytest
 from ortlaunch.base.errors import DamagedFile, OrtlaunchError
 from ortlaunch.commands import generate
 from ortlaunch.commands.export import existing_requested_or_newest_step_or_refuse
-from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.report import write_report_page
 from ortlaunch.resolve import resume
 from ortlaunch.run.run_completion import nothing_to_train_text_if_readable
@@ -32,6 +31,7 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.started_runs import listing, logs, registry, status
+from ortlaunch.started_runs.diagnosis import diagnose_run
 from ortlaunch.started_runs.runs_table import runs_table_text
 from ortlaunch.tables.tasks import GenerationRequest
 from tests.control.test_report import made, steps
@@ -61,7 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = made(
         tmp_path_factory.mktemp("whole") / "run",
         steps(3.0, 2.0, 1.0),
-        verdict="ortlaunch: rank 1 failed",
+        verdict="rank 1 failed",
     )
     run = RunDir(folder)
     job = {**read_json_or_raise_damaged(run.job), "state": "failed", "exit_status": 1}

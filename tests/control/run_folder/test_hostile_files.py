@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ortlaunch.base import json_types
+from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import DamagedFile, InputError, PlanError
 from ortlaunch.base.units import number_or_none
 from ortlaunch.launch import JobState
@@ -26,6 +27,7 @@ from ortlaunch.run_folder.lines import (
     read_json_lines_with_keys,
 )
 from ortlaunch.run_folder.lock import RunLock, process_that_last_locked_run
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs.status import read_status
 from tests.makers import host, plan, recipe
 
@@ -56,7 +58,7 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path)
     write_text_atomically(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
     JobRecord.for_this_process("torchrun", JobState.RUNNING).copy_ended_now(
-        JobState.FAILED, 1, "verdict: x"
+        JobState.FAILED, Verdict(1, "x", Failure(Cause.RAISED, "x"), "x", "Traceback", ("y",))
     ).write(run)
     append_json_line(run.metrics, {"step": 3, "loss": 0.5, "elapsed_seconds": 1.0})
     write_text_atomically(

@@ -13,16 +13,18 @@ import yaml
 from ortlaunch.api.runs import Run, runs, runs_table, statuses
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import InputError
-from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
+from ortlaunch.run_folder.cause_text import diagnosis_verdict_line
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.started_runs import listing, registry
+from ortlaunch.started_runs.diagnosis import diagnose_run
 from ortlaunch.started_runs.status import Status, read_status
 from tests.makers import CUSTOM, OWN_MODULE, engine_report
 
@@ -44,7 +46,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
             load_and_resolve_recipe(Path("recipe.yaml"), (), LaunchOptions(), os.environ), run
         )
         record = JobRecord.for_this_process("local", JobState.RUNNING)
-        record.copy_ended_now(state, int(name == "bad"), "the end", None).write(run)
+        record.copy_ended_now(state, Verdict(int(name == "bad"), "the end")).write(run)
         run.metrics.write_text(f'{{"step": 3, "loss": {loss}}}\n')
         # Rank 0 copies the modules.
         write_text_atomically(run.modules / "mine.py", OWN_MODULE + more)
@@ -147,7 +149,7 @@ def started(folder: Path, task: str = "train") -> RunDir:
     )
     set_aside_write_run_files_and_print_plan(resolved_run, run)
     record = JobRecord.for_this_process("local", JobState.RUNNING)
-    record.copy_ended_now(JobState.SUCCEEDED, 0, "the end", None).write(run)
+    record.copy_ended_now(JobState.SUCCEEDED, Verdict(0, "the end")).write(run)
     registry.register_run_or_print_error(run)
     return run
 
@@ -165,10 +167,14 @@ def test_latest_is_the_newest_training_here(
         os.utime(file, (times[Path(file.read_text()).name],) * 2)
     assert Run().path.name == "bad"
     table = runs_table(statuses(None), 100)
-    assert [line.split(maxsplit=5)[-1] for line in table.splitlines()[1:]] == [
+    assert [
+        line.strip() if line.startswith(" ") else line.split(maxsplit=5)[-1]
+        for line in table.splitlines()[1:]
+    ] == [
         "sweep/trials/0003 (trial)",
         "runs/proof (parity)",
         "runs/bad",
+        "the end",
         "runs/good",
     ]
     other = tmp_path / "other"
@@ -199,7 +205,9 @@ def test_the_table_of_runs(two: tuple[Run, Run], tmp_path: Path) -> None:
     bad = RunDir(tmp_path / "runs" / "bad")
     failure = Failure(Cause.RAISED, "ValueError: " + "long " * 30, 0, "h", status=1)
     record = JobRecord.for_this_process("local", JobState.RUNNING)
-    record.copy_ended_now(JobState.FAILED, 1, "the end", failure).write(bad)
+    record.copy_ended_now(
+        JobState.FAILED, Verdict(1, "the end", failure, diagnosis_verdict_line(failure))
+    ).write(bad)
     metrics = '{"step": 3, "evaluation_loss": 0.25, "evaluation_classification_accuracy": 0.915}'
     good = RunDir(tmp_path / "runs" / "good")
     good.metrics.write_text(f'{{"step": 3, "loss": 0.5}}\n{metrics}\n')

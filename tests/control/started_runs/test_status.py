@@ -29,6 +29,7 @@ from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs import cancel as cancelling
 from ortlaunch.started_runs import logs, registry, requests
 from ortlaunch.started_runs.cancel import cancel_run_and_wait_for_its_end
@@ -117,7 +118,7 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
         found = read_status(run)
         assert (found.state, found.step, found.steps, found.ranks) == (JobState.RUNNING, 2, 9, 2)
         assert re.search(r"step 2 of 9, loss 1\.5000, 1,000 tokens/s, 0:\d\d ago", str(found))
-        file.record_end_or_print_disk_error(7, "ortlaunch: rank 1 failed")
+        file.record_end_or_print_disk_error(Verdict(7, "rank 1 failed"))
     found = read_status(run)
     assert (found.state, found.job.exit_status, str(found).splitlines()[-1]) == (JobState.FAILED, 7,
                                                                                 "ortlaunch: rank 1 failed")  # fmt: skip
@@ -144,7 +145,7 @@ def test_an_error_before_the_ranks(
     with pytest.raises(type(error)), JobFile(run, "mpi"):
         raise error
     found = read_status(run)
-    assert (found.state, found.job.exit_status, found.job.verdict) == (state, status, verdict)
+    assert (found.state, found.job.exit_status, str(found.job.verdict)) == (state, status, verdict)
 
 
 def test_a_signal_before_the_ranks(run: RunDir) -> None:
@@ -155,7 +156,7 @@ def test_a_signal_before_the_ranks(run: RunDir) -> None:
             signal.raise_signal(signal.SIGTERM)
         assert (caught.value.code, read_status(run).state) == (status, state)
         assert (
-            read_status(run).job.verdict
+            str(read_status(run).job.verdict)
             == "ortlaunch: stopped by SIGTERM before its ranks were started"
         )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -177,7 +178,7 @@ def test_between_two_starts(run: RunDir) -> None:
         )
         signal.raise_signal(signal.SIGTERM)
     assert (
-        read_status(run).job.verdict
+        str(read_status(run).job.verdict)
         == "ortlaunch: stopped by SIGTERM before its ranks were started again"
     )
 
@@ -198,7 +199,7 @@ def test_while_ranks_are_started(run: RunDir) -> None:
     with JobFile(run, "mpi") as file:
         file.start_collecting_signals_for_ranks()
         signal.raise_signal(signal.SIGTERM)
-        file.record_end_or_print_disk_error(0, "done")
+        file.record_end_or_print_disk_error(Verdict(0, "done"))
     assert read_status(run).state is JobState.SUCCEEDED
 
 
@@ -212,7 +213,7 @@ def test_a_full_disk_hides_no_verdict(
 
     with JobFile(run, "mpi") as file:
         monkeypatch.setattr(JobRecord, "write", full)
-        file.record_end_or_print_disk_error(1, "ortlaunch: why")
+        file.record_end_or_print_disk_error(Verdict(1, "why"))
     assert (
         capsys.readouterr().err
         == f"ortlaunch: {run.job} has no record of the run's end: No space left on device\n"
@@ -236,11 +237,10 @@ def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) 
         }
         write_json_atomically(run.rank_error_path(1), {**error, "rank": 1, "type": "ValueError"})
         found = read_status(run)
-        gone = f"ortlaunch: the command (process {process.pid} on host"
+        gone = f"the command (process {process.pid} on host"
         assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
-        assert str(found.job.verdict).startswith(
-            "ortlaunch: rank 1 failed" if status == 7 else gone
-        )
+        assert found.job.verdict is not None
+        assert found.job.verdict.message.startswith("rank 1 failed" if status == 7 else gone)
 
 
 def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
@@ -264,7 +264,7 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
 def test_a_command_that_measures_is_pending(run: RunDir) -> None:
     """A command that measures makes the run pending, and its end leaves the earlier record."""
     with JobFile(run, "torchrun") as file:
-        file.record_end_or_print_disk_error(0, "done")
+        file.record_end_or_print_disk_error(Verdict(0, "done"))
     with command(run, "measures") as process:
         found = read_status(run)
         assert (found.state, found.job.id) == (JobState.PENDING, str(process.pid))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.diagnose.report import failed_run_text_with_verdict_memory_and_advice
-from ortlaunch.launch.failure import classify_run_end
+from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision.user_frames import (
     error_type_message_and_location,
@@ -117,8 +116,7 @@ def test_the_verdict_names_the_users_line(tmp_path: Path, monkeypatch: pytest.Mo
         "m = u.module_from_spec(s)"
     )
     guarded(run, f"{load}; s.loader.exec_module(m); m.library()")
-    end = classify_run_end(run, 1)
-    text = failed_run_text_with_verdict_memory_and_advice(run, end)
+    text = conclude_run(run, 1).render()
     assert "(char 1), at crash_model.py:9\n" in text
     assert "decoder.py" not in text
     assert "decoder.py" in run.rank_log_path(1, "err").read_text()

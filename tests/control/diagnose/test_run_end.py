@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.launch import failure
+from ortlaunch.diagnose import run_end
+from ortlaunch.diagnose.run_end import verdict_on_end_of_launcher
 from ortlaunch.launch.attempts import move_logs_to_new_attempt_and_return_number_or_0
-from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
+from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.worker.supervision.run_folder_watcher import RunFolderWatcher
 from tests.makers import host, plan, recipe
 
@@ -44,9 +45,9 @@ def ended(run: RunDir, rank: int, time: float = 1.0, **fields: Any) -> None:
     write_json_atomically(run.rank_error_path(rank), {"rank": rank, **how, "time": time, **fields})
 
 
-def shown(end: RunEnd) -> tuple[int, str]:
+def shown(end: Verdict) -> tuple[int, str]:
     """Return the exit status and the printed text."""
-    return end.status, end.text
+    return end.exit_status, end.render()
 
 
 def echo(run: RunDir, rank: int, time: float) -> None:
@@ -56,7 +57,7 @@ def echo(run: RunDir, rank: int, time: float) -> None:
 
 def test_a_good_end(run: RunDir) -> None:
     """Status 0 without an error prints the run folder alone."""
-    assert shown(classify_run_end(run, 0)) == (0, f"done: {run}")
+    assert shown(verdict_on_end_of_launcher(run, 0)) == (0, f"done: {run}")
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -76,11 +77,11 @@ def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
     )
     if wanted:
         write_json_atomically(run.stop_request, {"by": "a person"})
-    end = classify_run_end(run, 1)
-    assert end.status == (85 if wanted else 1)
+    end = verdict_on_end_of_launcher(run, 1)
+    assert end.exit_status == (85 if wanted else 1)
     assert (
         "mpirun failed with UnpicklingError: invalid load key, and the other ranks were stopped"
-        in end.text
+        in end.render()
     ) is not wanted
     # The cause is in the call stack, above torchrun's own exception.
     stack = (
@@ -90,27 +91,28 @@ def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
     info = {"message": "RendezvousError: See inner", "extraInfo": {"py_callstack": stack}}
     write_json_atomically(run.launcher_error, {"message": info})
     assert (
-        "failed with torch.DistStoreError: No locks available, and" in classify_run_end(run, 1).text
+        "failed with torch.DistStoreError: No locks available, and"
+        in verdict_on_end_of_launcher(run, 1).render()
     ) is not wanted
     # An exception for a signal means that torchrun itself was stopped.
     write_json_atomically(
         run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}}
     )
-    assert classify_run_end(run, 1).status == 85
+    assert verdict_on_end_of_launcher(run, 1).exit_status == 85
     write_json_atomically(run.launcher_error, {"message": {"message": ""}})
-    assert classify_run_end(run, 1).status == 85
+    assert verdict_on_end_of_launcher(run, 1).exit_status == 85
 
 
 def test_85_without_a_record_is_no_stop(run: RunDir) -> None:
     """Status 85 of a launcher without a record of a stop does not count as saved."""
-    assert classify_run_end(run, 85).status != 85
+    assert verdict_on_end_of_launcher(run, 85).exit_status != 85
 
 
 def test_the_first_failure_is_the_cause(run: RunDir) -> None:
     """The earliest of several failures is the cause, with its traceback before the last line."""
     ended(run, 1, time=5.0, traceback="KeyError: later", exit_status=3)
     ended(run, 2, time=4.0)
-    assert shown(classify_run_end(run, 1)) == (
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (
         1,
         f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 2 failed",
     )
@@ -123,21 +125,21 @@ def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
     ended(run, 2, time=50.0, after=0)
     stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
     ended(run, 0, time=4.0, after=1, **stopped)
-    assert classify_run_end(run, 1).status == 1
+    assert verdict_on_end_of_launcher(run, 1).exit_status == 1
 
 
 def test_lines_of_an_exception_do_not_pass_for_ours(run: RunDir) -> None:
     """A line of a user's exception that looks like the command's output is indented."""
     ended(run, 1, traceback="ValueError: no\nortlaunch: done: all is well\n")
     said = "ValueError: no\n  ortlaunch: done: all is well\n\nortlaunch: rank 1 failed"
-    assert classify_run_end(run, 1).text == said
+    assert verdict_on_end_of_launcher(run, 1).render() == said
 
 
 def test_an_echo_is_not_the_cause(run: RunDir) -> None:
     """A rank that lost its peer is not the cause, even if it wrote its record first."""
     echo(run, 0, time=1.0)
     ended(run, 3, time=2.0, exit_status=7)
-    assert shown(classify_run_end(run, 1)) == (
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (
         7,
         f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 3 failed",
     )
@@ -148,7 +150,7 @@ def test_a_killed_rank(number: int, run: RunDir) -> None:
     """A killed rank without a traceback is reported in one line, with its own status."""
     echo(run, 0, time=1.0)
     ended(run, 1, 2.0, traceback="", exit_status=128 + number)
-    assert shown(classify_run_end(run, 1)) == (128 + number, "ortlaunch: rank 1 failed")
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (128 + number, "ortlaunch: rank 1 failed")
 
 
 LOST = (
@@ -169,7 +171,7 @@ def test_a_rank_whose_supervisor_was_killed(silent: list[int], names: str, run: 
     """Ranks that began and left no record are the cause, if the others only lost their peers."""
     for rank in {0, 1, 2, 3} - set(silent):
         echo(run, rank, time=1.0)
-    assert shown(classify_run_end(run, 1)) == (137, LOST.format(names, run.logs))
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (137, LOST.format(names, run.logs))
 
 
 def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
@@ -180,7 +182,7 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
     run.rank_log_path(3, "err").write_text(
         "Abort(1) on node 3\nucx function failed (Shared memory error)\n\n"
     )
-    said = classify_run_end(run, 1).text.splitlines()
+    said = verdict_on_end_of_launcher(run, 1).render().splitlines()
     assert said[1] == "last line of rank_00003.err: ucx function failed (Shared memory error)"
 
 
@@ -212,7 +214,7 @@ def test_memory_is_named_where_the_kernel_counts_it(
         f"rank 3 on host {name} disappeared without an error record (usually SIGKILL, often out "
         "of memory"
     )
-    assert shown(classify_run_end(run, 1, oom_kills=kills)) == (
+    assert shown(verdict_on_end_of_launcher(run, 1, oom_kills=kills)) == (
         137,
         f"ortlaunch: {lost}{hint})\nlogs: {run.logs}",
     )
@@ -229,17 +231,22 @@ def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) ->
         f"ortlaunch: {program} was stopped by SIGKILL, and the ranks with it; no rank had "
         "failed before"
     )
-    assert shown(classify_run_end(run, 137, launcher_signal=signal.SIGKILL)) == (137, said)
+    assert shown(verdict_on_end_of_launcher(run, 137, launcher_signal=signal.SIGKILL)) == (
+        137,
+        said,
+    )
     memory = (
         "; the kernel's out-of-memory killer ended 1 of this control group's processes meanwhile"
     )
-    assert shown(classify_run_end(run, 137, launcher_signal=signal.SIGKILL, oom_kills=1)) == (
+    assert shown(
+        verdict_on_end_of_launcher(run, 137, launcher_signal=signal.SIGKILL, oom_kills=1)
+    ) == (
         137,
         said + memory,
     )
     # A rank's own failure remains the cause.
     ended(run, 3, time=2.0, exit_status=7)
-    assert classify_run_end(run, 137, launcher_signal=signal.SIGKILL).status == 7
+    assert verdict_on_end_of_launcher(run, 137, launcher_signal=signal.SIGKILL).exit_status == 7
 
 
 def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
@@ -248,13 +255,17 @@ def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
     for rank, when in enumerate((5.0, 4.0, 6.0, 7.0)):
         write_text_atomically(run.signal_mark_path(rank), f"15 {when}")
     said = "rank 1 on host a was ended by SIGTERM, sent to it or to mpirun from outside this run"
-    assert shown(classify_run_end(run, 137)) == (
+    assert shown(verdict_on_end_of_launcher(run, 137)) == (
         143,
         f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}",
     )
     # Empty: the supervisor was killed while it wrote.
     run.signal_mark_path(3).write_text("")
-    assert classify_run_end(run, 137).text.startswith("ortlaunch: rank 3 on host b disappeared")
+    assert (
+        verdict_on_end_of_launcher(run, 137)
+        .render()
+        .startswith("ortlaunch: rank 3 on host b disappeared")
+    )
 
 
 def test_a_rank_that_never_began(run: RunDir) -> None:
@@ -267,7 +278,7 @@ def test_a_rank_that_never_began(run: RunDir) -> None:
         "rank 2 on host b ended before it started, and the launcher ended with status 1; see "
         f"above, and {run.logs}"
     )
-    assert shown(classify_run_end(run, 1)) == (1, f"ortlaunch: {said}")
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (1, f"ortlaunch: {said}")
 
 
 def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
@@ -276,22 +287,25 @@ def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
     echo(run, 0, time=1.0)
     echo(run, 1, time=1.0)
     write_text_atomically(run.reserved_space_path(3), "")
-    assert shown(classify_run_end(run, 1)) == (137, LOST.format("rank 3 on host b", run.logs))
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (
+        137,
+        LOST.format("rank 3 on host b", run.logs),
+    )
 
 
 def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a full disk, ranks without a record have not vanished, and memory is not blamed."""
-    monkeypatch.setattr(failure, "is_disk_nearly_full", lambda path: path == run.path)
+    monkeypatch.setattr(run_end, "is_disk_nearly_full", lambda path: path == run.path)
     said = f"ortlaunch: no space left on device ({run}), so no rank could write its error record"
-    assert shown(classify_run_end(run, 1)) == (1, said)
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (1, said)
     ended(run, 3, time=2.0, exit_status=7)
-    assert classify_run_end(run, 1).status == 7
+    assert verdict_on_end_of_launcher(run, 1).exit_status == 7
 
 
 def test_a_silent_rank_is_not_the_cause_beside_a_real_one(run: RunDir) -> None:
     """Ranks that ended without a record after the first failure are not the cause."""
     ended(run, 1)
-    assert classify_run_end(run, 1).status == 1
+    assert verdict_on_end_of_launcher(run, 1).exit_status == 1
 
 
 def test_no_rank_began(run: RunDir) -> None:
@@ -304,16 +318,19 @@ def test_no_rank_began(run: RunDir) -> None:
         f"no rank started ({ranks}), and the launcher ended with status 213; see above, and "
         f"{run.logs}"
     )
-    assert shown(classify_run_end(run, 213)) == (213, f"ortlaunch: {said}")
+    assert shown(verdict_on_end_of_launcher(run, 213)) == (213, f"ortlaunch: {said}")
 
 
 def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
     """Logs of an earlier run in the same folder are no sign that a rank began in this one."""
     for log in run.logs.iterdir():
         os.utime(log, (1, 1))
-    assert classify_run_end(run, 213).status == 213
+    assert verdict_on_end_of_launcher(run, 213).exit_status == 213
     os.utime(run.rank_log_path(3, "err"))
-    assert shown(classify_run_end(run, 213)) == (137, LOST.format("rank 3 on host b", run.logs))
+    assert shown(verdict_on_end_of_launcher(run, 213)) == (
+        137,
+        LOST.format("rank 3 on host b", run.logs),
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -321,7 +338,7 @@ def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
 def test_stopped_by_the_user(number: int, status: int, run: RunDir) -> None:
     """A signal of the user determines status and text; those of launcher and ranks do not count."""
     ended(run, 0, exit_status=143, secondary=True)
-    end = classify_run_end(run, status, user_signal=number)
+    end = verdict_on_end_of_launcher(run, status, user_signal=number)
     assert shown(end) == (128 + number, f"ortlaunch: stopped by {signal.Signals(number).name}")
 
 
@@ -329,26 +346,26 @@ def test_stopped_with_a_checkpoint(run: RunDir) -> None:
     """The step of the newest checkpoint is printed after a stop."""
     write_text_atomically(run.checkpoint_folder(20) / "COMPLETE", "")
     expected = "ortlaunch: stopped by SIGINT; the newest checkpoint is after step 20"
-    assert shown(classify_run_end(run, 1, user_signal=signal.SIGINT)) == (130, expected)
+    assert shown(verdict_on_end_of_launcher(run, 1, user_signal=signal.SIGINT)) == (130, expected)
 
 
 def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
     """A stop that was not saved in time continues from an older checkpoint, unless cancelled."""
     late = {"cause": "outlived", "secondary": True, "signal": 15, "traceback": ""}
     ended(run, 0, exit_status=143, **late)
-    assert classify_run_end(run, 1, user_signal=signal.SIGTERM).status == 143
+    assert verdict_on_end_of_launcher(run, 1, user_signal=signal.SIGTERM).exit_status == 143
     write_text_atomically(run.checkpoint_folder(20) / "COMPLETE", "")
     ended(run, 0, exit_status=85, **late)
     said = "stopped by SIGTERM before it had saved; the steps after its newest checkpoint are lost"
     text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; the newest checkpoint is after step 20"
     expected = (85, text)
-    assert shown(classify_run_end(run, 1, user_signal=signal.SIGTERM)) == expected
+    assert shown(verdict_on_end_of_launcher(run, 1, user_signal=signal.SIGTERM)) == expected
     # The same without the command's signal: the ranks themselves were requested to end.
     for rank in (1, 2, 3):
         write_text_atomically(run.signal_mark_path(rank), "15 1.0")
-    assert shown(classify_run_end(run, 1)) == expected
+    assert shown(verdict_on_end_of_launcher(run, 1)) == expected
     write_text_atomically(run.cancelled, "")
-    assert classify_run_end(run, 1, user_signal=signal.SIGTERM).status == 143
+    assert verdict_on_end_of_launcher(run, 1, user_signal=signal.SIGTERM).exit_status == 143
 
 
 def test_a_stop_after_the_last_step_loses_nothing(run: RunDir) -> None:
@@ -356,19 +373,25 @@ def test_a_stop_after_the_last_step_loses_nothing(run: RunDir) -> None:
     write_text_atomically(run.checkpoint_folder(20) / "COMPLETE", "")
     write_text_atomically(run.recipe, dump_recipe_yaml(recipe(train={"max_steps": 20})))
     said = "stopped by SIGUSR1 after its last step; the newest checkpoint is after step 20"
-    assert shown(classify_run_end(run, 1, user_signal=signal.SIGUSR1)) == (85, f"ortlaunch: {said}")
+    assert shown(verdict_on_end_of_launcher(run, 1, user_signal=signal.SIGUSR1)) == (
+        85,
+        f"ortlaunch: {said}",
+    )
 
 
 def test_a_signal_after_the_end_changes_nothing(run: RunDir) -> None:
     """A signal after the end of all ranks changes nothing."""
-    assert shown(classify_run_end(run, 0, user_signal=signal.SIGTERM)) == (0, f"done: {run}")
+    assert shown(verdict_on_end_of_launcher(run, 0, user_signal=signal.SIGTERM)) == (
+        0,
+        f"done: {run}",
+    )
 
 
 def test_stopped_after_a_failure(run: RunDir) -> None:
     """A failure before the user's signal is printed as well."""
     ended(run, 1)
     expected = f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 1 failed\nortlaunch: stopped by SIGINT"
-    assert shown(classify_run_end(run, 1, user_signal=signal.SIGINT)) == (130, expected)
+    assert shown(verdict_on_end_of_launcher(run, 1, user_signal=signal.SIGINT)) == (130, expected)
 
 
 @pytest.mark.parametrize(
@@ -389,9 +412,9 @@ def test_a_stop_before_the_first_step_names_who_asked(
         ended(run, rank, summary="rank was stopped by SIGUSR1", **stopped)
     if by is not None:
         write_json_atomically(run.stop_request, {"by": by})
-    end = classify_run_end(run, 1, user_signal=number)
+    end = verdict_on_end_of_launcher(run, 1, user_signal=number)
     said = f"ortlaunch: stopped by {who} before its first or after its last step: nothing to save"
-    assert (*shown(end), end.stopped_on_request) == (status, said, True)
+    assert (*shown(end), end.can_continue) == (status, said, True)
 
 
 @pytest.mark.parametrize("lost", ["spare", "began"])
@@ -404,17 +427,17 @@ def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir
     write_text_atomically(run.reserved_space_path(3), "") if lost == "spare" else run.rank_log_path(
         3, "err"
     ).unlink()
-    end = classify_run_end(run, 1)
-    assert end.status == (137 if lost == "spare" else 1)
+    end = verdict_on_end_of_launcher(run, 1)
+    assert end.exit_status == (137 if lost == "spare" else 1)
     assert (
         "rank 3 on host b disappeared"
         if lost == "spare"
         else "rank 3 on host b ended before it started"
-    ) in end.text
+    ) in end.render()
     # A person's request explains why a rank never began.
     if lost == "began":
         write_text_atomically(run.stop_request, "{}")
-        assert classify_run_end(run, 1).status == 85
+        assert verdict_on_end_of_launcher(run, 1).exit_status == 85
 
 
 def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
@@ -453,14 +476,14 @@ def test_a_rank_that_comes_back_after_a_restart(run: RunDir) -> None:
     """A rank of an earlier start, on a host that was suspended, does not decide on this start."""
     late = RunDir(run.path, run.start_number)
     ended(late, 3, 1.0, traceback="")
-    assert shown(classify_run_end(run, 1)) == (1, "ortlaunch: rank 3 failed")
+    assert shown(verdict_on_end_of_launcher(run, 1)) == (1, "ortlaunch: rank 3 failed")
     # The command starts the ranks again: it writes the request anew, and moves the records away.
     move_logs_to_new_attempt_and_return_number_or_0(run)
     os.utime(run.request, ns=(1, run.start_number + 1))
     ended(late, 1, 2.0)
     late.append_rank_and_return_earlier_error_count(1)
     write_json_atomically(late.lost, {"rank": 0, "host": "a", "summary": "no heartbeat"})
-    assert classify_run_end(run, 0) == RunEnd(0, f"done: {run}")
+    assert verdict_on_end_of_launcher(run, 0) == Verdict(0, f"done: {run}")
     assert run.first_failed_ranks() == []
     assert sorted(path.name for path in (run.attempts / "late/errors").iterdir()) == [
         "accounts", "lost.json", "rank_00001.json",

@@ -1,6 +1,6 @@
-"""How a run ended: its first failing rank, the exit status and the text printed for it.
+"""How a run ended: its first failing rank, the exit status and the command's sentence.
 
-Everything is read from the run folder.
+Everything is read from the run folder. conclude.py adds the explanation and the advice.
 """
 
 from __future__ import annotations
@@ -8,73 +8,35 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from typing import NamedTuple
+from dataclasses import replace
 
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import DamagedFile
 from ortlaunch.base.json_types import read_regular_file_bytes_or_refuse
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.cause_text import (
-    ADVICE_PREFIX,
-    COMMAND_PREFIX,
-    VERDICT_PREFIX,
-    command_end_sentence,
+from ortlaunch.run_folder.cause_text import command_end_sentence
+from ortlaunch.run_folder.error_record import (
+    ErrorRecord,
+    most_likely_cause,
+    ranks_whose_supervisor_started,
+    read_error_records,
 )
-from ortlaunch.run_folder.error_record import ErrorRecord, most_likely_cause, read_error_records
 from ortlaunch.run_folder.folder import RunDir, is_disk_nearly_full, read_json_or_raise_damaged
 from ortlaunch.run_folder.library_messages import match_cause_in_text
 from ortlaunch.run_folder.origin import planned_or_recorded_step_count_or_none
-
-# Lines of the user's exception that begin like ortlaunch's own output. They are indented, so that
-# a reader or a script does not take them for ortlaunch's.
-_LIKE_OURS = re.compile(f"^(?={COMMAND_PREFIX}|{VERDICT_PREFIX}|{ADVICE_PREFIX})", re.MULTILINE)
+from ortlaunch.run_folder.verdict import Verdict
 
 
-class RunEnd(NamedTuple):
-    """The end of a run, and the text that the command prints for it."""
-
-    status: int
-    """The command's exit status."""
-    last_output: str
-    """The last output: one line, and the location of the logs."""
-    failure: Failure | None = None
-    """The cause of the failure; None if the run ended well."""
-    text_before: str = ""
-    """Text printed before `last`, such as a traceback; it ends with the line feeds before `last`."""
-    stopped_on_request: bool = False
-    """Whether the run stopped on request, with a checkpoint from which it can continue."""
-
-    @property
-    def text(self) -> str:
-        """The complete text."""
-        return f"{self.text_before}{COMMAND_PREFIX if self.status else ''}{self.last_output}"
-
-    def with_appended_line(self, line: str) -> RunEnd:
-        """Return the same end with one more line of output."""
-        return self._replace(last_output=line, text_before=f"{self.text}\n")
-
-    @classmethod
-    def end_of_failure_detected_by_command(
-        cls, status: int, failure: Failure, text_after: str = ""
-    ) -> RunEnd:
-        """Return the end for a failure that the command detected.
-
-        Args:
-            text_after: text printed after the failure's sentence.
-        """
-        return cls(status, f"{command_end_sentence(failure)}{text_after}", failure)
-
-
-def classify_run_end(
+def verdict_on_end_of_launcher(
     run: RunDir,
     launcher_status: int,
     user_signal: int | None = None,
     launcher_signal: int | None = None,
     oom_kills: int | None = None,
     rank0_output_was_shown: bool = False,
-) -> RunEnd:
-    """Return the end of a run whose launcher exited with `launcher_status`.
+) -> Verdict:
+    """Return the verdict on a run whose launcher exited with `launcher_status`; the first case that fits counts.
 
     Args:
         user_signal: the signal that the user sent to the command, if any.
@@ -102,7 +64,7 @@ def classify_run_end(
         cause = (match_cause_in_text(launcher_error) or (None,))[0]
         cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
         failure = Failure(cause, launcher_error, who=Plan.read(run.plan).started_by.program)
-        return RunEnd.end_of_failure_detected_by_command(1, failure, f"; logs: {run.logs}")
+        return Verdict.of_failure_detected_by_command(1, failure, f"; logs: {run.logs}")
     if (
         first_record is not None
         and on_request
@@ -115,7 +77,7 @@ def classify_run_end(
     if first_record is not None and not first_record.secondary and not on_request:
         return _end_from_error_record(first_record, rank0_output_was_shown)
     if first_record is None and launcher_status == 0:
-        return RunEnd(0, f"done: {run}")
+        return Verdict(0, f"done: {run}")
     return _end_without_original_error_record(
         run, launcher_status, launcher_signal, oom_kills, records
     )
@@ -162,7 +124,7 @@ def _ranks_without_record_that_may_be_cause(
 
 def _end_of_run_that_saved_on_request(
     run: RunDir, user_signal: int | None, launcher_killed: bool = False
-) -> RunEnd:
+) -> Verdict:
     """Return the end of a run that saved after a stop request."""
     stop_record = read_json_or_raise_damaged(run.stopped)
     program = Plan.read(run.plan).started_by.program if launcher_killed else None
@@ -170,17 +132,23 @@ def _end_of_run_that_saved_on_request(
     end_text = f"{command_end_sentence(killed)}; " if killed else ""
     end_text += f"stopped by {stop_record['by']}, saved after step {stop_record['step']} of {stop_record['steps']}"
     status = 130 if user_signal == signal.SIGINT else stop_record["exit_status"]
-    return RunEnd(status, end_text, Failure(Cause.STOPPED, end_text), stopped_on_request=True)
+    return Verdict(
+        status,
+        end_text,
+        Failure(Cause.STOPPED, end_text),
+        stopped_by=stop_record["by"],
+        can_continue=True,
+    )
 
 
-def end_of_run_whose_command_vanished(run: RunDir, command_name: str) -> RunEnd:
+def verdict_on_run_whose_command_vanished(run: RunDir, command_name: str) -> Verdict:
     """Return the end of a run whose command disappeared together with its ranks."""
     if run.stopped.exists():
         return _end_of_run_that_saved_on_request(run, None)
     first_record = most_likely_cause(read_error_records(run))
     if first_record is not None and not first_record.secondary:
         return _end_from_error_record(first_record)
-    return RunEnd.end_of_failure_detected_by_command(
+    return Verdict.of_failure_detected_by_command(
         137, Failure(Cause.COMMAND_KILLED, who=command_name), f"\nlogs: {run.logs}"
     )
 
@@ -191,7 +159,7 @@ def _end_without_original_error_record(
     launcher_signal: int | None,
     oom_kills: int | None,
     error_records: list[ErrorRecord],
-) -> RunEnd:
+) -> Verdict:
     """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
     exit_requests = _signal_and_arrival_time_by_rank(run)
@@ -204,13 +172,13 @@ def _end_without_original_error_record(
             signal=launcher_signal,
             memory_kills=oom_kills,
         )
-        return RunEnd.end_of_failure_detected_by_command(128 + launcher_signal, killed)
+        return Verdict.of_failure_detected_by_command(128 + launcher_signal, killed)
     began = ranks_whose_supervisor_started(run)
     silent = sorted(began - {record.rank for record in error_records} - set(exit_requests))
     # Ranks that ended in order removed the space reserved for their error record.
     killed_ranks = [rank for rank in silent if run.reserved_space_path(rank).exists()] or silent
     if launcher_status and not error_records and is_disk_nearly_full(run.path):
-        return RunEnd.end_of_failure_detected_by_command(
+        return Verdict.of_failure_detected_by_command(
             launcher_status, Failure(Cause.DISK_FULL, str(run))
         )
     if killed_ranks and launcher_status:
@@ -235,13 +203,14 @@ def _end_without_original_error_record(
         failure = Failure(
             Cause.SIGNALLED, launcher, who=_rank_and_host_names(plan, [rank]), signal=signal_number
         )
-        return RunEnd.end_of_failure_detected_by_command(
+        return Verdict.of_failure_detected_by_command(
             128 + signal_number, failure, f"; logs: {run.logs}"
         )
     if first_record is None:
         return _end_with_absent_ranks_or_failed_launcher(run, launcher_status, oom_kills)
-    return _end_from_error_record(first_record)._replace(
-        failure=Failure(Cause.LOST_PEERS, first_record.summary)
+    return replace(
+        _end_from_error_record(first_record),
+        failure=Failure(Cause.LOST_PEERS, first_record.summary),
     )
 
 
@@ -251,7 +220,7 @@ def _end_with_absent_ranks_or_failed_launcher(
     oom_kills: int | None,
     absent_rank_names: str = "",
     begun_rank_count: int = 0,
-) -> RunEnd:
+) -> Verdict:
     """Return the end of a run in which ranks are absent, or the launcher failed without a cause."""
     failure = Failure(
         Cause.NEVER_BEGAN,
@@ -260,24 +229,9 @@ def _end_with_absent_ranks_or_failed_launcher(
         status=launcher_status,
         memory_kills=oom_kills,
     )
-    return RunEnd.end_of_failure_detected_by_command(
+    return Verdict.of_failure_detected_by_command(
         launcher_status, failure, f"; see above, and {run.logs}"
     )
-
-
-def first_error_record(run: RunDir) -> ErrorRecord | None:
-    """Return the record of the earliest original failure, else of a secondary one."""
-    return most_likely_cause(read_error_records(run))
-
-
-def ranks_whose_supervisor_started(run: RunDir) -> set[int]:
-    """Return the ranks whose supervisor started."""
-    # Older logs belong to an earlier run in this folder.
-    request_time_ns = run.request.stat().st_mtime_ns
-    logs = [
-        path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= request_time_ns
-    ]
-    return {int(path.stem[len("rank_") :]) for path in logs}
 
 
 def _signal_and_arrival_time_by_rank(run: RunDir) -> dict[int, tuple[int, float]]:
@@ -296,17 +250,12 @@ def _signal_and_arrival_time_by_rank(run: RunDir) -> dict[int, tuple[int, float]
 
 def _end_of_stopped_run_without_new_save(
     run: RunDir, first_record: ErrorRecord | None, signal_number: int
-) -> RunEnd:
+) -> Verdict:
     """Return the end of a run that was requested to stop and did not save.
 
     The exit status is EXIT_SAVED if the run can continue from an older checkpoint.
     """
     too_slow = first_record is None or first_record.cause is Cause.OUTLIVED
-    text_before = (
-        f"{_end_from_error_record(first_record).text}\n"
-        if first_record and (too_slow or not first_record.secondary)
-        else ""
-    )
     stop_text = f"stopped by {signal.Signals(signal_number).name}"
     complete_checkpoints = run.complete_checkpoints()
     all_steps = None
@@ -327,19 +276,24 @@ def _end_of_stopped_run_without_new_save(
         stop_text += (
             f"{lost_steps_text}; the newest checkpoint is after step {complete_checkpoints[-1][0]}"
         )
-    status = EXIT_SAVED if complete_checkpoints and can_continue else 128 + signal_number
-    return RunEnd(
-        status,
+    verdict = Verdict(
+        EXIT_SAVED if complete_checkpoints and can_continue else 128 + signal_number,
         stop_text,
         Failure(Cause.STOPPED, stop_text, signal=signal_number),
-        text_before,
-        stopped_on_request=bool(complete_checkpoints),
+        stopped_by=signal.Signals(signal_number).name,
+        can_continue=bool(complete_checkpoints),
+    )
+    if first_record is None or (first_record.secondary and not too_slow):
+        return verdict
+    rank_end = _end_from_error_record(first_record)
+    return replace(
+        verdict, message=rank_end.message, traceback=rank_end.traceback, notes=(stop_text,)
     )
 
 
 def _end_of_stopped_run_with_nothing_to_save(
     run: RunDir, first_record: ErrorRecord, user_signal: int | None
-) -> RunEnd:
+) -> Verdict:
     """Return the end of a run that was requested to stop when it had nothing to save.
 
     It names the sender of the request rather than the signal that the ranks received.
@@ -352,7 +306,7 @@ def _end_of_stopped_run_with_nothing_to_save(
     elif run.stop_request.exists():
         sender_name = read_json_or_raise_damaged(run.stop_request).get("by")
     if sender_name is None:
-        return _end_from_error_record(first_record)._replace(status=status)
+        return replace(_end_from_error_record(first_record), exit_status=status)
     complete_checkpoints = run.complete_checkpoints()
     newest = (
         f"; the newest checkpoint is after step {complete_checkpoints[-1][0]}"
@@ -362,12 +316,14 @@ def _end_of_stopped_run_with_nothing_to_save(
     text = (
         f"stopped by {sender_name} before its first or after its last step: nothing to save{newest}"
     )
-    return RunEnd(status, text, Failure(Cause.STOPPED, text), stopped_on_request=True)
+    return Verdict(
+        status, text, Failure(Cause.STOPPED, text), stopped_by=sender_name, can_continue=True
+    )
 
 
 def _end_with_killed_ranks(
     run: RunDir, plan: Plan, killed_ranks: list[int], oom_kills: int | None
-) -> RunEnd:
+) -> Verdict:
     """Return the end for ranks that began and left no record: their supervisor was killed."""
     are_all_on_this_host = all(plan.node_of(rank).is_here for rank in killed_ranks)
     # The kernel counts the processes of this host only.
@@ -375,7 +331,7 @@ def _end_with_killed_ranks(
     failure = Failure(
         Cause.RANK_VANISHED, who=_rank_and_host_names(plan, killed_ranks), memory_kills=kills
     )
-    return RunEnd.end_of_failure_detected_by_command(
+    return Verdict.of_failure_detected_by_command(
         137, failure, f"{_last_error_log_line_or_empty(run, killed_ranks)}\nlogs: {run.logs}"
     )
 
@@ -403,7 +359,7 @@ def _rank_and_host_names(plan: Plan, ranks: list[int]) -> str:
 
 def _end_from_error_record(
     error_record: ErrorRecord, rank0_output_was_shown: bool = False
-) -> RunEnd:
+) -> Verdict:
     """Return the end that a rank's record describes.
 
     Args:
@@ -414,11 +370,9 @@ def _end_from_error_record(
         and error_record.rank == 0
         and error_record.is_seen_by_supervisor_only
     )
-    traceback = _LIKE_OURS.sub("  ", (error_record.folded or error_record.traceback).rstrip())
-    text_before = f"{traceback}\n\n" if traceback and not was_shown else ""
-    return RunEnd(
+    return Verdict(
         error_record.exit_status,
         error_record.summary,
         error_record.to_failure(),
-        text_before,
+        traceback="" if was_shown else (error_record.folded or error_record.traceback).rstrip(),
     )

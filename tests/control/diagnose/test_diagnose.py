@@ -15,25 +15,25 @@ from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.units import shorten_to_one_line
 from ortlaunch.cli import app
-from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose import memory as diagnose_memory
-from ortlaunch.diagnose.report import diagnose_run, failed_run_text_with_verdict_memory_and_advice
+from ortlaunch.diagnose.conclude import add_cause_explanation_and_advice, conclude_run
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import RunEnd, first_error_record
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import USUAL_PROCESS
 from ortlaunch.recipe import dump_recipe_yaml
-from ortlaunch.run_folder.cause_text import COMMAND_PREFIX, command_end_sentence
+from ortlaunch.run_folder.cause_text import command_end_sentence
+from ortlaunch.run_folder.error_record import first_error_record
 from ortlaunch.run_folder.folder import (
     COMPLETE,
     RunDir,
     write_json_atomically,
     write_text_atomically,
 )
+from ortlaunch.run_folder.verdict import Verdict
+from ortlaunch.started_runs.diagnosis import diagnose_run
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30
-FIRST = "ortlaunch: rank 1 failed; log: x"
 
 
 def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
@@ -41,7 +41,6 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
 
     Args:
         ranks: Fields of the error record of rank 1. Without them no error records are written.
-            "text" is the verdict of the job.
     """
     run = RunDir(folder / "run")
     chosen = made_recipe or recipe()
@@ -50,7 +49,6 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
     write_text_atomically(run.request, "")
     for rank in range(2):
         write_text_atomically(run.rank_log_path(rank, "err"), "first\nlast words\n")
-    text = ranks.pop("text", FIRST)
     if ranks:
         account = {"rank": 1, "host": "a", "exit_status": 1, "signal": None, "type": "Signal", "message": "",
                    "traceback": "", "summary": "rank 1 on host a failed", "secondary": False, "time": 2.0,
@@ -61,21 +59,26 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
             run.rank_error_path(0),
             {**account, "rank": 0, "secondary": True, "time": 1.0, "type": "RuntimeError"},
         )
-    ended(run, text, ranks.get("exit_status", 1))
+    conclude(run, ranks.get("exit_status", 1))
     return run
 
 
-def ended(
-    run: RunDir,
-    text: str,
-    status: int = 1,
-    state: JobState = JobState.FAILED,
-    failure: Failure | None = None,
-) -> None:
-    job = JobRecord.for_this_process("torchrun", JobState.RUNNING).copy_ended_now(
-        state, status, text, failure
+def conclude(run: RunDir, status: int = 1, failure: Failure | None = None) -> Verdict:
+    """Record that the run ended so, and return the verdict."""
+    verdict = (
+        conclude_run(run, status)
+        if failure is None
+        else add_cause_explanation_and_advice(
+            run, Verdict.of_failure_detected_by_command(status, failure)
+        )
     )
-    job.write(run)
+    record(run, verdict)
+    return verdict
+
+
+def record(run: RunDir, verdict: Verdict) -> None:
+    job = JobRecord.for_this_process("torchrun", JobState.RUNNING)
+    job.copy_ended_now(JobState.state_of_exit_status(verdict.exit_status), verdict).write(run)
 
 
 KILLED = {"type": "Signal", "signal": 9, "exit_status": 137}
@@ -141,6 +144,7 @@ def test_a_crash_of_onnx_runtime_offers_eager(saved: bool, tmp_path: Path) -> No
     if saved:
         run.checkpoint_folder(7).mkdir(parents=True)
         (run.checkpoint_folder(7) / COMPLETE).touch()
+        conclude(run)
     advice = diagnose_run(run).advice[0]
     assert advice.startswith("engine.name=eager trains in PyTorch")
     assert ("after step 7" in advice, "no checkpoint yet" in advice) == (saved, not saved)
@@ -148,9 +152,13 @@ def test_a_crash_of_onnx_runtime_offers_eager(saved: bool, tmp_path: Path) -> No
 
 def test_the_evidence_is_the_short_traceback(tmp_path: Path) -> None:
     """The evidence has the traceback that the command printed, without frames of packages."""
-    run = made(tmp_path, cause="raised", detail="ValueError: x")
-    ended(
-        run, "Traceback (most recent call last):\n  ... 18 frames\nValueError: x\nverdict: rank 1"
+    run = made(
+        tmp_path,
+        type="ValueError",
+        cause="raised",
+        detail="ValueError: x",
+        traceback="Traceback\n  all frames\nValueError: x",
+        folded="Traceback (most recent call last):\n  ... 18 frames\nValueError: x",
     )
     found = diagnose_run(run)
     assert "    |   ... 18 frames" in found.evidence
@@ -197,7 +205,7 @@ ENDS = {
 def test_ends_of_which_no_rank_tells(kind: str, tmp_path: Path) -> None:
     """The verdict is the failure that the command recorded, in the same sentence."""
     run = made(tmp_path)
-    ended(run, "x", failure=ENDS[kind])
+    conclude(run, failure=ENDS[kind])
     assert (diagnose_run(run).kind, diagnose_run(run).verdict) == (
         kind,
         command_end_sentence(ENDS[kind]),
@@ -207,7 +215,7 @@ def test_ends_of_which_no_rank_tells(kind: str, tmp_path: Path) -> None:
 def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
     """Memory is the cause if only the kernel's count of kills explains a vanished rank."""
     run = made(tmp_path)
-    ended(run, "x", failure=Failure(Cause.RANK_VANISHED, who=WHO, memory_kills=1))
+    conclude(run, failure=Failure(Cause.RANK_VANISHED, who=WHO, memory_kills=1))
     assert diagnose_run(run).kind == "out-of-memory"
     assert (
         diagnose_run(run).verdict
@@ -278,39 +286,30 @@ def test_out_of_memory_never_says_that_it_fits(
 def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     """The last line of train stays the same; an end by a signal from outside gets no verdict."""
     run = made(
-        tmp_path, cause="index-out-of-range", detail="IndexError: Target 7 is out of bounds."
+        tmp_path,
+        cause="index-out-of-range",
+        detail="IndexError: Target 7 is out of bounds.",
+        traceback="Traceback\nIndexError: Target 7\n",
     )
-    end = RunEnd(
-        1,
-        FIRST.removeprefix(COMMAND_PREFIX),
-        Failure(Cause.INDEX_OUT_OF_RANGE),
-        "Traceback\nIndexError: Target 7\n\n",
-    )
-    lines = failed_run_text_with_verdict_memory_and_advice(run, end).splitlines()
-    assert lines[0] == "Traceback"
-    assert lines[2].startswith(
+    lines = conclude(run).render().splitlines()
+    assert lines[:3] == ["Traceback", "IndexError: Target 7", ""]
+    assert lines[3].startswith(
         "verdict: rank 1 on host a used a label, token or position outside the model's range: Index"
     )
-    assert lines[3].startswith("try: compare the labels")
-    assert lines[-1] == FIRST
-    stopped = made(tmp_path / "other", text="x")
-    by_signal = RunEnd.end_of_failure_detected_by_command(
-        143, Failure(Cause.STOPPED, "stopped by SIGTERM")
-    )
-    assert (
-        failed_run_text_with_verdict_memory_and_advice(stopped, by_signal)
-        == "ortlaunch: stopped by SIGTERM"
-    )
+    assert lines[4].startswith("try: compare the labels")
+    assert lines[-1] == "ortlaunch: rank 1 on host a failed"
+    stopped = conclude(made(tmp_path / "other"), 143, Failure(Cause.STOPPED, "stopped by SIGTERM"))
+    assert stopped.render() == "ortlaunch: stopped by SIGTERM"
 
 
 @pytest.mark.parametrize("kind", ["not-finite", "loss-spike"])
 def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
     """Each sentence and each advice is printed once for a non-finite loss and for a loss spike."""
     message = f"{NAN}\nThe run ends here."
-    run = made(tmp_path, cause=kind, detail=NAN)
-    lines = failed_run_text_with_verdict_memory_and_advice(
-        run, RunEnd(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")
-    ).splitlines()
+    run = made(
+        tmp_path, type="BadStepError", cause=kind, detail=NAN, message=message, traceback=message
+    )
+    lines = conclude(run).render().splitlines()
     assert lines[0] == f"verdict: {NAN}"
     assert lines[1:2] == message.splitlines()[1:]
     assert [line.partition(" ")[0] for line in lines[2:]] == ["try:", "try:", "try:", "ortlaunch:"]
@@ -365,10 +364,15 @@ def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
     """A message of a rank that is longer than a verdict is printed in full, as the verdict."""
     message = f"cannot run: {'word ' * 120}end"
     for detail, text in ((f"EngineError: {message}", f"{message}\nTry eager"), (message, message)):
-        run = made(tmp_path / detail[:3], cause="raised", detail=detail)
-        lines = failed_run_text_with_verdict_memory_and_advice(
-            run, RunEnd(1, "rank 1 failed", None, f"{text}\n\n")
-        ).splitlines()
+        run = made(
+            tmp_path / detail[:3],
+            type="EngineError",
+            cause="raised",
+            detail=detail,
+            message=text,
+            traceback=text,
+        )
+        lines = conclude(run).render().splitlines()
         assert lines[: len(text.splitlines())] == f"verdict: {text}".splitlines()
         assert "\n".join(lines).count("cannot run") == 1
 
@@ -376,7 +380,7 @@ def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     """A running or successful run has no failure; a folder that is no run is refused."""
     run = RunDir(tmp_path)
-    ended(run, "done: run, in 0:09\nto continue: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
+    record(run, Verdict(0, "done: run, in 0:09", continue_command="ortlaunch train x.yaml"))
     assert diagnose_run(run).kind == "ended-well"
     assert "  last message of the command: done: run, in 0:09" in diagnose_run(run).evidence
     replace(JobRecord.for_this_process("torchrun", JobState.RUNNING)).write(run)
@@ -406,16 +410,13 @@ def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
     detail = "was stopped by SIGTERM before its first"
     run = made(tmp_path, cause="stopped", signal=15, exit_status=85, detail=detail)
     stop = Failure(Cause.STOPPED, detail, 1, "a")
-    ended(run, "x", 85, failure=stop)
+    verdict = conclude(run, 85, stop)
     assert (diagnose_run(run).kind, diagnose_run(run).verdict) == (
         "stopped",
         f"rank 1 on host a {detail}",
     )
-    assert (
-        failed_run_text_with_verdict_memory_and_advice(run, RunEnd(85, "rank 1 failed", stop))
-        == "ortlaunch: rank 1 failed"
-    )
-    ended(run, "x", 137, failure=Failure(Cause.RANK_VANISHED, who="rank 0 on host a"))
+    assert verdict.render() == f"ortlaunch: {detail}"
+    conclude(run, 137, Failure(Cause.RANK_VANISHED, who="rank 0 on host a"))
     assert diagnose_run(run).kind == "rank-vanished"
 
 
@@ -430,6 +431,6 @@ def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Pat
     first = first_error_record(run)
     assert first is not None
     assert first.rank == 1
-    own_record = evidence.read_run_evidence(run, "failed", 1, "", None).causing_error_record_or_none
-    assert own_record is not None
-    assert own_record.rank == 1
+    failure = conclude_run(run, 1).failure
+    assert failure is not None
+    assert failure.rank == 1
