@@ -168,13 +168,13 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     run = RunDir(Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), "run"))
     set_aside_write_run_files_and_print_plan(resolved(options), run)
     # The worker's own loop, with a gate before each step.
-    step = loop.train_step_and_return_loss_outcome_and_rate
+    step = loop.train_step
 
     def gated(*arguments: Any) -> Any:
         gate.step()
         return step(*arguments)
 
-    loop.train_step_and_return_loss_outcome_and_rate = gated
+    loop.train_step = gated
     loop.run = work or loop.run
     rank = Rank.from_environ({})
     join_ranks_and_run_task(run, rank, Watchdog(rank, run))

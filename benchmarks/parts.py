@@ -167,7 +167,7 @@ def training_step(*, agreed: bool) -> Step:
     folder = scratch()
     context = two_ranks()
     from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
-    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
+    from ortlaunch.worker.tasks.train import TrainState, train_step
 
     # Eager, because the agreement does not depend on the engine and ort's start takes longer.
     session = session_of(folder, context, "engine.name=eager")
@@ -176,7 +176,7 @@ def training_step(*, agreed: bool) -> Step:
     edge = manager.__enter__()
 
     def step() -> None:
-        train_step_and_return_loss_outcome_and_rate(session, state, edge if agreed else None)
+        train_step(session, state, edge if agreed else None)
         if agreed:
             edge.handle_signals_and_wait_for_agreed_request()
         # The race has no fixed number of steps, so the steps of the recipe are repeated.
@@ -565,7 +565,7 @@ def fed_step(cached: bool) -> Step:
     from ortlaunch.rank import Rank
     from ortlaunch.worker.data import Batches
     from ortlaunch.worker.process_group.distributed import DistributedContext
-    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
+    from ortlaunch.worker.tasks.train import TrainState, train_step
 
     class Cached(Batches):
         """One batch for every position."""
@@ -587,7 +587,7 @@ def fed_step(cached: bool) -> Step:
         session = dataclasses.replace(session, batches=Cached(session.batches))
 
     def step() -> None:
-        train_step_and_return_loss_outcome_and_rate(session, state)
+        train_step(session, state)
         state.step += 1
 
     return step

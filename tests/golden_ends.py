@@ -21,6 +21,7 @@ from ortlaunch.started_runs.status import read_status
 
 # What differs between two runs of one case, and its replacement.
 _VARYING = (
+    (r"/[\w./-]*/lib/python[\d.]+/", "PYTHON/"),
     (r"0x[0-9a-f]{6,}", "ADDRESS"),
     (r"(process|pid:?|\bpid) \d+", r"\1 PID"),
     (r"[0-9.]+ [KMGT]iB\b", "SIZE"),

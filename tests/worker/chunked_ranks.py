@@ -75,7 +75,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     from ortlaunch.worker.engine.engine import build_engine
     from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
-    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
+    from ortlaunch.worker.tasks.train import TrainState, train_step
     from tests.makers import host, plan, recipe
 
     torch._dynamo.reset()
@@ -99,7 +99,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     )
     nothing: Any = None
     session = Session(made, planned, nothing, group, nothing, batches, trained, engine)
-    loss, *_ = train_step_and_return_loss_outcome_and_rate(session, TrainState(0))
+    loss = train_step(session, TrainState(0)).loss
     true_loss, gradients = exact(family, rows)
     # A step of SGD subtracts RATE times the gradient.
     after = dict(module.named_parameters())

@@ -112,7 +112,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     from ortlaunch.worker.engine.engine import build_engine
     from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
-    from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
+    from ortlaunch.worker.tasks.train import TrainState, train_step
     from tests.makers import host, plan, recipe
 
     torch._dynamo.reset()
@@ -140,7 +140,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     session = Session(made, planned, nothing, group, nothing, batches, trained, engine)
     found: dict[str, Any] = {"loss": [], "norm": []}
     for state in map(TrainState, range(STEPS)):
-        loss, stepped, _ = train_step_and_return_loss_outcome_and_rate(session, state)
+        loss, stepped, _ = train_step(session, state)
         found["loss"].append(group.mean_over_ranks(float(loss)))
         found["norm"].append(stepped.gradient_norm)
     truth = engine.engine_report_so_far().to_json()

@@ -11,7 +11,11 @@ from ortlaunch.worker.checkpoint.manifest import (
 )
 from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.save_records import failed_save_count
-from ortlaunch.worker.checkpoint.saver import CheckpointSaver
+from ortlaunch.worker.checkpoint.saver import (
+    CheckpointSaver,
+    SaverCallbacks,
+    remove_old_checkpoints_and_exports,
+)
 from ortlaunch.worker.checkpoint.start_checkpoint import (
     CompleteCheckpoint,
     print_training_changes_and_refuse_unallowed,
@@ -26,11 +30,13 @@ from ortlaunch.worker.checkpoint.verify import (
 __all__ = [
     "CheckpointSaver",
     "CompleteCheckpoint",
+    "SaverCallbacks",
     "failed_save_count",
     "load_checkpoint_print_notes_and_return_loop_state",
     "newest_checkpoint_seen_by_rank_0",
     "newest_complete_checkpoint",
     "print_training_changes_and_refuse_unallowed",
+    "remove_old_checkpoints_and_exports",
     "rename_damaged_until_newest_intact_or_refuse",
     "samples_trained_until_checkpoint",
     "set_aside_damaged_and_choose_start_checkpoint",

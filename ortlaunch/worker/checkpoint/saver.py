@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ortlaunch.base.errors import CheckpointError, LastSaveError
 from ortlaunch.base.json_types import Json
@@ -41,8 +42,30 @@ _NO_EXPORT = (
 KEEP = "checkpoint.keep_best"
 
 
+class SaverCallbacks(NamedTuple):
+    """What a training adds to its saver; by default nothing."""
+
+    on_completed: Callable[[int], object] = lambda step: None
+    """Called with the step of each complete checkpoint."""
+    before_save: Callable[[], object] = lambda: None
+    """Called before each save."""
+    steps_in_use: Callable[[], tuple[int, ...]] = lambda: ()
+    """The steps of checkpoints that an export reads."""
+    completes_interval: Callable[[int], bool] = lambda step: False
+    """Whether a step completes a further `checkpoint.every_epochs`."""
+
+
+_NO_CALLBACKS = SaverCallbacks()
+
+
 class CheckpointSaver:
-    """The checkpoints of one training; `identity` has its properties that only ranks know."""
+    """The checkpoints of one training.
+
+    Args:
+        identity: properties of the training that only ranks know.
+        best_step: the step of the best checkpoint, which is kept (checkpoint.keep_best).
+        callbacks: what the training adds.
+    """
 
     def __init__(
         self,
@@ -51,6 +74,8 @@ class CheckpointSaver:
         group: DistributedContext,
         stepper: Stepper,
         identity: Mapping[str, object],
+        best_step: int | None = None,
+        callbacks: SaverCallbacks = _NO_CALLBACKS,
     ) -> None:
         self.run = run
         self.recipe = recipe
@@ -64,18 +89,8 @@ class CheckpointSaver:
         self.policy = recipe.checkpoint
         # Becomes an earlier step when train.stop_after ends the training.
         self.last_step = recipe.train.steps
-        # Called with the step of each complete checkpoint.
-        self.on_completed: Callable[[int], object] = lambda step: None
-        # Called before each save.
-        self.before_save: Callable[[], object] = lambda: None
-        # The steps of checkpoints that an export reads.
-        self.steps_in_use: Callable[[], tuple[int, ...]] = lambda: ()
-        # Whether a step completes a further `checkpoint.every_epochs`; the loop has the batches.
-        self.completes_pass: Callable[[int], bool] = lambda step: False
-        self.best_step: int | None = None
-        """The step of the best checkpoint, which is kept (checkpoint.keep_best)."""
-        # Names of buffers that have nan at the begin, as a mark of their own.
-        self.nan_buffers: set[str] = set()
+        self.callbacks = callbacks
+        self.best_step = best_step
         self.last_save_time = time.monotonic()
         # `async` is a keyword of Python.
         is_async = getattr(self.policy, "async")
@@ -107,7 +122,11 @@ class CheckpointSaver:
         by_steps = (
             self.policy.every_steps is not None and completed_steps % self.policy.every_steps == 0
         )
-        return completed_steps == self.last_step or by_steps or self.completes_pass(completed_steps)
+        return (
+            completed_steps == self.last_step
+            or by_steps
+            or self.callbacks.completes_interval(completed_steps)
+        )
 
     def request_due_save_and_record_ended_background_save(
         self, rank_agreement: RankAgreement
@@ -139,7 +158,7 @@ class CheckpointSaver:
             CheckpointError: it could not be written, and the run must not continue without it, or
                 is at its end.
         """
-        self.before_save()
+        self.callbacks.before_save()
         # One save at a time.
         self.wait_for_background_save_and_record_result()
         began = time.perf_counter()
@@ -254,7 +273,7 @@ class CheckpointSaver:
             )
 
     def _notify_and_remove_former_best(self, step: int) -> None:
-        self.on_completed(step)
+        self.callbacks.on_completed(step)
         # The former best is pruned only now, not while its successor was being written.
         if step == self.next_best:
             self.best_step = step
@@ -267,7 +286,10 @@ class CheckpointSaver:
                 self.run,
                 self.policy.keep,
                 self.policy.keep_every,
-                (*self.steps_in_use(), *(() if self.best_step is None else (self.best_step,))),
+                (
+                    *self.callbacks.steps_in_use(),
+                    *(() if self.best_step is None else (self.best_step,)),
+                ),
             )
 
 

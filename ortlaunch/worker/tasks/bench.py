@@ -28,7 +28,7 @@ from ortlaunch.worker.model.returned_values import loss_of_engine_output
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.progress import print_wrapped_to_terminal_width
-from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
+from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import is_plain_pytorch
 from ortlaunch.worker.training.profile import StepProfiler
 from ortlaunch.worker.training.summary import engine_plan_lines
@@ -112,7 +112,7 @@ class MeasuredTraining:
         step_seconds = []
         for _ in range(step_count):
             step_start = time.perf_counter()
-            train_step_and_return_loss_outcome_and_rate(self.session, self.state)
+            train_step(self.session, self.state)
             wait_for_device(self.session.group.device)
             step_seconds.append(time.perf_counter() - step_start)
             # A bench may be longer than the training, whose schedule ends: start again then.

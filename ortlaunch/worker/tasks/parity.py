@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ortlaunch.base.errors import ParityError
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
+from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import ParitySteps, is_plain_pytorch
 from ortlaunch.worker.training.summary import (
     print_outcome_and_copy_late_modules,
@@ -30,6 +30,6 @@ def run(session: Session) -> None:
         parity_steps.compare_and_record_step_if_due(state.step)
         # The update of the last step would not be compared.
         if state.step + 1 < parity_steps.end_step:
-            train_step_and_return_loss_outcome_and_rate(session, state)
+            train_step(session, state)
         state.step += 1
     print_outcome_and_copy_late_modules(session)

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -87,6 +87,15 @@ class TrainState:
         self.streams = batches.release_streamed_samples_and_return_positions(self.samples)
 
 
+class TrainedStep(NamedTuple):
+    """One step of the optimizer."""
+
+    loss: torch.Tensor | None
+    """The mean loss of this rank's passes; None if the step was left out."""
+    outcome: StepOutcome
+    learning_rate: float
+
+
 def run(session: Session) -> int:
     """Train and finish the run; after a stop, return the exit status of the stop."""
     print_plan_and_copy_user_modules(session)
@@ -99,8 +108,21 @@ def run(session: Session) -> int:
         if rank_agreement.agreed_stop.stops:
             return rank_agreement.agreed_stop.exit_status
         exports.wait_until_all_exports_end()
+        _remove_checkpoints_that_exports_kept(session, state)
     write_export_and_print_summary(session, state.step, state.best)
     return 0
+
+
+def _remove_checkpoints_that_exports_kept(session: Session, train_state: TrainState) -> None:
+    if session.group.rank == 0 and session.recipe.checkpoint.export:
+        policy = session.recipe.checkpoint
+        best_step = best.kept_best_step_or_none(train_state.best)
+        checkpoint.remove_old_checkpoints_and_exports(
+            session.run,
+            policy.keep,
+            policy.keep_every,
+            () if best_step is None else (best_step,),
+        )
 
 
 def train_until_end_or_agreed_stop(
@@ -130,10 +152,11 @@ def _train_until_end_stop_or_rollback(
     exit_stack: contextlib.ExitStack,
 ) -> TrainState:
     recipe = session.recipe
-    group = session.group
     engine = session.engine
     state = _load_newest_checkpoint_or_fresh_state(session)
     saving = _create_checkpoint_saver_with_callbacks(session, state, hook, exports)
+    # nan is then a mark of their own.
+    first_nan_buffers = {*nan_buffer_names(session.model)}
     if best.early_stop_reason_or_none(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
@@ -147,15 +170,7 @@ def _train_until_end_stop_or_rollback(
     profiler = StepProfiler(session, state.step + 1)
     bad_steps.ensure_checkpoint_for_rollback(saving, state)
     progress = session.progress
-    progress.register_forward_pass_hooks(
-        engine.stepper.module, create_gpu_forward_timer_or_none(group.device)
-    ) if group.size > 1 else None
-    register_progress_display_of_engine_rebuilds(
-        engine.record.engine.used, progress.shared_progress
-    )
-    progress.begin_steps_and_show_bar(state.step, recipe.train.steps)
-    if recipe.engine.name == "inductor":
-        progress.begin_and_show_activity("compiling in the first step")
+    _begin_to_show_steps(session, state.step)
     engine.plain.call_lightning_hook("on_train_start", engine.stepper.returned_values)
     if state.owes_evaluation:
         with meter.exclude_from_training_time():
@@ -172,21 +187,20 @@ def _train_until_end_stop_or_rollback(
             with meter.exclude_from_training_time():
                 compared_steps.compare_and_record_step_if_due(state.step)
         saving.request_due_save_and_record_ended_background_save(rank_agreement)
-        exports.report_ended_and_start_next_export()
-        loss, stepped, learning_rate = _train_step_or_skip_and_return_loss_outcome_rate(
+        if exports.report_ended_and_start_next_export():
+            saving.remove_old_checkpoints_and_exports_on_rank_0()
+        trained_step = _train_step_or_skip_bad_one(
             session, state, rank_agreement, bad_steps, profiler
         )
         state.count_step_and_release_samples(session.batches)
-        meter.count_step(loss)
+        meter.count_step(trained_step.loss)
         engine.plain.end_lightning_step(state.step, state.samples, engine.stepper.returned_values)
         progress.count_step_and_update_bar()
         is_last_step = state.step == recipe.train.steps
         rank_request = rank_agreement.handle_signals_and_wait_for_agreed_request()
 
         if state.step % recipe.log.every_steps == 0 or is_last_step or rank_request.stops:
-            _require_finite_loss_and_log_step(
-                session, state, meter, (stepped, learning_rate), hook, metrics
-            )
+            _require_finite_loss_and_log_step(session, state, meter, trained_step, hook, metrics)
 
         state.owes_evaluation = session.data.evaluation is not None and (
             is_last_step
@@ -216,7 +230,7 @@ def _train_until_end_stop_or_rollback(
             ):
                 _require_finite_losses(session, state, meter)
                 rank_request = _save_checkpoint_and_agree_on_request(
-                    session, state, saving, rank_agreement, rank_request
+                    session, state, saving, rank_agreement, rank_request, first_nan_buffers
                 )
         rank_agreement.agreed_stop = write_and_print_stop_record_if_stopped(
             session, rank_request, state.step
@@ -231,6 +245,22 @@ def _train_until_end_stop_or_rollback(
     return state
 
 
+def _begin_to_show_steps(session: Session, completed_steps: int) -> None:
+    """Show the steps, their forward passes and rebuilds of the engine as progress."""
+    progress = session.progress
+    engine = session.engine
+    if session.group.size > 1:
+        progress.register_forward_pass_hooks(
+            engine.stepper.module, create_gpu_forward_timer_or_none(session.group.device)
+        )
+    register_progress_display_of_engine_rebuilds(
+        engine.record.engine.used, progress.shared_progress
+    )
+    progress.begin_steps_and_show_bar(completed_steps, session.recipe.train.steps)
+    if session.recipe.engine.name == "inductor":
+        progress.begin_and_show_activity("compiling in the first step")
+
+
 def _create_checkpoint_saver_with_callbacks(
     session: Session, train_state: TrainState, hook: TrainingHook, exports: CheckpointExports
 ) -> checkpoint.CheckpointSaver:
@@ -241,29 +271,28 @@ def _create_checkpoint_saver_with_callbacks(
         hook.on_checkpoint(step)
         exports.queue_all_or_missing_exports_on_rank_0(step)
 
-    saving = checkpoint.CheckpointSaver(
-        session.run,
-        session.recipe,
-        session.group,
-        session.engine.stepper,
-        session.identity,
-    )
-    saving.best_step = best.kept_best_step_or_none(train_state.best)
-    saving.nan_buffers = {*nan_buffer_names(session.model)}
-    saving.completes_pass = lambda step: session.batches.does_step_complete_interval(
-        step, epochs_between_saves
-    )
-    saving.on_completed = notify_completed
     model = session.engine.plain.model
     named_state = session.engine.stepper.named_state()
     require_storable_in_checkpoint(
         [*((part.name, part.master) for part in named_state.parts), *named_state.buffers.items()]
     )
     trained_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    saving.before_save = lambda: require_same_trained_parameters(model, trained_parameters)
-    saving.steps_in_use = exports.steps_being_exported
-    exports.on_export_ended = saving.remove_old_checkpoints_and_exports_on_rank_0
-    return saving
+    return checkpoint.CheckpointSaver(
+        session.run,
+        session.recipe,
+        session.group,
+        session.engine.stepper,
+        session.identity,
+        best.kept_best_step_or_none(train_state.best),
+        checkpoint.SaverCallbacks(
+            on_completed=notify_completed,
+            before_save=lambda: require_same_trained_parameters(model, trained_parameters),
+            steps_in_use=exports.steps_being_exported,
+            completes_interval=lambda step: session.batches.does_step_complete_interval(
+                step, epochs_between_saves
+            ),
+        ),
+    )
 
 
 def _require_finite_losses(session: Session, state: TrainState, meter: TrainingMeter) -> None:
@@ -282,23 +311,20 @@ def _require_finite_loss_and_log_step(
     session: Session,
     train_state: TrainState,
     meter: TrainingMeter,
-    outcome_and_learning_rate: tuple[Any, float],
+    trained_step: TrainedStep,
     hook: TrainingHook,
     metrics: MetricsWriter | None,
 ) -> None:
     """Write a line of metrics.jsonl (collective)."""
-    losses, step_values, (outcome, learning_rate) = (
-        meter.losses,
-        meter.read_loss_and_speed_and_restart(),
-        outcome_and_learning_rate,
-    )
+    losses = meter.losses
+    step_values = meter.read_loss_and_speed_and_restart()
     require_finite_mean_loss(
         step_values["loss"], session.group, session.batches, train_state.step - len(losses), losses
     )
     values = {
         **step_values,
-        "learning_rate": learning_rate,
-        "gradient_norm": outcome.gradient_norm,
+        "learning_rate": trained_step.learning_rate,
+        "gradient_norm": trained_step.outcome.gradient_norm,
         "samples": train_state.samples,
         "epoch": session.batches.passes_over_data_after(train_state.samples),
         "skipped_steps": train_state.skipped,
@@ -361,11 +387,12 @@ def _save_checkpoint_and_agree_on_request(
     saving: checkpoint.CheckpointSaver,
     rank_agreement: RankAgreement,
     rank_request: RankRequest,
+    first_nan_buffers: set[str],
 ) -> RankRequest:
     """Save a checkpoint; return the agreed request after it."""
     with remove_save_request_after_save(session, saving, rank_request):
         require_finite_weights(train_state.step, session.engine.stepper.trained_weights())
-        require_buffers_without_nan(train_state.step, session.model, saving.nan_buffers)
+        require_buffers_without_nan(train_state.step, session.model, first_nan_buffers)
         saving.wait_then_save_or_start_background_save(
             train_state.step, asdict(train_state), rank_request
         )
@@ -451,41 +478,36 @@ def _advance_scheduler_and_read_learning_rates(
     ]
 
 
-def _train_step_or_skip_and_return_loss_outcome_rate(
+def _train_step_or_skip_bad_one(
     session: Session,
     train_state: TrainState,
     rank_agreement: RankAgreement,
     bad_steps: BadStepHandler,
     profiler: StepProfiler,
-) -> tuple[torch.Tensor | None, StepOutcome, float]:
-    """Run `train_step_and_return_loss_outcome_and_rate`; return None instead of the loss if the step was left out."""
+) -> TrainedStep:
+    """Run `train_step`; its loss is None if the step was left out."""
     try:
         with profiler.time_or_profile_step(train_state.step + 1):
-            return train_step_and_return_loss_outcome_and_rate(
-                session, train_state, rank_agreement, bad_steps
-            )
+            return train_step(session, train_state, rank_agreement, bad_steps)
     except BadStepError as error:
         # The agreement of this step has begun: end it before the collectives of the answer.
         rank_agreement.handle_signals_and_wait_for_agreed_request()
         bad_steps.skip_roll_back_or_end_run(error, train_state)
         rank_agreement.start_request_all_reduce()
-        return (
+        return TrainedStep(
             None,
             StepOutcome(None, skipped=True),
             _advance_scheduler_and_read_learning_rates(session, train_state.step)[0],
         )
 
 
-def train_step_and_return_loss_outcome_and_rate(
+def train_step(
     session: Session,
     train_state: TrainState,
     rank_agreement: RankAgreement | None = None,
     bad_steps: BadStepHandler | None = None,
-) -> tuple[torch.Tensor, StepOutcome, float]:
+) -> TrainedStep:
     """Run one optimizer step.
-
-    Returns:
-        The mean loss of this rank's passes, the result of the step, and its learning rate.
 
     Raises:
         BadStepError: the same on all ranks; weights and optimizer are as before the step.
@@ -526,7 +548,7 @@ def train_step_and_return_loss_outcome_and_rate(
                 engine.stepper.named_gradients(),
             )
     train_state.skipped += int(outcome.skipped)
-    return sum_losses(losses) / len(losses), outcome, learning_rates[0]
+    return TrainedStep(sum_losses(losses) / len(losses), outcome, learning_rates[0])
 
 
 def _seed_and_run_passes_and_list_losses(session: Session, step_index: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from ortlaunch.base.errors import EngineError
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.tasks.train import TrainState, train_step_and_return_loss_outcome_and_rate
+from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import ParitySteps, create_parity_steps_or_note_why_not
 
 # fp16 skips steps until its loss scale fits, and the first step that is not skipped makes the
@@ -33,7 +33,7 @@ def run(session: Session) -> None:
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
         if parity is not None and state.step < parity.end_step:
             _run_comparison_and_raise_its_error(parity, state.step)
-        train_step_and_return_loss_outcome_and_rate(session, state)
+        train_step(session, state)
         state.step += 1
     used_share, limit = limits.used_fraction_and_tightest_limit()
     memory_record = {"share": used_share, "taken": limit.used_bytes(), "free": limit.free}

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -62,8 +61,6 @@ class CheckpointExports:
                     f'checkpoint.export: onnx needs {package}: pip install "ortlaunch[ort-cpu]", '
                     "or onnx and onnxruntime"
                 )
-        # Called after each export, which kept its checkpoint from removal.
-        self.on_export_ended: Callable[[], object] = lambda: None
         self.queued_exports: deque[tuple[int, str]] = deque()
         self.running_export: _RunningExport | None = None
         self.writes = session.group.rank == 0
@@ -85,12 +82,20 @@ class CheckpointExports:
         """Return the steps of checkpoints that must stay until their export is complete."""
         return (self.running_export.request.step,) if self.running_export else ()
 
-    def report_ended_and_start_next_export(self) -> None:
-        """Record an export that has ended, and start the next one."""
-        if self.running_export is not None and self.running_export.process.poll() is not None:
+    def report_ended_and_start_next_export(self) -> bool:
+        """Record an export that has ended, and start the next one.
+
+        Returns:
+            Whether one has ended, so that its checkpoint need not stay.
+        """
+        has_ended = (
+            self.running_export is not None and self.running_export.process.poll() is not None
+        )
+        if self.running_export is not None and has_ended:
             self._report_ended_export_and_clean_up(self.running_export)
         while self.running_export is None and self.queued_exports:
             self._start_export_or_report_why_not(*self.queued_exports.popleft())
+        return has_ended
 
     def wait_until_all_exports_end(self) -> None:
         """Wait until every requested export has ended, on rank 0."""
@@ -153,7 +158,6 @@ class CheckpointExports:
                     f"{reason} (exit status {ended_export.process.returncode})",
                 )
                 shutil.rmtree(_partial_export_folder(ended_export.request), ignore_errors=True)
-        self.on_export_ended()
 
     def _print_and_append_export_failure(self, request: ExportRequest, reason: str) -> None:
         print(
