@@ -1,16 +1,17 @@
 """Arguments and options shared by several verbs."""
 
 import contextlib
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ortlaunch.tables.launchers import reason_launcher_is_refused
+
+if TYPE_CHECKING:
+    from ortlaunch.planning.world import LaunchOptions
 
 
 def shipped_recipes(name_prefix: str) -> list[str]:
@@ -117,6 +118,32 @@ DryRun = Annotated[
         ),
     ),
 ]
+LauncherOption = Annotated[
+    str | None,
+    typer.Option(
+        "--launcher",
+        help="auto, local, torchrun or mpi; the recipe's launch.launcher by default.",
+    ),
+]
+RanksPerHostOption = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc-per-node",
+        min=1,
+        max=9999,
+        help="Ranks on each host; one per GPU, or one, by default.",
+    ),
+]
+HostfileOption = Annotated[
+    str | None,
+    typer.Option("--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style."),
+]
+IncludeOption = Annotated[
+    str | None, typer.Option("--include", "-i", help="Hosts and slots to use: host1:0,1@host2.")
+]
+ExcludeOption = Annotated[
+    str | None, typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")
+]
 
 
 @contextlib.contextmanager
@@ -150,36 +177,18 @@ def parse_port_range(range_text: str | None) -> tuple[int, int] | None:
     return int(first_port), int(last_port)
 
 
-def _launch_options_from_typed_values(
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            "--launcher",
-            help="auto, local, torchrun or mpi; the recipe's launch.launcher by default.",
-        ),
-    ] = None,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node",
-            min=1,
-            max=9999,
-            help="Ranks on each host; one per GPU, or one, by default.",
-        ),
-    ] = None,
-    hostfile: Annotated[
-        str | None,
-        typer.Option(
-            "--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style."
-        ),
-    ] = None,
-    include: Annotated[
-        str | None, typer.Option("--include", "-i", help="Hosts and slots to use: host1:0,1@host2.")
-    ] = None,
-    exclude: Annotated[
-        str | None, typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")
-    ] = None,
-) -> Any:
+def launch_options_from_typed_values(
+    launcher: str | None,
+    nproc_per_node: int | None,
+    hostfile: str | None,
+    include: str | None,
+    exclude: str | None,
+) -> "LaunchOptions":
+    """Return the values of the launch options of a verb.
+
+    Raises:
+        typer.BadParameter: `launcher` is a scheduler or no launcher.
+    """
     # Imported here, as in all verbs: `--help` must not load the planning.
     from ortlaunch.planning.world import LaunchOptions
 
@@ -189,32 +198,3 @@ def _launch_options_from_typed_values(
     return LaunchOptions(
         launcher, nproc_per_node, hostfile, include, exclude, typed=tuple(sys.argv)
     )
-
-
-def add_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Replace a verb's parameter `options` by the options for launcher, hosts and ranks."""
-    shared_parameters = inspect.signature(_launch_options_from_typed_values).parameters
-    verb_parameters = inspect.signature(verb).parameters
-
-    # `wraps` keeps name and docstring, which Typer shows as verb and help.
-    @functools.wraps(verb)
-    def call_with_options(**arguments: Any) -> None:
-        options = _launch_options_from_typed_values(
-            **{name: arguments.pop(name) for name in shared_parameters}
-        )
-        verb(**arguments, options=options)
-
-    # The shared options replace `options` at its position, which is their position in --help.
-    all_parameters = [
-        parameter
-        for name in verb_parameters
-        for parameter in (
-            shared_parameters.values() if name == "options" else [verb_parameters[name]]
-        )
-    ]
-    # Typer reads both: the annotations and the signature.
-    call_with_options.__annotations__ = {
-        parameter.name: parameter.annotation for parameter in all_parameters
-    }
-    vars(call_with_options)["__signature__"] = inspect.Signature(all_parameters)
-    return call_with_options

@@ -2,22 +2,26 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ortlaunch.cli.options import (
+    ExcludeOption,
     FindingsAsJson,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
     Overrides,
     PortOption,
     PortsOption,
-    add_launch_options,
+    RanksPerHostOption,
+    launch_options_from_typed_values,
     parse_port_range,
     shipped_recipes,
 )
 
 
-@add_launch_options
 def doctor(
     recipe: Annotated[
         Path | None,
@@ -28,7 +32,11 @@ def doctor(
         ),
     ] = None,
     overrides: Overrides = None,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(
@@ -59,6 +67,7 @@ def doctor(
     from ortlaunch.doctor.finding import FAILED, findings_json, format_findings
     from ortlaunch.run.checkup import CheckupOptions, check_hosts_or_this_machine
 
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
     checkup_options = CheckupOptions(run_dir, device, interface, port, parse_port_range(ports))

@@ -5,24 +5,32 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ortlaunch.cli.options import (
+    ExcludeOption,
     FindingsAsJson,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
     Overrides,
     PortOption,
     PortsOption,
-    add_launch_options,
+    RanksPerHostOption,
+    launch_options_from_typed_values,
     parse_port_range,
 )
 
 
-@add_launch_options
 def selftest(
     overrides: Overrides = None,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     port: PortOption = 0,
     ports: PortsOption = None,
     folder: Annotated[
@@ -50,6 +58,7 @@ def selftest(
     from ortlaunch.commands.selftest import check_hosts_and_train_with_each_launcher as run
     from ortlaunch.doctor.finding import FAILED, findings_json, summarize_findings
 
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     # Exits as after Ctrl-C: `finally` blocks end all that was started, and cancel a Slurm job.
     for signal_number in signals_to_handle((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(signal_number, lambda received_signal, _: sys.exit(128 + received_signal))

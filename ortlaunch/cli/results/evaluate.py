@@ -1,17 +1,26 @@
 """`ortlaunch evaluate`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.output import continue_without_output
-from ortlaunch.cli.options import CheckpointStepOption, DryRun, Overrides, add_launch_options
+from ortlaunch.cli.options import (
+    CheckpointStepOption,
+    DryRun,
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    Overrides,
+    RanksPerHostOption,
+    launch_options_from_typed_values,
+)
 from ortlaunch.cli.runs.status import resolve_run_folder_and_print_if_by_name
 
 
-@add_launch_options
 def evaluate(
     run: Annotated[
         Path,
@@ -35,7 +44,11 @@ def evaluate(
     as_json: Annotated[
         bool, typer.Option("--json", help="For a MODEL: print the results as JSON.")
     ] = False,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Compute loss and metrics of a run's checkpoint, or of a model, on data.evaluation. The
@@ -44,6 +57,7 @@ def evaluate(
     from ortlaunch.api import foreground
     from ortlaunch.api.models import evaluate_model
 
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     # Options that are only for the other kind of argument are refused, not ignored.
     if evaluate_model.is_model_path(run):
         _refuse_option(

@@ -2,15 +2,23 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ortlaunch.base.output import continue_without_output
-from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
+from ortlaunch.cli.options import (
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    Overrides,
+    RanksPerHostOption,
+    RecipePath,
+    launch_options_from_typed_values,
+)
 
 
-@add_launch_options
 def bench(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -50,7 +58,11 @@ def bench(
     picture: Annotated[
         bool, typer.Option("--picture/--no-picture", help="bench.png (needs matplotlib).")
     ] = True,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
 ) -> None:
     """Measure engines and options side by side: speed, memory, time to first step, and parity with
     plain PyTorch."""
@@ -58,6 +70,7 @@ def bench(
     from ortlaunch.bench.measure import MeasurementLength
     from ortlaunch.resolve.resolve import load_and_resolve_recipe
 
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     profile_override = ["log.profile_steps=[1,6]"] if profile else []
     resolved_run = load_and_resolve_recipe(
         recipe, (*(overrides or ()), *profile_override), options, os.environ

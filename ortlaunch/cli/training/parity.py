@@ -1,26 +1,41 @@
 """`ortlaunch parity`."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, add_launch_options
+from ortlaunch.cli.options import (
+    DryRun,
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    Overrides,
+    RanksPerHostOption,
+    RecipePath,
+    RunDirOption,
+    launch_options_from_typed_values,
+)
 from ortlaunch.cli.training.train import train_or_print_dry_run_and_exit
 
 
-@add_launch_options
 def parity(
     recipe: RecipePath,
     overrides: Overrides = None,
     steps: Annotated[
         int, typer.Option("--steps", min=1, help="Steps to compare, with optimizer steps between.")
     ] = 3,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     run_dir: RunDirOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Compare a recipe's engine with plain PyTorch: loss and every gradient; exit status 1 if they
     differ."""
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     options = options._replace(task="parity")
     # Last, so that --steps wins over an override of the same key.
     train_or_print_dry_run_and_exit(

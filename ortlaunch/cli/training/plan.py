@@ -1,18 +1,30 @@
 """`ortlaunch plan`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
+from ortlaunch.cli.options import (
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    Overrides,
+    RanksPerHostOption,
+    RecipePath,
+    launch_options_from_typed_values,
+)
 
 
-@add_launch_options
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     json: Annotated[
         bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")
     ] = False,
@@ -39,6 +51,7 @@ def plan(
     from ortlaunch.base.output import output_columns
     from ortlaunch.base.units import wrap_long_lines_except_commands
 
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     planned_run = resolve_run_for_planning(recipe, tuple(overrides or ()), options, {})
     if predict:
         planned_run.predict_step_cost_of_all_engines_into_cache()

@@ -8,7 +8,16 @@ import typer
 import ortlaunch
 from ortlaunch.base.output import continue_without_output
 from ortlaunch.cli.hints import Verb, Verbs
-from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
+from ortlaunch.cli.options import (
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    Overrides,
+    RanksPerHostOption,
+    RecipePath,
+    launch_options_from_typed_values,
+)
 
 
 class _SweepVerbs(Verbs):
@@ -33,11 +42,14 @@ Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the sw
 
 
 @app.command(cls=Verb, short_help="Run the trials of a recipe's section sweep, or continue them.")
-@add_launch_options
 def run(
     recipe: RecipePath,
     overrides: Overrides = None,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(
@@ -49,6 +61,7 @@ def run(
     """Run the trials of a recipe's section sweep; the same command continues them."""
     from ortlaunch.api import foreground
 
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     # A sweep must not end because the reader of its output has.
     continue_without_output()
     raise typer.Exit(

@@ -10,19 +10,27 @@ from ortlaunch.base.output import continue_without_output
 from ortlaunch.cli.options import (
     AllowOption,
     DryRun,
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
     Overrides,
+    RanksPerHostOption,
     RecipePath,
     ResumeOption,
     RunDirOption,
-    add_launch_options,
+    launch_options_from_typed_values,
 )
 
 
-@add_launch_options
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    options: Any = None,
+    launcher: LauncherOption = None,
+    nproc_per_node: RanksPerHostOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
     run_dir: RunDirOption = None,
     resume: ResumeOption = "auto",
     allow: AllowOption = None,
@@ -37,6 +45,7 @@ def train(
     dry_run: DryRun = False,
 ) -> None:
     """Train a recipe."""
+    options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     profiled = []
     if profile_steps is not None:
         profiled = [f"log.profile_steps=[{','.join(filter(None, profile_steps.split(':')))}]"]

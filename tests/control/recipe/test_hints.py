@@ -20,9 +20,10 @@ FAMILIES = {"recipes", "data", "device", "sweep"}
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--num-gpus 4", "--num-gpus; use --nproc-per-node 4"),
-        ("--num_gpus=4", "--num_gpus; use --nproc-per-node 4"),
-        ("--nproc_per_node 4", "--nproc_per_node; write --nproc-per-node"),
+        (
+            "--num-gpus 4",
+            "--num-gpus; give a key of the recipe without dashes: launch.processes_per_node=VALUE",
+        ),
         (
             "--resume_from_checkpoint x",
             "Hugging Face's resume_from_checkpoint; use the command line option "
@@ -30,32 +31,29 @@ FAMILIES = {"recipes", "data", "device", "sweep"}
         ),
         (
             "--max_steps=5",
-            "--max_steps; give a key of the recipe without dashes: train.max_steps=5",
+            "--max_steps; give a key of the recipe without dashes: train.max_steps=VALUE",
         ),
         (
             "--max-steps 5",
-            "--max-steps; give a key of the recipe without dashes: train.max_steps=5",
+            "--max-steps; give a key of the recipe without dashes: train.max_steps=VALUE",
         ),
         (
-            "--train.max_steps=5",
-            "--train.max_steps; give a key of the recipe without dashes: train.max_steps=5",
+            "--train.max_steps=VALUE",
+            "--train.max_steps; give a key of the recipe without dashes: train.max_steps=VALUE",
         ),
         (
             "--learning-rate 0.1",
-            "give a key of the recipe without dashes: optimizer.learning_rate=0.1",
-        ),
-        (
-            # `name=x` is an override, not the value of --lr: the hint shows VALUE.
-            "--lr name=x",
             "give a key of the recipe without dashes: optimizer.learning_rate=VALUE",
         ),
-        ("--seed 4", "give a key of the recipe without dashes: seed=4"),
+        ("--lr 1", "give a key of the recipe without dashes: optimizer.learning_rate=VALUE"),
+        ("--max_stps=5", "give a key of the recipe without dashes: train.max_steps=VALUE"),
+        ("--seed 4", "give a key of the recipe without dashes: seed=VALUE"),
         ("--bf16", "--bf16; Hugging Face's bf16; use precision: bf16"),
         (
             "--config x.yaml",
-            "give the recipe without an option, as in `ortlaunch train RECIPE`",
+            "give the recipe without an option",
         ),
-        ("--partition gpu", "give a key of the recipe without dashes: submit.partition=gpu"),
+        ("--partition gpu", "give a key of the recipe without dashes: submit.partition=VALUE"),
     ],
 )
 def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
@@ -67,50 +65,36 @@ def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch:
     assert len(ended.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("typed", ["--nproc-per-nod", "--zork", "--out", "-n"])
-def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None:
-    """A misspelt or unknown option without a hint gets typer's own message."""
-    assert f"No such option: {typed}" in ortlaunch("plan", "good.yaml", typed).err
+@pytest.mark.parametrize(
+    ("typed", "options"),
+    [
+        ("--nproc-per-nod", "--nproc-per-node"),
+        ("--nproc_per_node", "--nproc-per-node"),
+        ("--zork", ""),
+        ("--out", ""),
+        ("-n", ""),
+    ],
+)
+def test_a_mistyped_option_names_the_nearest_one(typed: str, options: str, ortlaunch: Run) -> None:
+    """Typer answers a misspelt option with the nearest ones, and an unknown one without."""
+    ended = ortlaunch("plan", "good.yaml", typed)
+    assert (ended.status, ended.out) == (2, "")
+    assert f"No such option: {typed}" in ended.err
+    assert options in ended.err
 
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        (
-            "eval runs/x",
-            "no such command: eval; the nearest is ortlaunch evaluate RUN_FOLDER; train evaluates",
-        ),
-        (
-            "convert runs/x",
-            "no such command: convert; the nearest is ortlaunch export RUN_FOLDER; every training",
-        ),
-        (
-            "resume runs/x",
-            "the nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER",
-        ),
-        (
-            "good.yaml seed=3",
-            "no such command: good.yaml; to train it: ortlaunch train good.yaml seed=3",
-        ),
-        ("trian good.yaml", "ortlaunch: no such command: trian; did you mean train or ranks?\n"),
-        (
-            "vlaidate good.yaml",
-            "ortlaunch: no such command: vlaidate; did you mean validate or evaluate?\n",
-        ),
-        (
-            "recipes lst",
-            "ortlaunch: no such command: lst of ortlaunch recipes; did you mean list?\n",
-        ),
-        (
-            # Like no verb: all verbs are listed.
-            "zzz",
-            "ortlaunch: no such command: zzz; commands: validate, import, plan, train, parity, "
-            "bench, ",
-        ),
+        ("eval runs/x", "No such command 'eval'. Did you mean 'evaluate'?"),
+        ("trian good.yaml", "No such command 'trian'. Did you mean 'train'"),
+        ("vlaidate good.yaml", "No such command 'vlaidate'. Did you mean 'validate'"),
+        ("recipes lst", "No such command 'lst'. Did you mean 'list'?"),
+        ("zzz", "No such command 'zzz'."),
     ],
 )
-def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
-    """A verb of another tool, a recipe without a verb and a misspelt verb get a hint."""
+def test_a_mistyped_verb_names_the_nearest_one(typed: str, hint: str, ortlaunch: Run) -> None:
+    """Typer answers a misspelt verb with the nearest ones."""
     ended = ortlaunch(*typed.split())
     assert (ended.status, ended.out) == (2, "")
     assert hint in ended.err
@@ -151,14 +135,9 @@ def test_the_verbs_are_grouped(ortlaunch: Run) -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "bench", "status", "recipes"])
-def test_help_has_an_example_and_no_types_of_python(verb: str, ortlaunch: Run) -> None:
-    """The help of a verb has an example, and names values NUMBER, PATH or TEXT."""
-    shown = ortlaunch(verb, "--help").out
-    assert f"Example: ortlaunch {verb}" in shown
-    # click's own forms of types and ranges.
-    assert "<" not in shown
-    assert "x>=" not in shown
-    assert "[[" not in shown
+def test_help_has_an_example(verb: str, ortlaunch: Run) -> None:
+    """The help of a verb has an example."""
+    assert f"Example: ortlaunch {verb}" in ortlaunch(verb, "--help").out
 
 
 def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -190,16 +169,10 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
             "train good.yaml --launcher slurm",
             "that is a scheduler: ortlaunch submit RECIPE --scheduler NAME",
         ),
-        (
-            # torchrun accepts `auto` here.
-            "train good.yaml --nproc-per-node=auto",
-            "got auto; give a number, 1 or more; the default is one rank per",
-        ),
-        ("train good.yaml --nproc-per-node", "got nothing; give a number, 1 or more"),
-        ("train good.yaml --nproc-per-node=0", "got 0; give a number, 1 or more"),
-        ("parity good.yaml --steps 0", "'--steps': it must be greater than or equal to 1"),
-        ("parity good.yaml --steps x", "'--steps': it must be a valid integer"),
-        ("report x --out y.html", "no such option: --out; write --to"),
+        ("train good.yaml --nproc-per-node", "'--nproc-per-node' requires an argument"),
+        ("train good.yaml --nproc-per-node=auto", "'--nproc-per-node'"),
+        ("parity good.yaml --steps 0", "'--steps'"),
+        ("report x --out y.html", "No such option: --out (Possible options: --to)"),
         ("validate good_yaml", "no such file; did you mean good.yaml?"),
         ("validate good.yml", "no such file; did you mean good.yaml?"),
         ("validate good", "good: no such file; did you mean good.yaml?"),
