@@ -13,7 +13,7 @@ from ortlaunch.bench.measure import (
     measure_variants_and_build_report,
     resolve_variants_or_refuse_if_none_can_run,
 )
-from ortlaunch.bench.picture import draw_and_write_bench_picture, require_matplotlib
+from ortlaunch.bench.picture import require_matplotlib, write_bar_chart_as_png
 from ortlaunch.bench.report import (
     FAILED_STATE,
     MEASURED_STATE,
@@ -22,8 +22,16 @@ from ortlaunch.bench.report import (
     passes_parity,
 )
 from ortlaunch.bench.variants import ENGINES
+from ortlaunch.launch.record import current_time_iso
+from ortlaunch.report import bench_page_html
+from ortlaunch.report.charts import bar_chart
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_json_or_raise_damaged,
+    write_json_atomically,
+    write_text_atomically,
+)
 from ortlaunch.run_folder.profile_record import profile_text_lines
 
 
@@ -60,19 +68,22 @@ def measure_print_and_write_bench_and_cache_engine(
     variant_rows = bench_report["variants"]
     write_json_atomically(bench_folder / "bench.json", bench_report)
     written_paths = [bench_folder / "bench.json"]
+    table_text = bench_table_and_notes_text(variant_rows)
     measured_rows = [row for row in variant_rows if row["state"] == MEASURED_STATE]
-    if draws_picture and measured_rows:
-        draw_and_write_bench_picture(
-            measured_rows,
-            bench_picture_title(resolved_run, bench_report),
-            bench_folder / "bench.png",
-        )
-        written_paths.append(bench_folder / "bench.png")
+    if measured_rows:
+        title = bench_picture_title(resolved_run, bench_report)
+        chart = bar_chart(measured_rows, title)
+        written_paths.append(bench_folder / "bench.html")
+        page = bench_page_html(title, chart, table_text, current_time_iso())
+        write_text_atomically(written_paths[-1], page)
+        if draws_picture:
+            written_paths.append(bench_folder / "bench.png")
+            write_bar_chart_as_png(chart, written_paths[-1])
     print(
         "\n".join(
             [
                 "",
-                bench_table_and_notes_text(variant_rows),
+                table_text,
                 *fastest_variant_and_caveat_lines(variant_rows),
                 f"written: {', '.join(map(str, written_paths))}",
             ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import human_bytes
-from ortlaunch.report.curves import CHART_AREA
 from ortlaunch.report.records import Record, read_run_records_or_refuse
 from ortlaunch.report.sections import report_page_values
 from ortlaunch.report.tables import formatted_cell_value
@@ -51,17 +53,24 @@ def report_page_html(
     run_records: Sequence[Record], creation_time_text: str, sweep_picture: Picture | None = None
 ) -> str:
     """Return the page as text."""
-    return _load_report_template().render(
-        report_page_values(run_records),
-        **CHART_AREA,
-        version=__version__,
-        now=creation_time_text,
-        sweep=sweep_picture,
+    return (
+        _page_environment()
+        .get_template("page.html")
+        .render(report_page_values(run_records), now=creation_time_text, sweep=sweep_picture)
+    )
+
+
+def bench_page_html(title: str, chart: Json, table_text: str, creation_time_text: str) -> str:
+    """Return the page of a bench: its bar chart and its table."""
+    return (
+        _page_environment()
+        .get_template("bench.html")
+        .render(title=title, chart=chart, table=table_text, now=creation_time_text)
     )
 
 
 @functools.cache
-def _load_report_template() -> Template:
+def _page_environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("ortlaunch", "report"),
         # Recipes and errors contain text of users and of other programs.
@@ -69,11 +78,14 @@ def _load_report_template() -> Template:
         finalize=_text_with_control_characters_escaped,
         trim_blocks=True,
         lstrip_blocks=True,
-        # A misspelt name in page.html raises instead of leaving a blank.
+        # A misspelt name in a template raises instead of leaving a blank.
         undefined=StrictUndefined,
     )
     environment.filters.update(cell=formatted_cell_value, human=human_bytes)
-    return environment.get_template("page.html")
+    script = (Path(__file__).parent / "charts.js").read_text(encoding="utf-8")
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals.update(version=__version__, script=Markup(script), script_hash=script_hash)
+    return environment
 
 
 def _text_with_control_characters_escaped(value: object) -> object:

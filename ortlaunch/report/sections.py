@@ -13,7 +13,7 @@ from markupsafe import Markup
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import clock_duration, count_with_noun, human_bytes
 from ortlaunch.recipe.text.source_location import path_and_leaf_value_pairs
-from ortlaunch.report.curves import Curve, chart_values_or_none
+from ortlaunch.report.charts import Curve, line_chart_or_none
 from ortlaunch.report.records import (
     Record,
     finite_number_or_none,
@@ -204,7 +204,7 @@ def _charts_of_logged_metrics(run_records: Sequence[Record]) -> list[dict[str, o
         clipping_text = " before clipping" if name == "gradient_norm" and is_clipped else ""
         metric = METRICS.get(name.removeprefix("evaluation_"))
         charts.append(
-            chart_values_or_none(
+            line_chart_or_none(
                 title + clipping_text,
                 curves,
                 begins_at_zero,

@@ -25,6 +25,7 @@ from ortlaunch.bench.variants import (
     variants_of_engines_and_varied_keys,
 )
 from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.report.charts import bar_chart
 from tests.control.benches import player, resolved, rows
 from tests.makers import BERT, WORDS
 
@@ -209,7 +210,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         MissingDependency,
-        match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture',
+        match=r'pip install "ortlaunch\[bench\]", or leave --picture out',
     ):
         command.measure_print_and_write_bench_and_cache_engine(
             resolved(), ["eager"], (), MeasurementLength(), None, draws_picture=True
@@ -221,9 +222,8 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     """The plot is written as a PNG."""
     pytest.importorskip("matplotlib")
-    picture.draw_and_write_bench_picture(
-        rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title", tmp_path / "x.png"
-    )
+    chart = bar_chart(rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title")
+    picture.write_bar_chart_as_png(chart, tmp_path / "x.png")
     # The signature of a PNG file.
     assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

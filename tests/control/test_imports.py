@@ -214,6 +214,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "diagnose",
             "run_folder",
             "resolve",
+            "report",
             "bench",
         },
         {"matplotlib"},
@@ -286,7 +287,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         },
         set(),
     ),
-    "search": ({"base.errors", "recipe", "run_folder", "search"}, set()),
+    "search": ({"base.errors", "base.json_types", "recipe", "run_folder", "search"}, set()),
     "search.study": (
         {"base.errors", "recipe", "search"},
         {"optuna"},

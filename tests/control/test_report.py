@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
+import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,7 @@ from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.report import write_report_page
-from ortlaunch.report.curves import axis_label, extremes_of_point_buckets, round_axis_tick_values
+from ortlaunch.report.charts import thinned_points
 from ortlaunch.run_folder.cause_text import advice_for_failure
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -29,11 +34,12 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.run_folder.profile_record import Profile
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.run_folder.verdict import Verdict
-from ortlaunch.search.parallel import Axis, Picture, TrialLine
+from ortlaunch.search.parallel import Picture
 from ortlaunch.started_runs.diagnosis import diagnose_run
 from ortlaunch.started_runs.runs_table import runs_table_text
 from ortlaunch.started_runs.status import read_status
 from ortlaunch.tables.metrics import METRICS
+from tests import labs
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
 
 # Would end a table cell and run a script if it were not escaped.
@@ -79,6 +85,100 @@ def page(*runs: Path, to: Path) -> ElementTree.Element:
     return ElementTree.fromstring(write_report_page(runs, to, "now").read_text(encoding="utf-8"))
 
 
+def figures(tree: ElementTree.Element) -> list[dict[str, Any]]:
+    """Return what charts.js draws on a page."""
+    return [json.loads("".join(figure.itertext())) for figure in tree.iter("figure")]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ElementTree.Element]:
+    """Return the charts that Chromium draws of a page of two runs and a sweep, by their titles."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        labs.skip("Chromium is not installed")
+    folder = tmp_path_factory.mktemp("drawn")
+    shares = {"evaluation_loss": 1.0, "evaluation_f1_macro": 1.0}
+    long = [
+        {**line, "loss": 1000.0 if n == 1 else 2.0} for n, line in enumerate(steps(*[1.0] * 60))
+    ]
+    runs = [
+        made(folder / "a" / HOSTILE.replace("/", ""), [*long, {"step": 10, **shares}]),
+        made(folder / "b" / "run", steps(4.0, None, 1.5e-4)),
+    ]
+    marks = {
+        "optimizer.learning_rate": [(1e-4, "0.0001"), (1e-2, "0.01")],
+        "loss": [(1, "1"), (2, HOSTILE)],
+    }
+    axes = [{"name": name, "log": name != "loss", "marks": each} for name, each in marks.items()]
+    lines = [{"best": best, "text": HOSTILE, "values": {"optimizer.learning_rate": 1e-3, "loss": 2}}
+             for best in (False, True)]  # fmt: skip
+    sweep = Picture(
+        {"kind": "parallel", "title": "Trials", "axes": axes, "lines": lines},
+        [],
+        [],
+        "loss",
+        (),
+        [],
+    )
+    path = write_report_page(runs, folder / "r.html", "now", sweep)
+    shown = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+         "--disable-background-networking", f"--user-data-dir={folder / 'profile'}", "--dump-dom",
+         path.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    charts = re.findall(
+        r"(?s)<(?:h3>(.*?)</h3|div class=\"(scroll)\")><figure>.*?(<svg.*?</svg>)", shown.stdout
+    )
+    # alert() of a planted script would have no result; an element of it would.
+    assert "<script>alert" not in shown.stdout
+    return {heading or other: ElementTree.fromstring(svg) for heading, other, svg in charts}
+
+
+def texts(svg: ElementTree.Element, tag: str = "text") -> list[str]:
+    return [each.text or "" for each in svg.iter(tag)]
+
+
+def paths(svg: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return [each for each in svg.iter("path") if each.get("class") == name]
+
+
+def test_a_browser_draws_lines(drawn: dict[str, ElementTree.Element]) -> None:
+    """A line for each run, marks of the axes, values under the pointer and resumed starts."""
+    (loss,) = [drawn[title] for title in drawn if title.startswith("Loss")]
+    # Values from 1.5e-4 to 1,000, whose median is 2, have a logarithmic axis.
+    assert any(title.startswith("Loss") and title.endswith("(logarithmic)") for title in drawn)
+    assert [text for text in texts(loss) if text != "step"] == [
+        "0.001", "0.01", "0.1", "1", "10", "100", "1,000", "0", "200", "400", "600"]  # fmt: skip
+    titles = texts(loss, "title")
+    (label,) = [title.partition(": a later")[0] for title in titles[:1]]
+    assert HOSTILE.replace("/", "") in label
+    assert titles[0].endswith(": a later start went on after step 20")
+    assert f"step 10\n{label}: 2\nrun: 4\n{label}, evaluation: 1" in titles
+    # A step without a value interrupts the line of the second run.
+    by_run = [path for path in paths(loss, "curve") if path.get("stroke") == "var(--run1)"]
+    assert [path.get("d", "").count("L") for path in by_run] == [1, 0, 0]
+    assert paths(drawn["Learning rate"], "axis")
+    assert "5e-5" not in texts(loss)
+
+
+def test_the_axis_of_a_share_ends_at_one(drawn: dict[str, ElementTree.Element]) -> None:
+    """The axis of values of a share has no mark above 1."""
+    marks = [float(text) for text in texts(drawn["Evaluation f1 macro"])[:-3]]
+    assert max(marks) == 1
+
+
+def test_a_browser_draws_parallel_coordinates(drawn: dict[str, ElementTree.Element]) -> None:
+    """A line for each trial over the axes, of which logarithmic ones have equal decades."""
+    picture = drawn["scroll"]
+    assert [line.get("class") for line in paths(picture, "curve")] == ["curve"]
+    # 1e-3 is in the middle of 1e-4 and 1e-2.
+    assert [line.get("d") for line in paths(picture, "curve best")] == ["M100 138L790 26"]
+    # Long names of fields are two lines, so that those of neighbouring axes do not overlap.
+    assert texts(picture) == [
+        "optimizer", "learning_rate", "0.0001", "0.01", "loss", "1", HOSTILE]  # fmt: skip
+
+
 def row(tree: ElementTree.Element, name: str) -> list[str]:
     """Return the cells of a table's row."""
     (cells,) = [
@@ -110,14 +210,14 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
         verdict="done: all",
     )
     tree = page(run, to=tmp_path / "r.html")
-    charts = [chart.get("aria-label") for chart in tree.iter("svg")]
     # The evaluation's loss is in the chart of the training's.
-    assert charts == ["Loss", "Learning rate"]
-    titles = ["".join(title.itertext()) for title in tree.iter("title")]
-    assert {"step 20\none: 2", "step 30\none: 1\none, evaluation: 1.5"} <= set(titles)
+    assert [chart["title"] for chart in figures(tree)] == ["Loss", "Learning rate"]
+    training, evaluation = figures(tree)[0]["curves"]
+    assert (training["points"], training["part"]) == ([[10, 3.0], [20, 2.0], [30, 1.0]], "")
+    assert (evaluation["points"], evaluation["part"]) == ([[30, 1.5]], "evaluation")
+    assert training["starts"] == [20]
     headings = [heading.text for heading in tree.iter("h2")]
     assert headings[:2] == ["Curves", "Results"]
-    assert "one: a later start went on after step 20" in titles
     # Planned and measured.
     assert row(tree, "peak") == ["8 B", "2.0 KiB"]
     assert row(tree, "1") == ["0", "25", "5", "a rank failed"]
@@ -204,12 +304,8 @@ def test_shares_and_classes(tmp_path: Path) -> None:
         RunDir(folder).confusion, {"classes": ["red", HOSTILE, "blue"], "counts": counts}
     )
     tree = page(folder, to=tmp_path / "r.html")
-    (chart,) = [
-        each for each in tree.iter("svg") if each.get("aria-label") == "Evaluation f1 macro"
-    ]
-    # Marks of the axis of values are at the left.
-    marks = [text.text for text in chart.iter("text") if float(text.get("x") or 0) < 60]
-    assert max(float(mark or 0) for mark in marks if mark != "step") == 1
+    (chart,) = [each for each in figures(tree) if each["title"] == "Evaluation f1 macro"]
+    assert chart["share"]
     # Samples, precision, recall, F1, and the row of the table.
     assert row(tree, "red") == ["4", "1.000", "0.750", "0.857", "3", "1", "0"]
     assert row(tree, HOSTILE) == ["2", "0.667", "1.000", "0.800", "0", "2", "0"]
@@ -242,7 +338,7 @@ def test_the_page_has_the_profile(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
-    """No text of a run becomes markup, no script or network is allowed, and secrets are absent."""
+    """No text of a run becomes markup, no script but ours may run, and secrets are absent."""
     run = made(
         tmp_path / "<b>&",
         steps(1.0),
@@ -250,13 +346,18 @@ def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
         launch={"env": {"MY_API_KEY": "secret", "A": HOSTILE}},
     )
     tree = page(run, to=tmp_path / "r.html")
-    assert {each.tag for each in tree.iter()} & {"script", "b", "img", "link", "iframe"} == set()
+    assert {each.tag for each in tree.iter()} & {"b", "img", "link", "iframe"} == set()
+    scripts = [each for each in tree.iter("script") if each.get("type") != "application/json"]
+    assert len(scripts) == 1
+    text = (tmp_path / "r.html").read_text()
+    (script,) = re.findall(r"(?s)<script>(.*?)</script>", text)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
     assert {name for each in tree.iter() for name in each.attrib} & {
         "src",
         "href",
         "onload",
     } == set()
-    assert "default-src 'none'" in (tmp_path / "r.html").read_text()
     assert HOSTILE in "".join(tree.itertext())
     assert "secret" not in "".join(tree.itertext())
 
@@ -271,8 +372,9 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert row(tree, "training loss") == ["2", "1"]
     assert row(tree, "optimizer.learning_rate") == ["0.1", "0.5"]
     assert "optimizer.name" not in [line[0].text for line in tree.iter("tr")]
-    assert "step 10\na/run: 3\nb/run: 4" in [
-        "".join(title.itertext()) for title in tree.iter("title")
+    assert [(curve["run"], curve["index"]) for curve in figures(tree)[0]["curves"]] == [
+        ("a/run", 0),
+        ("b/run", 1),
     ]
 
 
@@ -299,30 +401,24 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def test_a_sweep(tmp_path: Path) -> None:
-    """The page of a sweep is named after it, and its best trial is the one thick line, with values."""
+    """The page of a sweep is named after it, and its best trial is the one thick line."""
     runs = [made(tmp_path / name, steps(1.0)) for name in ("0000", "0001")]
-    axis = Axis(70.0, "optimizer.learning_rate", [(12.0, "0.1"), (250.0, "0.001")])
-    lines = [
-        TrialLine([(70.0, 20.0)], False, "trial 1: loss 2"),
-        TrialLine([(70.0, 200.0)], True, "trial 0: loss 1"),
-    ]
     # A narrow window shows the values of all runs below each other, with their names.
     cells = [one.get("data-run") for one in page(*runs, to=tmp_path / "r.html").iter("td")]
     assert cells[:2] == ["0000", "0001"]
     head = ("trial", "state", "steps", "loss")
     table = [("0000", "complete", 10, 1.0), ("0001", "pruned", 5, None)]
-    drawn = Picture([axis], lines, [("optimizer.learning_rate", 1.0)], "loss", head, table)
+    figure = {"kind": "parallel", "axes": [], "lines": [{}]}
+    best_lines = [("trial 0: loss 1", "")]
+    importances = [("optimizer.learning_rate", 1.0)]
+    drawn = Picture(figure, best_lines, importances, "loss", head, table)
     text = write_report_page(runs, tmp_path / "r.html", "now", drawn).read_text()
     assert f"<h1>{recipe().name}: sweep of 2 trials</h1>" in text
     assert "Thick line, the best: trial 0: loss 1<" in text
-    assert text.count('class="curve best"') == 1
     assert row(ElementTree.fromstring(text), "0001") == ["pruned", "5", "-"]
-    lines[1] = lines[1]._replace(tie="trial 1 has exactly the same result")
+    best_lines[0] = ("trial 0: loss 1", "trial 1 has exactly the same result")
     tied = write_report_page(runs, tmp_path / "r.html", "now", drawn).read_text()
     assert "Thick line: trial 0: loss 1; trial 1 has exactly the same result<" in tied
-    # Long names of fields are two lines, so that those of neighbouring axes do not overlap.
-    assert ">optimizer</text>" in text
-    assert ">learning_rate</text>" in text
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -357,10 +453,7 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     points = [(float(x), 1.0) for x in range(100_000)]
     # One spike among 100,000 points.
     points[77_777] = (77_777.0, 9.0)
-    drawn = extremes_of_point_buckets(points)
-    # At most two points for each of 400 pieces, and the ends.
+    drawn = thinned_points(points)
+    # At most two points for each of 400 pieces.
     assert len(drawn) < 1000
     assert (77_777.0, 9.0) in drawn
-    assert round_axis_tick_values(0, 600, 4) == [0, 200, 400, 600]
-    assert [axis_label(each) for each in (0, 5e-5, 1.5e-4, 0.0125, 12.5, -2500)] == [
-        "0", "5e-5", "1.5e-4", "0.0125", "12.5", "-2,500"]  # fmt: skip

@@ -86,7 +86,7 @@ def test_a_run_is_controlled(here: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "done" in (done.path / "output.txt").read_text().splitlines()[-2]
     assert "step 10/10" in "".join(done.logs())
     assert done.diagnose().kind == "ended-well"
-    assert "&lt;svg" in done._repr_html_()
+    assert "&lt;figure" in done._repr_html_()
     assert ortlaunch.runs()[0].path.samefile(done.path)
     assert capfd.readouterr() == ("", "")
 

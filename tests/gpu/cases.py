@@ -175,7 +175,6 @@ def _bench(
         "--rounds=1",
         f"--steps={form.steps}",
         "--one-at-a-time",
-        "--no-picture",
         f"--out={FOLDER}/bench",
     )
     varied = (f"--vary={vary}",) if vary else ()

@@ -22,8 +22,8 @@ from tests.launch.tiny import ORTLAUNCH, noting_opens, opened, ortlaunch, proces
 from tests.makers import CUSTOM
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-# A bench without matplotlib fails unless the picture is switched off.
-PICTURE = () if HAS_MATPLOTLIB else ("--no-picture",)
+# A bench with --picture and without matplotlib fails.
+PICTURE = ("--picture",) if HAS_MATPLOTLIB else ()
 MODULE = """
 import os, time, torch
 
@@ -64,8 +64,7 @@ def bench(
     folder: Path, *words: str, timeout: float = 240, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `ortlaunch bench recipe.yaml` into the folder's out/, with a cache of its own."""
-    options = ("--out=out", *(() if "--no-picture" in words else PICTURE))
-    command = ("bench", "recipe.yaml", *words, *options)
+    command = ("bench", "recipe.yaml", *words, "--out=out")
     return ortlaunch(
         folder, *command, timeout=timeout, **{"ORTLAUNCH_CACHE": own_cache(folder), **environ}
     )
@@ -96,7 +95,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "recipe.yaml").write_text("extends: base.yaml\n")
     ended = bench(
     # {fails: 9} fails in its second turn, {depth: 3} is no argument of the model.
-        folder, "--engines=eager", "--rounds=3", "--steps=2", "--profile",
+        folder, *PICTURE, "--engines=eager", "--rounds=3", "--steps=2", "--profile",
         "--vary=model.arguments={width: 8},{width: 64},{width: 64, fails: 9},{depth: 3}", **noting_opens(folder),
     )  # fmt: skip
     # Status 1, because variants failed.
@@ -182,7 +181,7 @@ def test_the_table(measured: tuple[Path, str]) -> None:
     assert f"{first['seconds']['median']:.4g}" in lines[head + 1]
     assert lines[head + 1].endswith("reference  1.00 x")
     assert lines[head + 2].startswith(second["name"])
-    assert any(line.startswith("written: out/bench.json") for line in lines)
+    assert any(line.startswith("written: out/bench.json, out/bench.html") for line in lines)
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
@@ -219,7 +218,7 @@ def test_a_stopped_bench_leaves_no_process(number: int, tmp_path: Path) -> None:
         "--engines=eager",
         "--rounds=100000",
     ]
-    words = ["--vary=seed=1,2", "--no-picture", f"--out={tmp_path / 'out'}"]
+    words = ["--vary=seed=1,2", f"--out={tmp_path / 'out'}"]
     process = subprocess.Popen(
         [*command, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "ORTLAUNCH_CACHE": own_cache(tmp_path)},
@@ -276,7 +275,6 @@ def test_one_at_a_time(tmp_path: Path) -> None:
         "--rounds=2",
         "--steps=1",
         "--one-at-a-time",
-        "--no-picture",
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = report_of(folder)["variants"]

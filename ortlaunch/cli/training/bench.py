@@ -56,8 +56,8 @@ def bench(
         Path | None, typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")
     ] = None,
     picture: Annotated[
-        bool, typer.Option("--picture/--no-picture", help="bench.png (needs matplotlib).")
-    ] = True,
+        bool, typer.Option("--picture", help="Also draw bench.png (needs matplotlib).")
+    ] = False,
     launcher: LauncherOption = None,
     nproc_per_node: RanksPerHostOption = None,
     hostfile: HostfileOption = None,

@@ -339,7 +339,10 @@ def test_a_bench_refreshes_what_auto_remembers(
     """A bench updates the stored choice, unless it is shorter than auto's own."""
     base = resolved()
     made = rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
-    figures = {"variants": made, "rounds": 3}
+    hardware = {"processor": "a CPU", "cores": 2, "gpus": []}
+    figures = {
+        "variants": made, "rounds": 3, "name": "tiny", "device": "cpu", "hardware": hardware,
+    }  # fmt: skip
     monkeypatch.setattr(command, "resolve_variants_or_refuse_if_none_can_run", lambda *_: [])
     monkeypatch.setattr(command, "measure_variants_and_build_report", lambda *_: figures)
     # Two steps are fewer than auto measures, three are enough.

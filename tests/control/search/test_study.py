@@ -166,7 +166,7 @@ def test_equal_results_are_a_tie(tmp_path: Path) -> None:
         study.record_trial_end(study.draw_trial_values_and_return_number(), "complete", [0.143791])
     (best,) = study.best_trials()
     made = parallel_coordinates_picture_of_trials(study.sweep, study.read_trials(), [best], {})
-    assert [line.tie for line in made.lines if line.is_best] == [
+    assert [tie for _, tie in made.best_lines] == [
         equal_result_sentence_or_empty(best, study.read_trials())
     ]
     assert study.field_importances_or_empty() == {}
@@ -190,13 +190,17 @@ def test_parallel_coordinates_and_importances(tmp_path: Path) -> None:
     made = parallel_coordinates_picture_of_trials(
         study.sweep, trials, study.best_trials(), study.field_importances_or_empty()
     )
-    assert [axis.name for axis in made.axes] == [*SPACE, "loss"]
+    axes, lines = made.figure["axes"], made.figure["lines"]
+    assert [axis["name"] for axis in axes] == [*SPACE, "loss"]
     (best,) = study.best_trials()
-    assert [line.is_best for line in made.lines] == [False] * 6 + [True]
-    assert made.lines[-1].text.startswith(f"trial {best.number}: loss ")
-    assert [len(line.points) for line in made.lines[-1:]] == [len(best.fields) + 1]
-    # The metric is the rate: the best trial is at the bottom of the metric's axis.
-    assert made.lines[-1].points[-1] == (made.axes[-1].x, made.bottom)
-    assert all(made.top <= y <= made.bottom for line in made.lines for _, y in line.points)
+    # The best line is the last one, above the others.
+    assert [line["best"] for line in lines] == [False] * 6 + [True]
+    assert lines[-1]["text"].startswith(f"trial {best.number}: loss ")
+    assert lines[-1]["values"].keys() == {*best.fields, "loss"}
+    # The metric is the rate: the best trial is at the lower end of the metric's axis.
+    assert lines[-1]["values"]["loss"] == axes[-1]["marks"][0][0]
+    assert [axis["log"] for axis in axes] == [
+        parameter.value_field == "log_uniform" for parameter in [*sweep.sweep.space.values()]
+    ] + [False]
     # Ends of the logarithmic axis.
-    assert made.axes[2].labels == [(made.bottom, "0.0001"), (made.top, "0.1")]
+    assert axes[2]["marks"] == [(0.0001, "0.0001"), (0.1, "0.1")]
