@@ -171,7 +171,7 @@ class Plan:
     name: str
     """The recipe's `name`."""
     task: str
-    """The ranks' task: train, parity, evaluate, bench, try or fabric (of `selftest`)."""
+    """The ranks' task: train, parity, evaluate, bench, try or fabric (of `doctor`)."""
     launcher: str
     """The launcher: local, torchrun or mpi; `inside`: a launcher of the user's own."""
     device: str

@@ -18,7 +18,7 @@ from ortlaunch.base.errors import HostfileError, InputError, OrtlaunchError, Rec
 from ortlaunch.base.file_errors import one_line_file_error_or_none
 from ortlaunch.base.output import output_columns, tolerate_lost_output_streams_within_block
 from ortlaunch.base.units import wrap_long_lines_except_commands
-from ortlaunch.cli.cluster import doctor, ranks, selftest, submit
+from ortlaunch.cli.cluster import doctor, ranks, submit
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.results import device, evaluate, export, generate
 from ortlaunch.cli.runs import diagnose, logs, report, status
@@ -32,7 +32,6 @@ _FOLDER_OPTIONS = {
     "bench": "--out",
     "import": "--to",
     "report": "--to",
-    "selftest": "--dir",
 }
 # In the order of the life of a run; `--help` sorts them by SUMMARIES.
 VERBS = (
@@ -58,7 +57,6 @@ VERBS = (
     report.report,
     doctor.doctor,
     ranks.ranks,
-    selftest.selftest,
     setup.setup,
     schema.schema,
     shipped.constraints,

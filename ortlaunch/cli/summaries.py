@@ -49,7 +49,6 @@ _GROUPS = {
             "my.yaml launch.nodes=2 --dry-run",
         ),
         "doctor": ("Check this machine or hosts before a run.", "--hostfile hosts"),
-        "selftest": ("Train a tiny model under each backend here.", "--hostfile hosts"),
         "ranks": ("Show which rank this process is.", ""),
         "hostfile": ("Print an example of a host file.", "> hosts"),
     },

@@ -1,5 +1,5 @@
 """The commands beside training.
 
-They evaluate, export, generate, prepare data, run the selftest, submit, compare plans, and serve
+They evaluate, export, generate, prepare data, submit, compare plans, and serve
 training on devices.
 """

@@ -26,8 +26,8 @@ class Finding:
     """For a host: `reached`, `interpreter`, `packages`, `alias`, `address`, `interface`, `port`,
     `udp`, `mtu`, `gpus`, `run folder`, `disk`, `temporary`, `clock`, `cpus`, `/dev/shm`, `open files`,
     `memlock`, `gpus idle` or `stale`. For this machine also `python`, `torch`, `ort`, `deepspeed`,
-    `mpi`, `nccl`, `cache`, `recipe` or `data`. For `selftest`: `matrix rate`, `link`, `all-reduce` or
-    `ranks`, and `train BACKEND`."""
+    `mpi`, `nccl`, `cache`, `recipe` or `data`. Of the ranks on the hosts: `matrix rate`, `link`,
+    `all-reduce` or `ranks`."""
     verdict: Literal["ok", "warning", "failed"]
     """`failed`: a run on this host would fail."""
     what: str

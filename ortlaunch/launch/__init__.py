@@ -44,7 +44,7 @@ class LaunchRequest(NamedTuple):
     # Whether the command forwards SIGUSR1 and SIGUSR2 to the ranks. If not, its children get them
     # directly.
     notifies_ranks: bool = True
-    # Whether SIGUSR1 ends the job even without `stop`. Used for trials and the selftest.
+    # Whether SIGUSR1 ends the job even without `stop`. Used for trials and the doctor.
     notice_ends: bool = False
     # How the ranks are requested to save and stop; None: they have nothing to save.
     stop: StopRequest | None = None

@@ -1,17 +1,25 @@
-"""The checks of `ortlaunch doctor`, on a host file's hosts, a Slurm job's, or this machine."""
+"""The checks of `ortlaunch doctor`, on a host file's hosts, a Slurm job's, or this machine.
+
+If the hosts are fit, ranks measure their compute rates and the links between them.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch.base import machine
-from ortlaunch.base.errors import PlanError, RunError, first_message_line
-from ortlaunch.doctor import hosts, this_host
-from ortlaunch.doctor.finding import FAILED, Finding
+from ortlaunch.base.errors import OrtlaunchError, PlanError, RunError, first_message_line
+from ortlaunch.diagnose.conclude import conclude_run
+from ortlaunch.doctor import fabric, hosts, this_host
+from ortlaunch.doctor.finding import FAILED, WARNING, Finding
 from ortlaunch.doctor.hosts import HostRequirements
+from ortlaunch.launch import load_backend
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.hosts import (
     filter_hosts_by_include_or_exclude,
@@ -22,8 +30,14 @@ from ortlaunch.planning.slurm_names import slurm_job_hosts_or_empty
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
+from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
+from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.tables.tasks import BatchBytesRequest, run_task_and_return_stdout_or_raise
+
+# Ranks that only measure need a recipe, of which they train nothing.
+_MEASURED_RECIPE = Path("bert-large/tiny")
+_MEASURED_OVERRIDES = ("engine.name=eager", "batch={micro_size: 1, accumulation_steps: 1}")
 
 
 class CheckupOptions(NamedTuple):
@@ -57,19 +71,19 @@ def check_hosts_or_this_machine(
     checkup_options: CheckupOptions,
     environ: Mapping[str, str],
 ) -> list[Finding]:
-    """Return all findings, in the order of the hosts.
+    """Return all findings, in the order of the hosts; those of ranks that measure come last.
 
     Raises:
         InputError: the recipe or the host file is wrong.
     """
-    # Nothing is started from here, so resources that only other hosts have may be absent here.
+    # Nothing is trained from here, so resources that only other hosts have may be absent here.
     _refuse_options_without_effect(launch_options, recipe_path_or_none is not None)
-    launch_options = options_with_slurm_hosts_unless_given(launch_options, environ)._replace(
-        planned_only=True
-    )
+    launch_options = _options_with_slurm_hosts_unless_given(launch_options, environ)
     folder = Path(os.path.abspath(checkup_options.folder or "."))
     resolved = (
-        load_and_resolve_recipe(recipe_path_or_none, overrides, launch_options, environ)
+        load_and_resolve_recipe(
+            recipe_path_or_none, overrides, launch_options._replace(planned_only=True), environ
+        )
         if recipe_path_or_none
         else None
     )
@@ -96,13 +110,58 @@ def check_hosts_or_this_machine(
         )
     except RunError as error:
         data_findings = [Finding(this_host.THIS_HOST, "data", FAILED, first_message_line(error))]
-    return data_findings + (
-        hosts.probe_and_judge_all_hosts(requirements)
-        if launch_options.hostfile
-        else this_host.check_this_host_and_recipe_packages(
+    if not launch_options.hostfile:
+        return data_findings + this_host.check_this_host_and_recipe_packages(
             requirements, chosen_recipe, resolved.world if resolved else None
         )
+    findings = data_findings + hosts.probe_and_judge_all_hosts(requirements)
+    # Two names of one machine would measure itself.
+    for finding in findings:
+        if finding.verdict == FAILED or finding.check == "alias":
+            observation = f"not started, because of {finding.check} of {finding.host}"
+            return [*findings, Finding("all", "ranks", WARNING, observation, "mend that first")]
+    recipe_path = recipe_path_or_none or _MEASURED_RECIPE
+    if recipe_path_or_none is None:
+        overrides = (f"launch.device={requirements.device}", *_MEASURED_OVERRIDES)
+    try:
+        return findings + _measure_by_ranks_and_judge(
+            load_and_resolve_recipe(
+                recipe_path, overrides, launch_options._replace(task="fabric"), environ
+            ),
+            folder,
+        )
+    except OrtlaunchError as error:
+        return [*findings, Finding("all", "ranks", FAILED, first_message_line(error))]
+
+
+def _measure_by_ranks_and_judge(resolved_run: ResolvedRun, shared_folder: Path) -> list[Finding]:
+    """Start ranks as for a training, and return findings on their measured rates and links.
+
+    Their run folder is removed, unless they fail.
+    """
+    if resolved_run.world.enclosing_rank is not None:
+        raise PlanError("this process is a rank of a launcher already; run doctor outside of it")
+    plan = resolved_run.plan
+    run = RunDir(Path(tempfile.mkdtemp(prefix="ortlaunch-doctor-", dir=shared_folder)))
+    request = write_run_files_and_clear_earlier_start(run, resolved_run.recipe_file.recipe, plan)
+    launcher = load_backend(plan.launcher)
+    output_path = run.path / "output.txt"
+    # The ranks are a part of this command: SIGUSR1, too, has to end them.
+    job = launcher.write_files_and_start_job(request._replace(notice_ends=True), output_path)
+    verdict = conclude_run(
+        run,
+        launcher.forward_signals_until_job_ends(job),
+        job.user_signal,
+        job.foreign_signal,
+        job.oom_kills,
     )
+    if verdict.exit_status and job.user_signal is None:
+        return [Finding("all", "ranks", FAILED, verdict.message, f"see {output_path}")]
+    measurements = {} if verdict.exit_status else read_json_or_raise_damaged(run.fabric)
+    shutil.rmtree(run.path)
+    if job.user_signal is not None:
+        sys.exit(128 + job.user_signal)
+    return fabric.findings_on_matmul_links_and_all_reduce(measurements, plan.nodes)
 
 
 def _measure_data_workers_shared_memory_bytes(resolved: ResolvedRun) -> int:
@@ -129,13 +188,16 @@ def _measure_data_workers_shared_memory_bytes(resolved: ResolvedRun) -> int:
 
 
 def _refuse_options_without_effect(launch_options: LaunchOptions, has_recipe: bool) -> None:
-    if not has_recipe and (launch_options.launcher or launch_options.processes_per_node):
-        raise PlanError("--launcher and --nproc-per-node need a recipe: they set its ranks")
+    has_ranks = has_recipe or launch_options.hostfile
+    if not has_ranks and (launch_options.launcher or launch_options.processes_per_node):
+        raise PlanError(
+            "--launcher and --nproc-per-node need a recipe or --hostfile: they set ranks"
+        )
     if launch_options.hostfile is None and (launch_options.include or launch_options.exclude):
         raise PlanError("--include and --exclude need a host file: give --hostfile")
 
 
-def options_with_slurm_hosts_unless_given(
+def _options_with_slurm_hosts_unless_given(
     launch_options: LaunchOptions, environ: Mapping[str, str]
 ) -> LaunchOptions:
     """Return the options with the nodes of this Slurm job as the host file, unless one is given."""

@@ -117,7 +117,7 @@ class RunDir:
     ready = _FileRow(
         "ready", "rank 0", "marks of prepared starts, if the user's own launcher starts the ranks"
     )
-    fabric = _FileRow("fabric.json", "rank 0", "measurements of the ranks of `ortlaunch selftest`")
+    fabric = _FileRow("fabric.json", "rank 0", "measurements of the ranks of `ortlaunch doctor`")
     requests = _FileRow("requests", "other commands", "requests of other commands")
     stop_request = _FileRow(
         "requests/stop.json", "any command", "request to save and stop, with its sender"

@@ -17,9 +17,14 @@ import yaml
 from ortlaunch.doctor.schema import findings_json_schema_text
 from tests.cluster.lab import LOGIN, Lab
 from tests.cluster.test_faults import RECIPE, SQUATTER
-from tests.e2e.runs import COMMAND
+from tests.e2e.runs import COMMAND, environment
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(180)]
+
+# Checks of the ranks that measure. The hosts share this machine's cores, so their rates differ.
+MEASURED = ("ranks", "matrix rate", "link", "all-reduce")
+# Token bucket filter; it shapes only the packets that host2 sends.
+SHAPED = "tc qdisc add dev eth0 root tbf rate 40mbit burst 32kbit latency 400ms"
 
 
 @pytest.fixture
@@ -30,18 +35,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def doctor(
+    lab: Lab, folder: Path, *words: str, before: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Return all findings, and check that they fit the schema."""
+    env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
+    ended = lab.run(
+        LOGIN, *before, str(COMMAND), "doctor", *words, "--json", cwd=folder, env=env, timeout=150
+    )
+    assert ended.stdout.startswith("["), ended.stderr
+    findings: list[dict[str, Any]] = json.loads(ended.stdout)
+    jsonschema.validate(findings, json.loads(findings_json_schema_text()))
+    assert ended.returncode == any(one["verdict"] == "failed" for one in findings)
+    return findings
+
+
 def wrong(
     lab: Lab, folder: Path, *words: str, before: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return the findings that are not ok, and check that all findings fit the schema."""
-    ended = lab.run(
-        LOGIN, *before, str(COMMAND), "doctor", *words, "--json", cwd=folder, timeout=60
-    )
-    assert ended.stdout.startswith("["), ended.stderr
-    findings = json.loads(ended.stdout)
-    jsonschema.validate(findings, json.loads(findings_json_schema_text()))
-    assert ended.returncode == any(one["verdict"] == "failed" for one in findings)
-    return [one for one in findings if one["verdict"] != "ok"]
+    """Return the findings about the hosts that are not ok."""
+    return [
+        one
+        for one in doctor(lab, folder, *words, before=before)
+        if one["verdict"] != "ok" and one["check"] not in MEASURED
+    ]
 
 
 @contextmanager
@@ -143,6 +160,34 @@ def test_a_disk_that_a_recipe_fills(lab: Lab, folder: Path) -> None:
 def test_inside_a_job_of_slurm(lab: Lab, folder: Path) -> None:
     """Inside a Slurm job, its nodes are checked through srun, with and without a recipe."""
     salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
-    assert wrong(lab, folder, before=salloc) == []
+    found = doctor(lab, folder, before=salloc)
+    assert [one for one in found if one["verdict"] != "ok" and one["check"] not in MEASURED] == []
+    assert {"matrix rate", "all-reduce"} <= {one["check"] for one in found}
     found = wrong(lab, folder, "recipe.yaml", "checkpoint.keep=100000000", before=salloc)
     assert [(one["host"], one["check"]) for one in found] == [("host1", "disk"), ("host2", "disk")]
+
+
+@pytest.fixture
+def slow_host(lab: Lab) -> Iterator[None]:
+    """Limit host2's link to 40 Mbit/s during a test."""
+    assert lab.run("host2", *SHAPED.split()).returncode == 0
+    yield
+    lab.run("host2", "tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+def test_a_slow_host_is_named(lab: Lab, folder: Path, slow_host: None) -> None:
+    """The host with the slow link is named, its neighbours are not, and nothing is left."""
+    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in lab.names[:3]))
+    found = doctor(lab, folder, "--hostfile", "hosts", "--launcher", "torchrun")
+    links = {one["host"]: one for one in found if one["check"] == "link"}
+    slow = links.pop("host2")
+    assert (slow["verdict"], slow["what"][:5]) == ("failed", "SLOW:")
+    # 40 Mbit/s is 5e6 bytes/s; the other direction is not limited. The hosts of the lab share the
+    # processors of this machine, so that a neighbour may be slow too, but not as slow.
+    speed = slow["figures"]["bytes_per_second"]
+    assert speed < 2e7
+    assert all(one["figures"]["bytes_per_second"] > speed for one in links.values())
+    assert {one["host"] for one in found if one["check"] == "matrix rate"} == {
+        "host1", "host2", "host3"}  # fmt: skip
+    assert [one["check"] for one in found if one["host"] == "all"] == ["all-reduce"]
+    assert not list(folder.glob("ortlaunch-doctor-*"))

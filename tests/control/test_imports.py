@@ -331,7 +331,6 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "cli.hints": ({"base.errors", "recipe", "cli"}, {"typer"}),
     "cli.cluster.doctor": ({"doctor", "run", "cli"}, {"typer"}),
     "cli.cluster.ranks": ({"base.errors", "rank"}, {"typer"}),
-    "cli.cluster.selftest": ({"commands", "doctor", "base.process", "cli"}, {"typer"}),
     "cli.results.device": ({"base.errors", "commands", "tables.tasks", "cli"}, {"typer"}),
     "cli.setup": (
         {

@@ -62,7 +62,8 @@ def doctor(
 
     This machine: installed packages, GPUs, disk, limits. Hosts, all in parallel: reachability,
     versions, addresses, ports of each other (TCP, UDP, packets of the MTU), shared folder, disk,
-    clock, limits, ranks left behind. Exit status 1 if a check failed.
+    clock, limits, ranks left behind. On hosts that are fit, ranks then measure matrix products,
+    links and the all-reduce, and slow hosts are named. Exit status 1 if a check failed.
     """
     from ortlaunch.doctor.finding import FAILED, findings_json, format_findings
     from ortlaunch.run.checkup import CheckupOptions, check_hosts_or_this_machine

@@ -1,4 +1,4 @@
-"""`ortlaunch selftest`: measurements of the ranks' compute rate and communication.
+"""`ortlaunch doctor`: measurements of the ranks' compute rate and communication.
 
 The control side judges the results. An all-reduce is as slow as its slowest rank. Therefore the
 links of each host to its neighbours are measured, too.

@@ -1,4 +1,4 @@
-"""Findings on this machine, and on the measurements of ranks (`ortlaunch selftest`)."""
+"""Findings on this machine, and on the measurements of ranks (worker/tasks/fabric.py)."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_port_and_an_interface_that_were_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launcher": "mpi"}, "--launcher and --nproc-per-node need a recipe"),
+        ({"launcher": "mpi"}, "--launcher and --nproc-per-node need a recipe or --hostfile"),
         ({"include": "a"}, "give --hostfile"),
     ],
 )
