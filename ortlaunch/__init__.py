@@ -9,8 +9,9 @@ from ortlaunch.version import __version__
 # As typing.TYPE_CHECKING, without the import of typing.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ortlaunch.api.inputs import Validation, load, show_data, validate
-    from ortlaunch.api.plans import plan
+    from ortlaunch.api.data import show_data
+    from ortlaunch.api.inputs import Validation, load, validate
+    from ortlaunch.api.plan import plan
     from ortlaunch.api.protocols import (
         CheckpointHook,
         Collate,
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
         StepHook,
     )
     from ortlaunch.api.runs import Run, runs
-    from ortlaunch.api.starts import submit, train
-    from ortlaunch.api.sweeps import Sweep, sweep
+    from ortlaunch.api.submit import submit
+    from ortlaunch.api.sweep import Sweep, sweep
+    from ortlaunch.api.train import train
     from ortlaunch.launch_plan import Plan
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.recipe import Recipe
@@ -67,8 +69,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api.inputs": ("Validation", "load", "show_data", "validate"),
-    "api.plans": ("plan",),
+    "api.data": ("show_data",),
+    "api.inputs": ("Validation", "load", "validate"),
+    "api.plan": ("plan",),
     "api.protocols": (
         "CheckpointHook",
         "Collate",
@@ -81,8 +84,9 @@ _MODULES = {
         "StepHook",
     ),
     "api.runs": ("Run", "runs"),
-    "api.starts": ("submit", "train"),
-    "api.sweeps": ("Sweep", "sweep"),
+    "api.submit": ("submit",),
+    "api.sweep": ("Sweep", "sweep"),
+    "api.train": ("train",),
     "started_runs.diagnosis": ("Diagnosis",),
     "launch_plan": ("Plan",),
     "started_runs.requests": ("StopResult",),

@@ -1,5 +1,7 @@
 """The public Python API, which `ortlaunch` exports; the command line is an adapter over it.
 
-It reads no command line and prints nothing, except where `progress=True` requests it. May import
-everything on the control side; never cli, worker or torch.
+A verb is one module of its name: its function, its request, and its start. The exported names read
+no command line, and print nothing unless `progress=True` requests it. Functions that a verb of the
+shell runs in its own process print what that process prints. May import everything on the control
+side; never cli, worker or torch.
 """

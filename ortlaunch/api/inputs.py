@@ -6,12 +6,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch import recipe
 from ortlaunch.base.errors import RecipeError
 from ortlaunch.base.machine import visible_gpu_count
-from ortlaunch.commands.prepare_data import run_data_audit_task_and_read_samples_json
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.recipe.rules.rules import precision_and_engine_device_rules
 from ortlaunch.recipe.text.python_values import json_value_or_add_problem
@@ -119,27 +118,6 @@ def validate(
         for problem in precision_and_engine_device_rules(file.recipe, local_device)
     ]
     return Validation(file.recipe, loaded.path, tuple(lines))
-
-
-def show_data(
-    source: RecipeSource, *assignments: str, samples: int = 3, **overrides: object
-) -> dict[str, Any]:
-    """Return samples as the model will see them, and an audit of the data.
-
-    Args:
-        source, assignments, overrides: as in `load`.
-        samples: samples of `data.train` and of `data.evaluation`.
-
-    Returns:
-        The JSON of `ortlaunch data show --json`.
-
-    Raises:
-        InputError: the recipe is wrong.
-        RunError: the data cannot be read.
-    """
-    return run_data_audit_task_and_read_samples_json(
-        load(source, *assignments, **overrides), samples
-    )
 
 
 def load_recipe_with_path_and_overrides(

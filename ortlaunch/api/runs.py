@@ -156,7 +156,7 @@ class Run:
             InputError: there is no checkpoint or no evaluation data, or an override is wrong.
             RunError: the evaluation failed.
         """
-        from ortlaunch.api.evaluations import start_evaluation_and_await_result
+        from ortlaunch.api.evaluate import start_evaluation_and_await_result
 
         all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
         return start_evaluation_and_await_result(
@@ -186,7 +186,7 @@ class Run:
             InputError: the checkpoint or the format does not exist, or the folder exists.
             RunError: the process failed.
         """
-        from ortlaunch.commands.export import ExportOptions, export_checkpoint_and_push_if_requested
+        from ortlaunch.api.export import ExportOptions, export_checkpoint_and_push_if_requested
 
         options = ExportOptions(step, None if to is None else Path(to), format, push, lora)
         return export_checkpoint_and_push_if_requested(
@@ -216,7 +216,7 @@ class Run:
             InputError: the run's model does not generate text, or there is no checkpoint.
             RunError: the process failed.
         """
-        from ortlaunch.api.models import GenerationRequest, generate_text_in_process
+        from ortlaunch.api.generate import GenerationRequest, generate_text_in_process
 
         return generate_text_in_process(
             GenerationRequest(str(self.path), prompt, step, tokens, temperature, seed, raw)
@@ -230,7 +230,7 @@ class Run:
         Raises:
             InputError: one of them has not begun.
         """
-        from ortlaunch.commands.compare import compare_runs
+        from ortlaunch.api.compare import compare_runs
 
         return compare_runs(self._folder, other._folder)
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ortlaunch.api.inputs import LoadedRecipe
-from ortlaunch.api.plans import resolve_loaded_recipe
-from ortlaunch.api.starts import check_and_start_detached_run_in_new_folder
-from ortlaunch.api.submission import Submission
+from ortlaunch.api.plan import resolve_loaded_recipe
+from ortlaunch.api.submit import Submission
+from ortlaunch.api.train import check_and_start_detached_run_in_new_folder
 from ortlaunch.base import machine
 from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import count_with_noun

@@ -156,7 +156,11 @@ def _measure_by_ranks_and_judge(resolved_run: ResolvedRun, shared_folder: Path) 
         job.oom_kills,
     )
     if verdict.exit_status and job.user_signal is None:
-        return [Finding("all", "ranks", FAILED, verdict.message, f"see {output_path}")]
+        return [
+            Finding(
+                "all", "ranks", FAILED, verdict.explanation or verdict.message, f"see {output_path}"
+            )
+        ]
     measurements = {} if verdict.exit_status else read_json_or_raise_damaged(run.fabric)
     shutil.rmtree(run.path)
     if job.user_signal is not None:

@@ -33,7 +33,7 @@ OF_OTHERS = (
     PACKAGE / "launch" / "mpi.py",
 )
 # Packages that find out how a run ended.
-READERS = ("diagnose", "run", "started_runs", "run_folder", "launch", "bench", "commands", "report", "schedulers",
+READERS = ("diagnose", "run", "started_runs", "run_folder", "launch", "bench", "api", "report", "schedulers",
            "worker/supervision")  # fmt: skip
 # Methods that look for their first argument in a text; functions of re have a pattern there.
 _METHODS = (

@@ -70,7 +70,6 @@ CONTROL = {
     "importers",
     "run",
     "started_runs",
-    "commands",
     "search",
 }
 # The imports allowed to a module or package: names in ortlaunch, then third-party packages.
@@ -267,26 +266,6 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         },
         set(),
     ),
-    "commands": (
-        {
-            *GROUND,
-            "base.cache",
-            "user_modules",
-            "recipe",
-            "launch_plan",
-            "planning",
-            "launch",
-            "schedulers",
-            "doctor",
-            "diagnose",
-            "run_folder",
-            "resolve",
-            "run",
-            "started_runs",
-            "commands",
-        },
-        set(),
-    ),
     "search": ({"base.errors", "base.json_types", "recipe", "run_folder", "search"}, set()),
     "search.study": (
         {"base.errors", "recipe", "search"},
@@ -331,7 +310,15 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "cli.hints": ({"base.errors", "recipe", "cli"}, {"typer"}),
     "cli.cluster.doctor": ({"doctor", "run", "cli"}, {"typer"}),
     "cli.cluster.ranks": ({"base.errors", "rank"}, {"typer"}),
-    "cli.results.device": ({"base.errors", "commands", "tables.tasks", "cli"}, {"typer"}),
+    "cli.results.evaluate": (
+        {"api", "base.errors", "base.output", "run_folder", "cli"},
+        {"typer"},
+    ),
+    "cli.training.sweep": (
+        {"__init__", "base.output", "base.process", "rank", "cli"},
+        {"typer"},
+    ),
+    "cli.results.device": ({"base.errors", "api", "tables.tasks", "cli"}, {"typer"}),
     "cli.setup": (
         {
             "__init__",
@@ -348,7 +335,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {"typer"},
     ),
     "cli.training.bench": ({"base.output", "bench", "resolve", "cli"}, {"typer"}),
-    "cli.training.data": ({"__init__", "commands", "cli"}, {"typer"}),
+    "cli.training.data": ({"__init__", "api", "cli"}, {"typer"}),
     "ortmodule": (
         {"base.errors", "base.json_types", "base.cache", "base.machine", "ortmodule"},
         ANY,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.api.sweeps import Sweep
+from ortlaunch.api.sweep import Sweep
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import read_json_lines_with_keys

@@ -28,7 +28,7 @@ def submit(
     Standard output has only the job's id. `ortlaunch status`, `logs` and `cancel` accept the run
     folder.
     """
-    from ortlaunch.api.submission import Submission
+    from ortlaunch.api.submit import Submission
 
     submission = Submission.resolve_for_scheduler(
         recipe, tuple(overrides or ()), scheduler, run_dir

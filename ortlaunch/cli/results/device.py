@@ -52,7 +52,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a checkpoint on data.train, by ONNX Runtime alone; it continues after its last step."""
-    from ortlaunch.commands import device
+    from ortlaunch.api import device
 
     request = DeviceRequest("train", str(artifacts), _path_text(checkpoint), _path_text(to), steps)
     raise typer.Exit(device.run_device_verb_in_process(request, tuple(overrides or ())))
@@ -66,7 +66,7 @@ def evaluate(
 
     The result is in ARTIFACTS/evaluation.json.
     """
-    from ortlaunch.commands import device
+    from ortlaunch.api import device
 
     request = DeviceRequest("evaluate", str(artifacts), _path_text(checkpoint))
     raise typer.Exit(device.run_device_verb_in_process(request, tuple(overrides or ())))
@@ -79,7 +79,7 @@ def export(
     checkpoint: CheckpointFile = None,
 ) -> None:
     """Write a checkpoint as model.onnx for onnxruntime, compared with the evaluation graph."""
-    from ortlaunch.commands import device
+    from ortlaunch.api import device
 
     raise typer.Exit(
         device.export_for_device(
@@ -103,7 +103,7 @@ def import_checkpoint(
 
     `ortlaunch train --resume FOLDER` continues from it, on any engine.
     """
-    from ortlaunch.commands import device
+    from ortlaunch.api import device
 
     raise typer.Exit(device.import_device_checkpoint_into_run(artifacts, checkpoint, run, step, to))
 
@@ -125,7 +125,7 @@ def average(
     ] = None,
 ) -> None:
     """Average the weights of clients' checkpoints, each by its samples: federated averaging."""
-    from ortlaunch.commands import device
+    from ortlaunch.api import device
 
     # The weights are parsed after Typer, for its lists are separate arguments, not W,W,...
     request = DeviceRequest(

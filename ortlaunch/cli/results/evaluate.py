@@ -54,19 +54,19 @@ def evaluate(
     """Compute loss and metrics of a run's checkpoint, or of a model, on data.evaluation. The
     result of a checkpoint is in RUN/evaluations/step_N.
     """
-    from ortlaunch.api import foreground
-    from ortlaunch.api.models import evaluate_model
+    from ortlaunch.api import evaluate as evaluation
+    from ortlaunch.run_folder.folder import RunDir
 
     options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     # Options that are only for the other kind of argument are refused, not ignored.
-    if evaluate_model.is_model_path(run):
+    if evaluation.is_model_path(run):
         _refuse_option(
             "--step" if step else "--dry-run" if dry_run else None,
             run,
             "is a model; this option is for a RUN",
         )
         raise typer.Exit(
-            evaluate_model.evaluate_exported_model_in_process(
+            evaluation.evaluate_exported_model_in_process(
                 run, recipe, tuple(overrides or ()), as_json
             )
         )
@@ -75,13 +75,13 @@ def evaluate(
         run,
         "is not a model; this option is for a MODEL",
     )
-    evaluation_arguments = run, step, tuple(overrides or ()), options
+    evaluation_arguments = RunDir(run), step, tuple(overrides or ()), options
     if dry_run:
-        typer.echo(foreground.evaluation_command_text(*evaluation_arguments))
+        typer.echo(evaluation.evaluation_launch_request_text(*evaluation_arguments))
         return
     # If the output is a pipe whose reader ends, the evaluation continues.
     continue_without_output()
-    raise typer.Exit(foreground.evaluate_checkpoint_in_foreground(*evaluation_arguments))
+    raise typer.Exit(evaluation.evaluate_checkpoint_in_own_run(*evaluation_arguments))
 
 
 def _refuse_option(option_name: str | None, given_path: Path, reason: str) -> None:

@@ -42,9 +42,8 @@ def generate(
     If the run was trained on chats, or a model outside a run has a chat template, the template
     formats the prompt as a user's message, and the answer is printed on lines of its own.
     """
-    from ortlaunch.api.models import GenerationRequest
-    from ortlaunch.api.models import generate_text_in_process as text_of
+    from ortlaunch.api.generate import GenerationRequest, generate_text_in_process
 
     request = GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw)
     with exit_with_status_of_process():
-        typer.echo(text_of(request, shows_progress=True))
+        typer.echo(generate_text_in_process(request, shows_progress=True))

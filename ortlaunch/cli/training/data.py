@@ -16,7 +16,7 @@ app = typer.Typer(
 @app.command(cls=Verb, short_help="Read and tokenize a recipe's data into the cache.")
 def prepare(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Read and tokenize a recipe's data into the cache, as `train` does."""
-    from ortlaunch.commands.prepare_data import tokenize_data_into_cache as run
+    from ortlaunch.api.data import tokenize_data_into_cache as run
 
     raise typer.Exit(run(ortlaunch.load(recipe, *(overrides or ()))))
 
@@ -33,6 +33,6 @@ def show(
     Text that counts in the loss is green, or within [[ ]]. The audit has the lengths of rows,
     classes, and findings such as cut answers, duplicates, or evaluation rows in the training data.
     """
-    from ortlaunch.commands.prepare_data import show_samples as run
+    from ortlaunch.api.data import show_samples as run
 
     raise typer.Exit(run(ortlaunch.load(recipe, *(overrides or ())), samples, as_json))

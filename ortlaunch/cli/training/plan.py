@@ -47,7 +47,7 @@ def plan(
     ] = False,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
-    from ortlaunch.api.plans import resolve_run_for_planning
+    from ortlaunch.api.plan import resolve_run_for_planning
     from ortlaunch.base.output import output_columns
     from ortlaunch.base.units import wrap_long_lines_except_commands
 

@@ -1,5 +1,7 @@
 """`ortlaunch sweep`."""
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,14 +61,23 @@ def run(
     ] = None,
 ) -> None:
     """Run the trials of a recipe's section sweep; the same command continues them."""
-    from ortlaunch.api import foreground
+    from ortlaunch.base.process import signals_to_handle
+    from ortlaunch.rank import EXIT_SAVED
 
     options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     # A sweep must not end because the reader of its output has.
     continue_without_output()
-    raise typer.Exit(
-        foreground.handle_signals_and_run_and_print_sweep(recipe, overrides or (), options, run_dir)
-    )
+    for signal_number in signals_to_handle((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
+        signal.signal(signal_number, signal.default_int_handler)
+    try:
+        ended_sweep = ortlaunch.sweep(
+            recipe, *(overrides or ()), run_dir=run_dir, options=options, progress=True
+        )
+    except KeyboardInterrupt:
+        text = "stopped; its trials are saved or queued, and the same command continues them"
+        print(text, file=sys.stderr)
+        raise typer.Exit(EXIT_SAVED) from None
+    print(ended_sweep)
 
 
 @app.command(cls=Verb, short_help="Print a table of the trials.")

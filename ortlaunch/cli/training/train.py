@@ -1,5 +1,6 @@
 """`ortlaunch train`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,13 +78,15 @@ def train_or_print_dry_run_and_exit(
         dry_run: whether to print the command instead of running it.
         resume_choice_and_allowed_changes: values of --resume and --allow.
     """
-    from ortlaunch.api import foreground
-    from ortlaunch.api.starts import ResumeOptions
+    from ortlaunch.api.train import ResumeOptions, preview_training, train_in_this_process
 
-    if not dry_run:
-        # A training must not end because the reader of its output has (`| head`).
-        continue_without_output()
-    values = ResumeOptions(*resume_choice_and_allowed_changes)
-    raise typer.Exit(
-        foreground.train_or_print_dry_run(recipe, overrides, options, run_dir, values, dry_run)
-    )
+    resume_options = ResumeOptions(*resume_choice_and_allowed_changes)
+    arguments = recipe, overrides, options, run_dir, resume_options
+    if dry_run:
+        lines, command = preview_training(*arguments)
+        print(*lines, sep="\n", file=sys.stderr)
+        print(command)
+        return
+    # A training must not end because the reader of its output has (`| head`).
+    continue_without_output()
+    raise typer.Exit(train_in_this_process(*arguments))

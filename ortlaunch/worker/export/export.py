@@ -106,7 +106,7 @@ FORMATS: dict[
     "onnx": _write_check_and_flush_onnx_export,
     "ondevice": _write_check_and_flush_device_artifacts,
 }
-"""Writers by the value of `ortlaunch export --format`; commands/export.py has the same names."""
+"""Writers by the value of `ortlaunch export --format`; api/export.py has the same names."""
 
 
 def apply_umask_and_flush_files(folder: Path) -> None:

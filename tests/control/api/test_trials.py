@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ortlaunch.api import trial_starts, trials
-from ortlaunch.api.starts import submit
-from ortlaunch.api.sweeps import Sweep, sweep
+from ortlaunch.api.submit import submit
+from ortlaunch.api.sweep import Sweep, sweep
 from ortlaunch.base import machine
 from ortlaunch.base.errors import InputError, PlanError, RunError
 from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, parse_hostfile

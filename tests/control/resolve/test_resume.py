@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.api.submission import Submission
+from ortlaunch.api.submit import Submission
 from ortlaunch.base.errors import DamagedFile, InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.rules import resume_rules

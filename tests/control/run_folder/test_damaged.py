@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.api import generate
+from ortlaunch.api.export import existing_requested_or_newest_step_or_refuse
 from ortlaunch.base.errors import DamagedFile, OrtlaunchError
-from ortlaunch.commands import generate
-from ortlaunch.commands.export import existing_requested_or_newest_step_or_refuse
 from ortlaunch.report import write_report_page
 from ortlaunch.resolve import resume
 from ortlaunch.run.run_completion import nothing_to_train_text_if_readable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.api.sweeps import Sweep
+from ortlaunch.api.sweep import Sweep
 from ortlaunch.base.errors import MissingDependency
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import write_text_atomically

@@ -235,7 +235,7 @@ def test_end_of_a_run_prints_the_prediction_beside_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`plan --predict` shows every engine; the run's end and its records have both figures."""
-    from ortlaunch.api.plans import resolve_run_for_planning
+    from ortlaunch.api.plan import resolve_run_for_planning
     from ortlaunch.cli import main
 
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard, constants
 
+from ortlaunch.api.export import ExportOptions, export_checkpoint_and_push_if_requested
 from ortlaunch.base.errors import InputError, LaunchError, OrtlaunchError, RunError
-from ortlaunch.commands.export import ExportOptions, export_checkpoint_and_push_if_requested
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically

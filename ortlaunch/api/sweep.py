@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ortlaunch.api.inputs import RecipeSource, load_recipe_with_path_and_overrides
-from ortlaunch.api.plans import resolve_loaded_recipe
+from ortlaunch.api.plan import resolve_loaded_recipe
 from ortlaunch.api.runs import write_report
 from ortlaunch.api.trial_starts import divide_hosts_or_gpus_among_parallel_trials
 from ortlaunch.api.trials import Objective, TrialRunner

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch import recipe
+from ortlaunch.api.inputs import (
+    RecipeSource,
+    assignments_from_keyword_overrides,
+    load_recipe_with_path_and_overrides,
+)
+from ortlaunch.api.plan import resolve_loaded_recipe
+from ortlaunch.api.runs import Run
 from ortlaunch.base import module_start
-from ortlaunch.base.errors import PlanError
+from ortlaunch.base.errors import InputError, PlanError
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord, current_time_iso
+from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import inputs
 from ortlaunch.resolve.prepare import (
     read_earlier_or_else_given_recipe_or_none,
@@ -22,12 +30,106 @@ from ortlaunch.run import micro_size
 from ortlaunch.run.preparation import (
     create_run_folder_or_numbered_one,
     requested_or_absent_folder_for_checks,
+    requested_or_proposed_run_folder,
 )
+from ortlaunch.run.preview import apply_known_engine_if_auto_without_measuring
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, load_scheduler
 from ortlaunch.started_runs import registry
 from ortlaunch.started_runs.status import read_status
 from ortlaunch.user_modules import unloadable_factory_problems
+
+
+def submit(
+    source: RecipeSource,
+    *assignments: str,
+    scheduler: str | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    **overrides: object,
+) -> Run:
+    """Queue a recipe in a scheduler, as `ortlaunch submit` does; `status().job.id` is the job's id.
+
+    Args:
+        source, assignments, overrides: as in `load`.
+        scheduler: `slurm`, `kubernetes` or `azureml`; None: the recipe's.
+        run_dir: the run folder; None: a new one in `runs`.
+
+    Raises:
+        InputError: the recipe or the run folder is wrong, or the scheduler is not installed.
+        LaunchError: the scheduler refused the job.
+    """
+    requested_folder = None if run_dir is None else Path(run_dir)
+    all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
+    submission = Submission.resolve_for_scheduler(
+        source, all_assignments, scheduler, requested_folder
+    )
+    return Run(submission.queue_job().run.path)
+
+
+class Submission(NamedTuple):
+    """A run that is resolved for a scheduler."""
+
+    resolved: ResolvedRun
+    run: RunDir
+    requested_folder: Path | None
+    """The run folder as given."""
+
+    @classmethod
+    def resolve_for_scheduler(
+        cls,
+        source: RecipeSource,
+        assignments: tuple[str, ...],
+        scheduler: str | None,
+        run_dir: Path | None,
+    ) -> Submission:
+        """Resolve a recipe for its scheduler; errors are those of `submit`."""
+        if scheduler is not None and scheduler not in SCHEDULERS:
+            raise InputError(f"scheduler: got {scheduler}; one of {', '.join(SCHEDULERS)}")
+        # Last, so that it wins: inside the job the command chooses the launcher for the given
+        # hosts.
+        scheduler_assignment = f"submit.scheduler={scheduler}"
+        all_assignments = (
+            *assignments,
+            *([scheduler_assignment] if scheduler else []),
+            "launch.launcher=auto",
+        )
+        loaded = load_recipe_with_path_and_overrides(source, all_assignments, {})
+        trains_elsewhere = SCHEDULERS[loaded.file.recipe.submit.scheduler].is_elsewhere
+        # The hosts are unknown until the job starts.
+        options = LaunchOptions(planned_only=True, declared=True, elsewhere=trains_elsewhere)
+        resolved_run = resolve_loaded_recipe(loaded, options)
+        if resolved_run.recipe_file.recipe.sweep is not None:
+            raise InputError(
+                "sweep: a job is one run; `ortlaunch sweep` with sweep.submit=true queues a job for "
+                "each trial, and sweep=null queues the recipe's own values"
+            )
+        return cls(
+            resolved_run,
+            requested_or_proposed_run_folder(run_dir, resolved_run, os.environ),
+            run_dir,
+        )
+
+    @property
+    def scheduler(self) -> str:
+        """The scheduler's name."""
+        return self.resolved.recipe_file.recipe.submit.scheduler
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the user."""
+        return [*self.resolved.notes, *notes_on_ignored_submit_and_binding_fields(self.resolved)]
+
+    def scheduler_request(self) -> LaunchRequest:
+        """Return what would be sent to the scheduler."""
+        return scheduler_request_of_run(
+            apply_known_engine_if_auto_without_measuring(self.resolved), self.run, self.scheduler
+        )
+
+    def queue_job(self) -> QueuedJob:
+        """Queue the job."""
+        return check_write_submission_and_queue_and_register_job(
+            self.resolved, self.requested_folder, self.run, self.scheduler
+        )
 
 
 def scheduler_request_of_run(

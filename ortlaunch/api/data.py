@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ortlaunch.api.inputs import RecipeSource, load
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
@@ -25,23 +26,30 @@ def tokenize_data_into_cache(recipe: Recipe) -> int:
     return tasks.run_task_alone(tasks.DataRequest(dump_recipe_yaml(recipe)))
 
 
+def show_data(
+    source: RecipeSource, *assignments: str, samples: int = 3, **overrides: object
+) -> Json:
+    """Return samples as the model will see them, and an audit of the data.
+
+    Args:
+        source, assignments, overrides: as in `load`.
+        samples: samples of `data.train` and of `data.evaluation`.
+
+    Returns:
+        The JSON of `ortlaunch data show --json`.
+
+    Raises:
+        InputError: the recipe is wrong.
+        RunError: the data cannot be read.
+    """
+    request = _show_data_request(load(source, *assignments, **overrides), samples, as_json=True)
+    audit: Json = json.loads(tasks.run_task_and_return_stdout_or_raise(request))
+    return audit
+
+
 def show_samples(recipe: Recipe, sample_count: int, as_json: bool) -> int:
     """Print samples of the recipe's data and an audit, and return the process's exit status."""
     return tasks.run_task_alone(_show_data_request(recipe, sample_count, as_json))
-
-
-def run_data_audit_task_and_read_samples_json(recipe: Recipe, sample_count: int) -> Json:
-    """Return the JSON of `show`.
-
-    Raises:
-        RunError: the data cannot be read.
-    """
-    audit: Json = json.loads(
-        tasks.run_task_and_return_stdout_or_raise(
-            _show_data_request(recipe, sample_count, as_json=True)
-        )
-    )
-    return audit
 
 
 def _show_data_request(recipe: Recipe, sample_count: int, as_json: bool) -> tasks.ShowDataRequest:

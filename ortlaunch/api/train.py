@@ -1,4 +1,4 @@
-"""Start a run in processes of its own, which outlive the caller.
+"""`ortlaunch train`: in processes of its own, which outlive the caller, or in this process.
 
 Errors of the recipe, the hosts and the run folder are raised in the caller, before anything
 starts. Later errors are in the run folder, and `Run.wait` raises them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ortlaunch.api.detached import (
@@ -20,16 +20,15 @@ from ortlaunch.api.detached import (
 from ortlaunch.api.inputs import (
     LoadedRecipe,
     RecipeSource,
-    assignments_from_keyword_overrides,
     load_recipe_with_path_and_overrides,
 )
-from ortlaunch.api.plans import resolve_loaded_recipe
+from ortlaunch.api.plan import resolve_loaded_recipe
 from ortlaunch.api.runs import Run
 from ortlaunch.base.errors import PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import dump_recipe_yaml
-from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
+from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run.preparation import (
@@ -79,6 +78,45 @@ def train(
         if process.wait() not in (0, EXIT_SAVED):
             raise RunError(last_output_lines(RunDir(run.path)), process.returncode)
     return run
+
+
+def train_in_this_process(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    launch_options: LaunchOptions,
+    requested_folder: Path | None,
+    resume_options: ResumeOptions,
+) -> int:
+    """Run the ranks as children of this process, which prints, and return the exit status.
+
+    Args:
+        recipe_path: its path, or the name of a shipped one.
+        overrides: `key.path=value` of the command line.
+        launch_options: launcher, hosts and ranks.
+        requested_folder: the run folder; None: a new one.
+        resume_options: values of --resume and --allow.
+    """
+    # It is slow to import.
+    from ortlaunch.run import control
+
+    return control.lock_folder_and_run_training(
+        load_and_resolve_recipe(recipe_path, overrides, launch_options, os.environ),
+        requested_folder,
+        resume_options,
+    )
+
+
+def preview_training(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    launch_options: LaunchOptions,
+    requested_folder: Path | None,
+    resume_options: ResumeOptions,
+) -> tuple[list[str], str]:
+    """Return the lines before a start, and the command; arguments of `train_in_this_process`."""
+    resolved_run = load_and_resolve_recipe(recipe_path, overrides, launch_options, os.environ)
+    run = requested_or_proposed_run_folder(requested_folder, resolved_run, os.environ)
+    return preview.preview_lines_and_launch_command(resolved_run, run, resume_options)
 
 
 def check_and_start_detached_run_in_new_folder(
@@ -148,31 +186,3 @@ def _recipe_arguments_and_environ_writing_if_no_file(
     return [str(run.submitted)], {
         MODULES_VARIABLE: os.path.abspath(resolved_run.command.modules_folder)
     }
-
-
-def submit(
-    source: RecipeSource,
-    *assignments: str,
-    scheduler: str | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    **overrides: object,
-) -> Run:
-    """Queue a recipe in a scheduler, as `ortlaunch submit` does; `status().job.id` is the job's id.
-
-    Args:
-        source, assignments, overrides: as in `load`.
-        scheduler: `slurm`, `kubernetes` or `azureml`; None: the recipe's.
-        run_dir: the run folder; None: a new one in `runs`.
-
-    Raises:
-        InputError: the recipe or the run folder is wrong, or the scheduler is not installed.
-        LaunchError: the scheduler refused the job.
-    """
-    from ortlaunch.api.submission import Submission
-
-    requested_folder = None if run_dir is None else Path(run_dir)
-    all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
-    submission = Submission.resolve_for_scheduler(
-        source, all_assignments, scheduler, requested_folder
-    )
-    return Run(submission.queue_job().run.path)

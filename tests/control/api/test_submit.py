@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.commands.submit import (
+from ortlaunch.api.submit import (
     check_write_submission_and_queue_and_register_job,
     scheduler_request_of_run,
 )
+from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
@@ -163,7 +163,7 @@ class Queue:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: QueueState | None = QueueState(JobState.PENDING, "PENDING (Priority)")
-        for module in (queued, __import__("ortlaunch.commands.submit", fromlist=["submit"])):
+        for module in (queued, __import__("ortlaunch.api.submit", fromlist=["submit"])):
             monkeypatch.setattr(module, "load_scheduler", lambda name: self)
 
     def submission_request_of_job(self, job: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.api import device
 from ortlaunch.base.errors import InputError, RecipeError
-from ortlaunch.commands import device
 from ortlaunch.recipe import dump_recipe_yaml, parse_resolved_recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.tables import tasks

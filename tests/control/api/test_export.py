@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.api import export as exports
+from ortlaunch.api.export import ExportOptions
 from ortlaunch.base.errors import InputError
-from ortlaunch.commands import export as exports
-from ortlaunch.commands.export import ExportOptions
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.tables import tasks
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.api import generate as generation
 from ortlaunch.base.errors import InputError
-from ortlaunch.commands import generate as generation
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.tables import tasks

@@ -1,20 +1,29 @@
-"""Plan a run: ranks, batch and memory, without a start."""
+"""`ortlaunch plan`: ranks, batch and memory of a run, and differences from another plan."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ortlaunch import recipe
 from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_recipe_with_path_and_overrides
+from ortlaunch.base.errors import InputError, PlanError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.prediction import engine_prediction_table_lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
+from ortlaunch.resolve import shipped
 from ortlaunch.resolve.prepare import launch_request
-from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_loaded_recipe_file
+from ortlaunch.resolve.resolve import (
+    Command,
+    ResolvedRun,
+    load_and_resolve_recipe,
+    resolve_loaded_recipe_file,
+)
 from ortlaunch.run.preview import (
     apply_known_engine_if_auto_without_measuring,
     notes_on_undetermined_micro_size,
@@ -59,15 +68,11 @@ class PlannedRun(NamedTuple):
 
     def differences_from(self, other_path: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""
-        from ortlaunch.commands.plan_diff import (
-            PlanContext,
-            plan_differences,
-            plan_of_run_folder_plan_file_or_recipe,
-        )
-
-        context = PlanContext(self.resolved.command.options, os.environ, self.resolved.world.device)
-        return plan_differences(
-            plan_of_run_folder_plan_file_or_recipe(other_path, context), self.plan
+        other_plan = _plan_of_run_folder_plan_file_or_recipe(other_path, self.resolved)
+        return list(
+            _plan_difference_lines(
+                json.loads(other_plan.to_json()), json.loads(self.plan.to_json()), ""
+            )
         )
 
 
@@ -115,3 +120,67 @@ def resolve_loaded_recipe(
     return resolve_loaded_recipe_file(
         loaded.file, Command(loaded.given_path, loaded.path, launch_options, environ)
     )
+
+
+def _plan_of_run_folder_plan_file_or_recipe(compared_path: Path, new_run: ResolvedRun) -> Plan:
+    """Return the plan to compare with: of a run folder, a plan.json, or a recipe.
+
+    Options and device of the new run are those of the other recipe, too.
+
+    Raises:
+        InputError: the path is none of these.
+    """
+    if not compared_path.is_dir() and compared_path.suffix != ".json":
+        return _plan_of_recipe_on_device(compared_path, new_run)
+    plan_path = RunDir(compared_path).plan if compared_path.is_dir() else compared_path
+    try:
+        text = plan_path.read_text(encoding="utf-8")
+        # A recipe may be written in JSON, too; only plans have a field `format`.
+        is_recipe = compared_path.suffix == ".json" and "format" not in json.loads(text)
+        return (
+            _plan_of_recipe_on_device(compared_path, new_run)
+            if is_recipe
+            else Plan.from_plan_json_text(text)
+        )
+    except FileNotFoundError:
+        raise InputError(
+            f"--diff {compared_path}: no file {plan_path}; give a recipe, a run folder or its plan.json"
+        ) from None
+    except PlanError as error:
+        raise InputError(f"--diff {compared_path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"--diff {compared_path}: {plan_path} is not a plan of this version ({error!r})"
+        ) from None
+
+
+def _plan_of_recipe_on_device(recipe_path: Path, new_run: ResolvedRun) -> Plan:
+    recipe_device = recipe.load_recipe(
+        shipped.recipe_path_or_shipped_recipe(recipe_path)
+    ).recipe.launch.device
+    # Else a different `auto` could appear as a difference of the recipes.
+    device_override = (f"launch.device={new_run.world.device}",) if recipe_device == "auto" else ()
+    return apply_known_engine_if_auto_without_measuring(
+        load_and_resolve_recipe(recipe_path, device_override, new_run.command.options, os.environ)
+    ).plan
+
+
+def _plan_difference_lines(old_value: Any, new_value: Any, field_path: str) -> Iterator[str]:
+    if isinstance(old_value, dict) and isinstance(new_value, dict):
+        for key in dict.fromkeys((*old_value, *new_value)):
+            yield from _plan_difference_lines(
+                old_value.get(key), new_value.get(key), f"{field_path}.{key}" if field_path else key
+            )
+    # All hosts on one line: a cluster has too many for a line each.
+    elif field_path == "nodes" and old_value != new_value:
+        yield f"{field_path}: {_hosts_text(old_value)} -> {_hosts_text(new_value)}"
+    elif old_value != new_value:
+        yield f"{field_path}: {json.dumps(old_value)} -> {json.dumps(new_value)}"
+
+
+def _hosts_text(nodes: Sequence[Mapping[str, object]]) -> str:
+    """Return a short text such as `4 (node0 8, node1 8, ...)`."""
+    host_texts = [f"{node['host']} {node['slots']}" for node in nodes[:4]] + ["..."] * (
+        len(nodes) > 4
+    )
+    return f"{len(nodes)} ({', '.join(host_texts)})"

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.api import evaluate as evaluations
 from ortlaunch.base.errors import InputError, PlanError
-from ortlaunch.commands import evaluate as evaluations
-from ortlaunch.commands import evaluate_model
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml, parse_resolved_recipe
@@ -184,16 +183,15 @@ def test_a_model_is_measured_by_its_runs_recipe(
     monkeypatch.setattr(tasks, "run_task_alone", lambda request: started.append(request) or 3)
     corpus = ("data.evaluation=python-docs",)
     assert (
-        evaluate_model.is_model_path(model),
-        evaluate_model.is_model_path(model.parents[1]),
+        evaluations.is_model_path(model),
+        evaluations.is_model_path(model.parents[1]),
     ) == (
         True,
         # parents[1] is the run itself, whose checkpoints are evaluated in another way.
         False,
     )
     assert (
-        evaluate_model.evaluate_exported_model_in_process(model, None, corpus, prints_json=False)
-        == 3
+        evaluations.evaluate_exported_model_in_process(model, None, corpus, prints_json=False) == 3
     )
     given = started[0]
     assert (given.model, given.modules) == (str(model / "model.onnx"), str(model.parents[2]))
@@ -206,7 +204,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
 
     # Without a graph, transformers loads the weights.
     (model / "model.onnx").unlink()
-    evaluate_model.evaluate_exported_model_in_process(model, None, corpus, prints_json=False)
+    evaluations.evaluate_exported_model_in_process(model, None, corpus, prints_json=False)
     assert parse_resolved_recipe(started[1].recipe).model.pretrained == str(model)
     elsewhere = model.parents[2] / "elsewhere"
     for wrong, overrides, message in (
@@ -219,7 +217,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
         if wrong == elsewhere:
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
-            evaluate_model.evaluate_exported_model_in_process(
+            evaluations.evaluate_exported_model_in_process(
                 wrong, None, overrides, prints_json=False
             )
 
@@ -258,10 +256,10 @@ def test_the_advice_can_be_typed(
     RunDir(model.parents[1]).recipe.write_text(dump_recipe_yaml(made))
     # The recipe has no evaluation corpus.
     with pytest.raises(InputError) as caught:
-        evaluate_model.evaluate_exported_model_in_process(model, None, (), prints_json=False)
+        evaluations.evaluate_exported_model_in_process(model, None, (), prints_json=False)
     advice = str(caught.value).partition("set it, as ")[2]
     assert (
-        evaluate_model.evaluate_exported_model_in_process(
+        evaluations.evaluate_exported_model_in_process(
             model, None, tuple(shlex.split(advice)), prints_json=False
         )
         == 3

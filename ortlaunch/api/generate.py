@@ -6,11 +6,11 @@ import contextlib
 import sys
 from pathlib import Path
 
-from ortlaunch.base.errors import InputError
-from ortlaunch.commands.export import (
+from ortlaunch.api.export import (
     existing_requested_or_newest_step_or_refuse,
     print_hint_if_best_is_not_newest,
 )
+from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
 from ortlaunch.recipe.fields.data import is_written_by_chat_template
 from ortlaunch.run_folder.checkpoint_hold import lock_chosen_checkpoint_and_yield_step

@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from ortlaunch import recipe
-from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.commands.submit import (
+from ortlaunch.api.submit import (
     check_write_submission_and_queue_and_register_job,
     notes_on_ignored_submit_and_binding_fields,
     scheduler_request_of_run,
 )
+from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
@@ -149,7 +149,7 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 )
 def test_kubeflow_trainer_accepts_the_manifest(version: str, trainer: str) -> None:
     """The manifest is valid in that version's own resource definition."""
-    # The definitions are in tests/control/commands/crds.
+    # The definitions are in tests/control/api/crds.
     schema = json.loads(
         (GOLDEN.with_name("crds") / f"trainjob-{version}.json").read_text(encoding="utf-8")
     )

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ortlaunch.api.export import existing_requested_or_newest_step_or_refuse
 from ortlaunch.base.errors import InputError
-from ortlaunch.commands.export import existing_requested_or_newest_step_or_refuse
 from ortlaunch.recipe import dump_recipe_yaml, load_recipe
 from ortlaunch.run_folder.checkpoint_hold import lock_chosen_checkpoint_and_yield_step
 from ortlaunch.run_folder.device_folder import DeviceFolder
