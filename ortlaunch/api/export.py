@@ -41,21 +41,23 @@ def export_checkpoint_and_push_if_requested(
         InputError: the run, checkpoint or format does not exist, or the folder exists already.
         RunError: the process that writes or uploads failed.
     """
-    requested_step, _, export_format, push_target, lora_form = export_options
-    if lora_form not in (None, *LORA_FORMS):
-        raise InputError(f"--lora: got {lora_form!r}; one of {', '.join(LORA_FORMS)}")
+    export_format = export_options.export_format
+    if export_options.lora_form not in (None, *LORA_FORMS):
+        raise InputError(
+            f"--lora: got {export_options.lora_form!r}; one of {', '.join(LORA_FORMS)}"
+        )
     if export_format not in EXPORT_FORMATS:
         raise InputError(f"--format: got {export_format!r}; one of {', '.join(EXPORT_FORMATS)}")
-    if push_target and export_format == "ondevice":
+    if export_options.push_target and export_format == "ondevice":
         raise InputError(
             "--push uploads a model in --format huggingface or onnx; got --format ondevice"
         )
     # If the training still runs, it must not delete the checkpoint during the export.
     with lock_chosen_checkpoint_and_yield_step(
-        run, lambda: existing_requested_or_newest_step_or_refuse(run, requested_step)
+        run, lambda: existing_requested_or_newest_step_or_refuse(run, export_options.step)
     ) as checkpoint_step:
         if inherited_streams:
-            print_hint_if_best_is_not_newest(run, requested_step, checkpoint_step, sys.stdout)
+            print_hint_if_best_is_not_newest(run, export_options.step, checkpoint_step, sys.stdout)
         return _write_export_or_reuse_recorded_if_pushing(
             run, export_options, checkpoint_step, inherited_streams
         )
@@ -67,15 +69,17 @@ def _write_export_or_reuse_recorded_if_pushing(
     checkpoint_step: int,
     inherited_streams: Collection[str],
 ) -> Path:
-    _, target_folder, export_format, push_target, lora_form = export_options
-    export_folder = target_folder or run.export_folder(checkpoint_step, export_format)
+    export_format, push_target = export_options.export_format, export_options.push_target
+    export_folder = export_options.target_folder or run.export_folder(
+        checkpoint_step, export_format
+    )
     # An export takes long, so the access to the hub is checked first.
     if push_target:
         tasks.run_task_and_return_stdout_or_raise(PushRequest(push_target), inherited_streams)
     # For an upload the export of an earlier command is good enough.
     if not (
         push_target
-        and lora_form is None
+        and export_options.lora_form is None
         and _has_recorded_same_export(run, checkpoint_step, export_folder, export_format)
     ):
         if export_folder.exists():
@@ -84,7 +88,11 @@ def _write_export_or_reuse_recorded_if_pushing(
             )
         tasks.run_task_and_return_stdout_or_raise(
             ExportRequest(
-                str(run), checkpoint_step, str(export_folder), export_format, lora_form or ""
+                str(run),
+                checkpoint_step,
+                str(export_folder),
+                export_format,
+                export_options.lora_form or "",
             ),
             inherited_streams,
         )

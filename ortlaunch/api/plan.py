@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch import recipe
 from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_recipe_with_path_and_overrides
@@ -16,6 +16,7 @@ from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.prediction import engine_prediction_table_lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
+from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values
 from ortlaunch.resolve import shipped
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import (
@@ -69,11 +70,15 @@ class PlannedRun(NamedTuple):
     def differences_from(self, other_path: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""
         other_plan = _plan_of_run_folder_plan_file_or_recipe(other_path, self.resolved)
-        return list(
-            _plan_difference_lines(
-                json.loads(other_plan.to_json()), json.loads(self.plan.to_json()), ""
+        return [
+            # All hosts on one line: a cluster has too many for a line each.
+            f"{path}: {_hosts_text(old_value)} -> {_hosts_text(new_value)}"
+            if path == "nodes"
+            else f"{path}: {json.dumps(old_value)} -> {json.dumps(new_value)}"
+            for path, old_value, new_value in changed_leaf_paths_and_values(
+                json.loads(other_plan.to_json()), json.loads(self.plan.to_json())
             )
-        )
+        ]
 
 
 def plan(
@@ -163,19 +168,6 @@ def _plan_of_recipe_on_device(recipe_path: Path, new_run: ResolvedRun) -> Plan:
     return apply_known_engine_if_auto_without_measuring(
         load_and_resolve_recipe(recipe_path, device_override, new_run.command.options, os.environ)
     ).plan
-
-
-def _plan_difference_lines(old_value: Any, new_value: Any, field_path: str) -> Iterator[str]:
-    if isinstance(old_value, dict) and isinstance(new_value, dict):
-        for key in dict.fromkeys((*old_value, *new_value)):
-            yield from _plan_difference_lines(
-                old_value.get(key), new_value.get(key), f"{field_path}.{key}" if field_path else key
-            )
-    # All hosts on one line: a cluster has too many for a line each.
-    elif field_path == "nodes" and old_value != new_value:
-        yield f"{field_path}: {_hosts_text(old_value)} -> {_hosts_text(new_value)}"
-    elif old_value != new_value:
-        yield f"{field_path}: {json.dumps(old_value)} -> {json.dumps(new_value)}"
 
 
 def _hosts_text(nodes: Sequence[Mapping[str, object]]) -> str:

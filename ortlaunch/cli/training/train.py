@@ -56,7 +56,8 @@ def train(
         options,
         run_dir,
         dry_run,
-        (resume, tuple(allow or ())),
+        resume,
+        allow or (),
     )
 
 
@@ -66,7 +67,8 @@ def train_or_print_dry_run_and_exit(
     options: Any,
     run_dir: Path | None,
     dry_run: bool,
-    resume_choice_and_allowed_changes: tuple[str, tuple[str, ...]] = ("auto", ()),
+    resume: str = "auto",
+    allowed_changes: Sequence[str] = (),
 ) -> None:
     """Run the ranks and exit with the run's status; with `dry_run` only print the command.
 
@@ -76,11 +78,12 @@ def train_or_print_dry_run_and_exit(
         options: launcher, hosts and ranks.
         run_dir: the run folder; None: a new one.
         dry_run: whether to print the command instead of running it.
-        resume_choice_and_allowed_changes: values of --resume and --allow.
+        resume: the value of --resume.
+        allowed_changes: the values of --allow.
     """
     from ortlaunch.api.train import ResumeOptions, preview_training, train_in_this_process
 
-    resume_options = ResumeOptions(*resume_choice_and_allowed_changes)
+    resume_options = ResumeOptions(resume, tuple(allowed_changes))
     arguments = recipe, overrides, options, run_dir, resume_options
     if dry_run:
         lines, command = preview_training(*arguments)
