@@ -39,7 +39,7 @@ def run(session: Session) -> None:
         "flops": [rate for (rate,) in rates],
     }
     if group.size > 1:
-        measurements["all_reduce"] = _measure_small_and_large_all_reduce(group)
+        measurements["all_reduce"] = _measure_all_reduce(group)
         measurements["links"] = _measure_links_of_neighbour_hosts(
             group, [node.first_rank for node in session.plan.nodes]
         )
@@ -47,26 +47,13 @@ def run(session: Session) -> None:
         write_json_atomically(session.run.fabric, measurements)
 
 
-def _measure_small_and_large_all_reduce(group: DistributedContext) -> dict[str, float]:
-    """Return the seconds of a small and of a large all-reduce, and the bytes of the large one."""
-
-    def all_reduce_action(elements: int) -> Callable[[], None]:
-        data = torch.ones(elements, device=group.device)
-
-        def action() -> None:
-            dist.all_reduce(data)
-
-        return action
-
-    latency = _median_seconds_on_slowest_rank(group, all_reduce_action(_SMALL_ELEMENTS), _REPEATS)
-    elements = _large_message_elements_by_rank_0(
-        group, _median_seconds_on_slowest_rank(group, all_reduce_action(_FIRST_ELEMENTS), 1)
+def _measure_all_reduce(group: DistributedContext) -> dict[str, float]:
+    """Measure a small and a large all-reduce, by the slowest rank (collective)."""
+    return _measure_small_and_large_message(
+        group,
+        dist.all_reduce,
+        lambda seconds: max(rank_seconds for (rank_seconds,) in group.gather_numbers([seconds])),
     )
-    return {
-        "latency": latency,
-        "bytes": 4 * elements,
-        "seconds": _median_seconds_on_slowest_rank(group, all_reduce_action(elements), 3),
-    }
 
 
 def _measure_links_of_neighbour_hosts(
@@ -115,74 +102,55 @@ def _measure_messages_between_ranks(
     """Measure a small and a large message between two ranks, in one direction."""
     other_rank = second_rank if group.rank == first_rank else first_rank
 
-    def ping_pong_action(elements: int) -> Callable[[], None]:
-        data = torch.ones(elements, device=group.device)
+    def send_both_ways(data: torch.Tensor, received: torch.Tensor) -> None:
+        for sender in (first_rank, second_rank):
+            if group.rank == sender:
+                dist.send(data, other_rank)
+            else:
+                dist.recv(received, other_rank)
 
-        def send_both_ways() -> None:
-            for sender in (first_rank, second_rank):
-                (dist.send if group.rank == sender else dist.recv)(data, other_rank)
+    def slower_of_both(seconds: float) -> float:
+        own = torch.tensor([seconds], device=group.device)
+        other = torch.zeros_like(own)
+        send_both_ways(own, other)
+        return max(float(own), float(other))
 
-        return send_both_ways
-
-    # Each action sends to and fro: half of its time is one direction.
-    latency = _median_seconds_after_warm_up(group, ping_pong_action(_SMALL_ELEMENTS), _REPEATS) / 2
-    first_message_seconds = _median_seconds_after_warm_up(
-        group, ping_pong_action(_FIRST_ELEMENTS), 1
+    both_ways = _measure_small_and_large_message(
+        group, lambda data: send_both_ways(data, data), slower_of_both
     )
-    size = torch.tensor(
-        [float(_large_message_elements(group, first_message_seconds))], device=group.device
-    )
-    # Both must use one size, but each has measured its own time: the first one decides.
-    if group.rank == first_rank:
-        dist.send(size, other_rank)
-    else:
-        dist.recv(size, other_rank)
-    elements = int(size)
     return {
-        "latency": latency,
-        "bytes": 4 * elements,
-        "seconds": _median_seconds_after_warm_up(group, ping_pong_action(elements), 3) / 2,
+        "latency": both_ways["latency"] / 2,
+        "bytes": both_ways["bytes"],
+        "seconds": both_ways["seconds"] / 2,
     }
 
 
-def _median_seconds_after_warm_up(
-    group: DistributedContext, timed_action: Callable[[], None], repeat_count: int
-) -> float:
-    """Return the median seconds of an action on this rank, after one run to warm up."""
-    run_seconds = []
-    for _ in range(repeat_count + 1):
-        wait_for_device(group.device)
-        began = time.perf_counter()
-        timed_action()
-        wait_for_device(group.device)
-        run_seconds.append(time.perf_counter() - began)
-    return statistics.median(run_seconds[1:])
+def _measure_small_and_large_message(
+    group: DistributedContext,
+    send: Callable[[torch.Tensor], object],
+    agree_on_seconds: Callable[[float], float],
+) -> dict[str, float]:
+    """Return the seconds of a small and of a large message, and the bytes of the large one.
 
+    Args:
+        send: communicates a tensor.
+        agree_on_seconds: returns one value for all ranks that communicate, which use one size.
+    """
 
-def _median_seconds_on_slowest_rank(
-    group: DistributedContext, timed_action: Callable[[], None], repeat_count: int
-) -> float:
-    """Return the median seconds of an action on the slowest rank (collective)."""
-    return max(
-        seconds
-        for (seconds,) in group.gather_numbers(
-            [_median_seconds_after_warm_up(group, timed_action, repeat_count)]
-        )
-    )
+    def median_seconds(element_count: int, repeat_count: int) -> float:
+        data = torch.ones(element_count, device=group.device)
+        run_seconds = []
+        # The first run warms up.
+        for _ in range(repeat_count + 1):
+            wait_for_device(group.device)
+            start_seconds = time.perf_counter()
+            send(data)
+            wait_for_device(group.device)
+            run_seconds.append(time.perf_counter() - start_seconds)
+        return agree_on_seconds(statistics.median(run_seconds[1:]))
 
-
-def _large_message_elements_by_rank_0(
-    group: DistributedContext, first_message_seconds: float
-) -> int:
-    """Return the number of elements that fits into the time, the same on all ranks (collective)."""
-    return int(group.gather_numbers([_large_message_elements(group, first_message_seconds)])[0][0])
-
-
-def _large_message_elements(group: DistributedContext, first_message_seconds: float) -> int:
-    return max(
-        1,
-        min(
-            _MAX_ELEMENTS[group.device.type],
-            int(_FIRST_ELEMENTS * _MAX_SECONDS / max(first_message_seconds, 1e-6)),
-        ),
-    )
+    latency = median_seconds(_SMALL_ELEMENTS, _REPEATS)
+    first_message_seconds = max(median_seconds(_FIRST_ELEMENTS, 1), 1e-6)
+    elements = int(_FIRST_ELEMENTS * _MAX_SECONDS / first_message_seconds)
+    elements = max(1, min(_MAX_ELEMENTS[group.device.type], elements))
+    return {"latency": latency, "bytes": 4 * elements, "seconds": median_seconds(elements, 3)}
