@@ -66,6 +66,16 @@ def submit(
     return Run(submission.queue_job().run.path)
 
 
+class QueuedJob(NamedTuple):
+    """A job that was queued."""
+
+    job_id: str
+    """The job's id."""
+    run: RunDir
+    text_lines: tuple[str, ...]
+    """Lines for the user."""
+
+
 class Submission(NamedTuple):
     """A run that is resolved for a scheduler."""
 
@@ -119,52 +129,101 @@ class Submission(NamedTuple):
         """Lines for the user."""
         return [*self.resolved.notes, *notes_on_ignored_submit_and_binding_fields(self.resolved)]
 
+    def preview_scheduler_request(self) -> LaunchRequest:
+        """Return what would be sent to the scheduler, with a known engine instead of `auto`."""
+        known_run = apply_known_engine_if_auto_without_measuring(self.resolved)
+        return self._replace(resolved=known_run).scheduler_request()
+
     def scheduler_request(self) -> LaunchRequest:
-        """Return what would be sent to the scheduler."""
-        return scheduler_request_of_run(
-            apply_known_engine_if_auto_without_measuring(self.resolved), self.run, self.scheduler
+        """Return the request for the scheduler, without side effects."""
+        job_recipe = self.resolved.recipe_file.recipe
+        _refuse_unsupported_restarts(job_recipe)
+        # Paths of this host's Python do not exist in an image.
+        has_container = job_recipe.submit.container is not None
+        cli_argv = ("ortlaunch",) if has_container else module_start.module_command("ortlaunch.cli")
+        conclude_argv = (
+            ("python3", "-m", "ortlaunch.started_runs.ended")
+            if has_container
+            else module_start.module_command("ortlaunch.started_runs.ended")
         )
+        queued_run = QueuedRun(
+            plan=self.resolved.plan,
+            run=RunDir(os.path.abspath(self.run.path)),
+            train=(
+                *cli_argv,
+                "train",
+                os.path.abspath(self.run.submitted),
+                "--run-dir",
+                os.path.abspath(self.run.path),
+            ),
+            conclude=(
+                *conclude_argv,
+                os.path.abspath(self.run.path),
+                str(job_recipe.launch.max_restarts),
+            ),
+            folder=os.getcwd(),
+            variables=((MODULES_VARIABLE, os.path.abspath(self.resolved.command.modules_folder)),),
+            options=job_recipe.submit.model_dump(mode="json"),
+            recipe=recipe.dump_recipe_yaml(job_recipe),
+            restarts=job_recipe.launch.max_restarts,
+            secrets=job_recipe.launch.forward,
+        )
+        return load_scheduler(self.scheduler).submission_request_of_job(queued_run)
 
     def queue_job(self) -> QueuedJob:
-        """Queue the job."""
-        return check_write_submission_and_queue_and_register_job(
-            self.resolved, self.requested_folder, self.run, self.scheduler
+        """Write the files from which the job begins, and queue the job.
+
+        Raises:
+            PlanError: the folder has other contents, or a run in it has not ended.
+            RecipeError: a file or function of the user is absent, although the nodes share this disk.
+        """
+        run = self.run
+        job_recipe = self.resolved.recipe_file.recipe
+        input_problems = [
+            *inputs.absent_or_lfs_pointer_input_problems(job_recipe),
+            *inputs.column_and_vocabulary_problems(job_recipe),
+            *unloadable_factory_problems(job_recipe, self.resolved.command.modules_folder),
+        ]
+        # An image or another cluster has files that this host need not have.
+        if not SCHEDULERS[self.scheduler].is_elsewhere and job_recipe.submit.container is None:
+            self.resolved.recipe_file.raise_if_problems(input_problems)
+        # The ranks of a job of several cannot start the trials that find a size.
+        if micro_size.is_search_requested(job_recipe) and self.resolved.world.rank_count > 1:
+            micro_size.refuse_micro_size_search_in_rank()
+        if (
+            self.requested_folder is not None
+            and run.job.exists()
+            and not read_status(run).state.is_end
+        ):
+            raise PlanError(
+                f"--run-dir {run}: its run has not ended, or is queued; `ortlaunch cancel {run}` "
+                "ends it"
+            )
+        checked_run = requested_or_absent_folder_for_checks(run, self.requested_folder)
+        notes = refuse_foreign_folder_or_return_continuing_lines(
+            checked_run,
+            read_earlier_or_else_given_recipe_or_none(checked_run, self.resolved),
+            self.resolved,
         )
-
-
-def scheduler_request_of_run(
-    resolved_run: ResolvedRun, run: RunDir, scheduler_name: str
-) -> LaunchRequest:
-    """Return the request for the scheduler, without side effects."""
-    job_recipe = resolved_run.recipe_file.recipe
-    _refuse_unsupported_restarts(job_recipe)
-    # Paths of this host's Python do not exist in an image.
-    has_container = job_recipe.submit.container is not None
-    cli_argv = ("ortlaunch",) if has_container else module_start.module_command("ortlaunch.cli")
-    conclude_argv = (
-        ("python3", "-m", "ortlaunch.started_runs.ended")
-        if has_container
-        else module_start.module_command("ortlaunch.started_runs.ended")
-    )
-    queued_run = QueuedRun(
-        plan=resolved_run.plan,
-        run=RunDir(os.path.abspath(run.path)),
-        train=(
-            *cli_argv,
-            "train",
-            os.path.abspath(run.submitted),
-            "--run-dir",
-            os.path.abspath(run.path),
-        ),
-        conclude=(*conclude_argv, os.path.abspath(run.path), str(job_recipe.launch.max_restarts)),
-        folder=os.getcwd(),
-        variables=((MODULES_VARIABLE, os.path.abspath(resolved_run.command.modules_folder)),),
-        options=job_recipe.submit.model_dump(mode="json"),
-        recipe=recipe.dump_recipe_yaml(job_recipe),
-        restarts=job_recipe.launch.max_restarts,
-        secrets=job_recipe.launch.forward,
-    )
-    return load_scheduler(scheduler_name).submission_request_of_job(queued_run)
+        run = create_run_folder_or_numbered_one(run) if self.requested_folder is None else run
+        run.logs.mkdir(parents=True, exist_ok=True)
+        # Not recipe.yaml: rank 0 writes that file when it prepares the folder.
+        write_text_atomically(run.submitted, recipe.dump_recipe_yaml(job_recipe))
+        job_id = load_scheduler(self.scheduler).write_files_and_queue_job(
+            self._replace(run=run).scheduler_request()
+        )
+        # After the submission, because the record needs the job's id.
+        JobRecord(
+            self.scheduler,
+            job_id,
+            socket.gethostname(),
+            "",
+            "",
+            current_time_iso(),
+            JobState.PENDING,
+        ).write(run)
+        registry.register_run_or_print_error(run)
+        return QueuedJob(job_id, run, (*notes, f"run folder: {run}"))
 
 
 def _refuse_unsupported_restarts(job_recipe: recipe.Recipe) -> None:
@@ -213,63 +272,3 @@ def notes_on_ignored_submit_and_binding_fields(resolved_run: ResolvedRun) -> lis
     return [
         f"ignored by {submit_section.scheduler}: {', '.join(f'submit.{name}' for name in ignored_fields)}"
     ]
-
-
-class QueuedJob(NamedTuple):
-    """A job that was queued."""
-
-    job_id: str
-    """The job's id."""
-    run: RunDir
-    text_lines: tuple[str, ...]
-    """Lines for the user."""
-
-
-def check_write_submission_and_queue_and_register_job(
-    resolved_run: ResolvedRun, requested_folder: Path | None, run: RunDir, scheduler_name: str
-) -> QueuedJob:
-    """Write the files from which the job begins, and queue the job.
-
-    Raises:
-        PlanError: the folder has other contents, or a run in it has not ended.
-        RecipeError: a file or function of the user is absent, although the nodes share this disk.
-    """
-    job_recipe = resolved_run.recipe_file.recipe
-    input_problems = [
-        *inputs.absent_or_lfs_pointer_input_problems(job_recipe),
-        *inputs.column_and_vocabulary_problems(job_recipe),
-        *unloadable_factory_problems(job_recipe, resolved_run.command.modules_folder),
-    ]
-    # An image or another cluster has files that this host need not have.
-    if not SCHEDULERS[scheduler_name].is_elsewhere and job_recipe.submit.container is None:
-        resolved_run.recipe_file.raise_if_problems(input_problems)
-    # The ranks of a job of several cannot start the trials that find a size.
-    if (
-        micro_size.is_search_requested(resolved_run.recipe_file.recipe)
-        and resolved_run.world.rank_count > 1
-    ):
-        micro_size.refuse_micro_size_search_in_rank()
-    if requested_folder is not None and run.job.exists() and not read_status(run).state.is_end:
-        raise PlanError(
-            f"--run-dir {run}: its run has not ended, or is queued; `ortlaunch cancel {run}` "
-            "ends it"
-        )
-    checked_run = requested_or_absent_folder_for_checks(run, requested_folder)
-    notes = refuse_foreign_folder_or_return_continuing_lines(
-        checked_run,
-        read_earlier_or_else_given_recipe_or_none(checked_run, resolved_run),
-        resolved_run,
-    )
-    run = create_run_folder_or_numbered_one(run) if requested_folder is None else run
-    run.logs.mkdir(parents=True, exist_ok=True)
-    # Not recipe.yaml: rank 0 writes that file when it prepares the folder.
-    write_text_atomically(run.submitted, recipe.dump_recipe_yaml(resolved_run.recipe_file.recipe))
-    job_id = load_scheduler(scheduler_name).write_files_and_queue_job(
-        scheduler_request_of_run(resolved_run, run, scheduler_name)
-    )
-    # After the submission, because the record needs the job's id.
-    JobRecord(
-        scheduler_name, job_id, socket.gethostname(), "", "", current_time_iso(), JobState.PENDING
-    ).write(run)
-    registry.register_run_or_print_error(run)
-    return QueuedJob(job_id, run, (*notes, f"run folder: {run}"))

@@ -36,7 +36,7 @@ def submit(
     # Standard output is for scripts, which read the job's id from it.
     if dry_run:
         _print_notes(submission.notes)
-        request = submission.scheduler_request()
+        request = submission.preview_scheduler_request()
         typer.echo(request.files[0][1], nl=False)
         _print_notes([f"would be {request.files[0][0]}, sent by: {shlex.join(request.argv)}"])
         return

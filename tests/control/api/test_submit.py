@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from ortlaunch.api.submit import (
-    check_write_submission_and_queue_and_register_job,
-    scheduler_request_of_run,
+    Submission,
 )
 from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
@@ -56,15 +55,17 @@ def resolved(*overrides: str, **sections: Any) -> ResolvedRun:
 
 def script(*overrides: str, **sections: Any) -> str:
     """Return the batch script."""
-    return scheduler_request_of_run(resolved(*overrides, **sections), RunDir(WHERE), "slurm").files[
-        0
-    ][1]
+    return (
+        Submission(resolved(*overrides, **sections), RunDir(WHERE), None)
+        .scheduler_request()
+        .files[0][1]
+    )
 
 
 def test_a_thousand_nodes() -> None:
     """The script for 1,024 nodes is as expected, made in a second, and has no secret."""
     began = time.process_time()
-    request = scheduler_request_of_run(resolved(**LARGE), RunDir(WHERE), "slurm")
+    request = Submission(resolved(**LARGE), RunDir(WHERE), None).scheduler_request()
     # Work for each rank of 8,192 would take longer.
     assert time.process_time() - began < 1
     text = request.files[0][1].replace(str(Path.cwd()), "/here")
@@ -193,17 +194,14 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 def test_a_run_folder_with_a_blank() -> None:
     """A run folder's path with special characters is escaped in the script."""
     # sbatch splits its options at blanks, reads # as a comment and % as a pattern.
-    text = scheduler_request_of_run(resolved(), RunDir("/my runs/50%#1"), "slurm").files[0][1]
+    text = Submission(resolved(), RunDir("/my runs/50%#1"), None).scheduler_request().files[0][1]
     assert "#SBATCH --output='/my runs/50%%#1/logs/slurm-%j.out'\n" in text
 
 
 def put(queue: Queue) -> RunDir:
     """Submit a run."""
     run = RunDir("one")
-    assert (
-        check_write_submission_and_queue_and_register_job(resolved(), run.path, run, "slurm").job_id
-        == "12"
-    )
+    assert Submission(resolved(), run, run.path).queue_job().job_id == "12"
     return run
 
 
@@ -218,7 +216,7 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
         .startswith("pending ")
     )
     with pytest.raises(PlanError, match="its run has not ended, or is queued"):
-        check_write_submission_and_queue_and_register_job(resolved(), run.path, run, "slurm")
+        Submission(resolved(), run, run.path).queue_job()
     write_text_atomically(run.logs / "slurm-12.out", "hello\n")
     assert "".join(iterate_rank_output_text(run, 0, follows_until_end=False)) == "hello\n"
     assert cancel_run_and_wait_for_its_end(run).startswith("cancelled\n")
@@ -367,9 +365,11 @@ def test_what_goes_back_into_the_queue(
     for name, body in (("srun", f"exit {status}"), ("scontrol", f"echo $* > {tools}/asked")):
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
         (tools / name).chmod(0o755)
-    text = scheduler_request_of_run(
-        resolved(f"launch.max_restarts={restarts}"), run, "slurm"
-    ).files[0][1]
+    text = (
+        Submission(resolved(f"launch.max_restarts={restarts}"), run, None)
+        .scheduler_request()
+        .files[0][1]
+    )
     write_text_atomically(run.job_script, text)
     if stop:
         write_json_atomically(run.stop_request, {"by": stop})
@@ -425,9 +425,7 @@ def test_a_requeue_that_is_not_answered(
 ) -> None:
     """A requeue is asked for until the controller answers, and a refusal is in the run's status."""
     run = RunDir(tmp_path / "run")
-    check_write_submission_and_queue_and_register_job(
-        resolved("launch.max_restarts=1"), run.path, run, "slurm"
-    )
+    Submission(resolved("launch.max_restarts=1"), run, run.path).queue_job()
     _controller(tmp_path, body.replace("{0}", str(tmp_path)))
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run(
@@ -517,7 +515,7 @@ def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
     home.mkdir()
     os.chdir(home)
     write_text_atomically(
-        run.job_script, scheduler_request_of_run(resolved(), run, "slurm").files[0][1]
+        run.job_script, Submission(resolved(), run, None).scheduler_request().files[0][1]
     )
     os.chdir(tmp_path)
     (home / "recipe.yaml").unlink()
@@ -579,17 +577,10 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
     with pytest.raises(
         RecipeError, match=r"data\.train\.path: got gone\.txt, which matches no file here"
     ):
-        check_write_submission_and_queue_and_register_job(
-            resolved(**sections), Path("one"), RunDir("one"), "slurm"
-        )
+        Submission(resolved(**sections), RunDir("one"), Path("one")).queue_job()
     assert not Path("one").exists()
     inside = resolved("submit.container={image: a/b}", **sections)
-    assert (
-        check_write_submission_and_queue_and_register_job(
-            inside, Path("one"), RunDir("one"), "slurm"
-        ).job_id
-        == "12"
-    )
+    assert Submission(inside, RunDir("one"), Path("one")).queue_job().job_id == "12"
 
 
 def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
@@ -611,9 +602,7 @@ def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingDependency,
         match="sbatch not found: submit on a host of the cluster; --dry-run prints",
     ):
-        check_write_submission_and_queue_and_register_job(
-            resolved(), Path("one"), RunDir("one"), "slurm"
-        )
+        Submission(resolved(), RunDir("one"), Path("one")).queue_job()
 
 
 def test_forgotten_folders_leave_the_list(queue: Queue) -> None:

@@ -15,9 +15,8 @@ import yaml
 
 from ortlaunch import recipe
 from ortlaunch.api.submit import (
-    check_write_submission_and_queue_and_register_job,
+    Submission,
     notes_on_ignored_submit_and_binding_fields,
-    scheduler_request_of_run,
 )
 from ortlaunch.base.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, LaunchRequest
@@ -64,9 +63,7 @@ def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
 
 def requested(name: str, kind: str, *overrides: str) -> LaunchRequest:
     """Return the request for the scheduler."""
-    return scheduler_request_of_run(
-        resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes"
-    )
+    return Submission(resolved(name, kind, *overrides), RUN, None).scheduler_request()
 
 
 def documents(name: str, kind: str, *overrides: str) -> list[dict[str, Any]]:
@@ -238,7 +235,7 @@ def test_names_fit_hosts() -> None:
     """A long name of a run is shortened to a valid name of a host."""
     # A host's name has at most 63 letters, and the pod's number is added.
     long = RunDir(f"/runs/2_{'Long.Name' * 10}-20260101-000000")
-    text = scheduler_request_of_run(resolved("bert-large", "job"), long, "kubernetes").files[0][1]
+    text = Submission(resolved("bert-large", "job"), long, None).scheduler_request().files[0][1]
     name = list(yaml.safe_load_all(text))[-1]["metadata"]["name"]
     assert re.fullmatch(r"run-2-long-name[a-z0-9-]*-20260101-000000", name)
     assert len(name) <= 50
@@ -284,14 +281,10 @@ def test_a_part_that_is_refused(fake: Path) -> None:
     (fake / "refused").write_text("Service")
     run = RunDir("x-20260101-000000")
     with pytest.raises(LaunchError, match="Forbidden: Service"):
-        check_write_submission_and_queue_and_register_job(
-            resolved("bert-large", "job"), run.path, run, "kubernetes"
-        )
+        Submission(resolved("bert-large", "job"), run, run.path).queue_job()
     assert "kubectl delete job.batch/x-20260101-000000" in (fake / "calls").read_text()
     (fake / "refused").unlink()
-    assert check_write_submission_and_queue_and_register_job(
-        resolved("bert-large", "job"), run.path, run, "kubernetes"
-    ).job_id
+    assert Submission(resolved("bert-large", "job"), run, run.path).queue_job().job_id
 
 
 # What platform teams add; the third is of a cluster with RDMA.
@@ -477,12 +470,7 @@ def test_a_run_in_pods(fake: Path) -> None:
     # The run's folder here has the record of the job alone.
     run = RunDir("x-20260101-000000")
     named = "default/job.batch/x-20260101-000000"
-    assert (
-        check_write_submission_and_queue_and_register_job(
-            resolved("bert-large", "job"), run.path, run, "kubernetes"
-        ).job_id
-        == named
-    )
+    assert Submission(resolved("bert-large", "job"), run, run.path).queue_job().job_id == named
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4}}))
     assert str(read_status(run)).splitlines()[1:] == ["queued: no pod is ready"]
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4, "ready": 4}}))
@@ -518,10 +506,7 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
     """The state in the workspace is that of the run, and an end is recorded with it."""
     run = RunDir("one")
     assert (
-        check_write_submission_and_queue_and_register_job(
-            resolved("bert-large", "azureml"), run.path, run, "azureml"
-        ).job_id
-        == "//blue"
+        Submission(resolved("bert-large", "azureml"), run, run.path).queue_job().job_id == "//blue"
     )
     (fake / "answer").write_text(f"{word}\n")
     seen = read_status(run)
@@ -536,9 +521,7 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
 def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
     """The end of a job that the scheduler does not know any more is not guessed."""
     run = RunDir("one")
-    check_write_submission_and_queue_and_register_job(
-        resolved("bert-large", "job"), run.path, run, "kubernetes"
-    )
+    Submission(resolved("bert-large", "job"), run, run.path).queue_job()
     assert (
         str(read_status(run).job.verdict)
         == "ortlaunch: kubernetes says: unknown to the scheduler, so its end is unknown"
@@ -550,18 +533,13 @@ def test_refused_or_absent(
     kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal has the command's own message, an absent command has advice."""
-    name = "azureml" if kind == "azureml" else "kubernetes"
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         MissingDependency,
         match=f"{command} not found: use a host .*; --dry-run prints the job",
     ):
-        check_write_submission_and_queue_and_register_job(
-            resolved("bert-large", kind), Path("one"), RunDir("one"), name
-        )
+        Submission(resolved("bert-large", kind), RunDir("one"), Path("one")).queue_job()
     (tmp_path / command).write_text("#!/bin/sh\necho it exists already >&2\nexit 1\n")
     (tmp_path / command).chmod(0o755)
     with pytest.raises(LaunchError, match=f"{command} .*: it exists already"):
-        check_write_submission_and_queue_and_register_job(
-            resolved("bert-large", kind), Path("one"), RunDir("one"), name
-        )
+        Submission(resolved("bert-large", kind), RunDir("one"), Path("one")).queue_job()
