@@ -49,7 +49,7 @@ def _old_and_new_value_text(old_value: object, new_value: object) -> str:
 
 
 def _origin_at_newest_checkpoint_or_start(run: RunDir) -> Json:
-    if not run.plan.exists() or not run.recipe.exists():
+    if not run.has_plan_and_recipe:
         raise InputError(f"{run}: has not begun, so it has no record to compare")
     complete_checkpoints = run.complete_checkpoints()
     recorded_origin = (

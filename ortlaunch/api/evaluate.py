@@ -15,6 +15,7 @@ from ortlaunch.api.detached import (
     start_detached_and_await_job_file_or_raise,
 )
 from ortlaunch.api.export import (
+    enclosing_run_or_none,
     existing_requested_or_newest_step_or_refuse,
     print_hint_if_best_is_not_newest,
 )
@@ -34,6 +35,15 @@ from ortlaunch.run_folder.checkpoint_hold import lock_chosen_checkpoint_and_yiel
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.tables import tasks
 from ortlaunch.tables.tasks import CheckpointStep
+
+# Settings of training, sharding and casting have no effect on an exported model.
+_SINGLE_PROCESS_OVERRIDES = (
+    "engine.name=eager",
+    "zero=null",
+    "precision=fp32",
+    "model.lora=null",
+    "model.gradient_checkpointing=false",
+)
 
 
 def evaluate_checkpoint_in_own_run(
@@ -126,25 +136,11 @@ def start_evaluation_and_await_result(
     return dict(read_json_or_raise_damaged(folder.evaluation))
 
 
-# Folders from RUN/exports/step_N_onnx/model.onnx up to RUN.
-_SEARCHED_PARENTS = 3
-# Settings of training, sharding and casting have no effect on an exported model.
-_SINGLE_PROCESS_OVERRIDES = (
-    "engine.name=eager",
-    "zero=null",
-    "precision=fp32",
-    "model.lora=null",
-    "model.gradient_checkpointing=false",
-)
-
-
 def is_model_path(given_path: Path) -> bool:
     """Whether the path is a model.onnx, or a folder of a model and not of a run."""
     if given_path.suffix == ".onnx":
         return True
-    run = RunDir(given_path)
-    is_run_folder = run.plan.exists() and run.recipe.exists()
-    return not is_run_folder and any(
+    return not RunDir(given_path).has_plan_and_recipe and any(
         (given_path / name).exists()
         for name in ("model.onnx", "config.json", "adapter_config.json")
     )
@@ -163,7 +159,12 @@ def evaluate_exported_model_in_process(
         InputError: the model does not exist, or has no recipe or no evaluation data.
     """
     given_model = _onnx_file_or_model_folder_or_refuse(given_model)
-    run = None if recipe_path else _run_containing_model_or_refuse(given_model)
+    run = None if recipe_path else enclosing_run_or_none(given_model)
+    if run is None and recipe_path is None:
+        raise InputError(
+            f"{given_model} is not in a run folder, so the task and data.evaluation are unknown; "
+            "give a recipe with --recipe"
+        )
     recipe_source = run.recipe if run else recipe_path_or_shipped_recipe(recipe_path or Path())
     modules_folder = Plan.read(run.plan).modules if run else str(recipe_source.parent.absolute())
     recipe_text = dump_recipe_yaml(
@@ -185,18 +186,6 @@ def _onnx_file_or_model_folder_or_refuse(given_model: Path) -> Path:
             f"{given_model} contains only adapters; evaluate the run, or an export with model.lora.merge"
         )
     return given_model
-
-
-def _run_containing_model_or_refuse(model_path: Path) -> RunDir:
-    """Return the run whose folder contains a model."""
-    for folder in model_path.absolute().parents[:_SEARCHED_PARENTS]:
-        run = RunDir(folder)
-        if run.plan.exists() and run.recipe.exists():
-            return run
-    raise InputError(
-        f"{model_path} is not in a run folder, so the task and data.evaluation are unknown; give a "
-        "recipe with --recipe"
-    )
 
 
 def _single_process_evaluation_recipe_or_refuse(

@@ -17,6 +17,8 @@ from ortlaunch.tables.tasks import CheckpointStep, ExportRequest, PushRequest
 # Values of --format and of --lora.
 EXPORT_FORMATS = ("huggingface", "onnx", "ondevice")
 LORA_FORMS = ("merged", "alone")
+# Folders from RUN/exports/step_N_onnx/model.onnx up to RUN.
+_SEARCHED_PARENTS = 3
 
 
 class ExportOptions(NamedTuple):
@@ -118,6 +120,12 @@ def _has_recorded_same_export(
     ]
 
 
+def enclosing_run_or_none(model_path: Path) -> RunDir | None:
+    """Return the run whose folder contains an exported model."""
+    enclosing_runs = map(RunDir, model_path.absolute().parents[:_SEARCHED_PARENTS])
+    return next((run for run in enclosing_runs if run.has_plan_and_recipe), None)
+
+
 def kept_best_step_or_none(run: RunDir) -> int | None:
     """Return the step of the best checkpoint that is kept; None before the end of a training."""
     best_record = (
@@ -146,7 +154,7 @@ def existing_requested_or_newest_step_or_refuse(run: RunDir, requested_step: Che
     Raises:
         InputError: the run or checkpoint does not exist.
     """
-    if not (run.plan.exists() and run.recipe.exists()):
+    if not run.has_plan_and_recipe:
         raise InputError(f"{run} is not a run folder: it has no plan.json and recipe.yaml")
     complete_steps = [complete_step for complete_step, _ in run.complete_checkpoints()]
     if not complete_steps:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch.api.export import (
+    enclosing_run_or_none,
     existing_requested_or_newest_step_or_refuse,
     print_hint_if_best_is_not_newest,
 )
@@ -18,8 +19,6 @@ from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.tables import tasks
 from ortlaunch.tables.tasks import GenerationRequest
 
-# Folders from RUN/exports/step_N up to RUN.
-_SEARCHED_PARENTS = 2
 # Endings of transformers' classes of causal models.
 _CAUSAL_CLASS_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
@@ -93,7 +92,7 @@ def _model_or_run_folder_step_and_is_trained_on_chats(
     """
     model_folder = Path(generation_request.model)
     run = RunDir(model_folder)
-    if not (run.plan.exists() and run.recipe.exists()):
+    if not run.has_plan_and_recipe:
         if generation_request.step is not None:
             raise InputError(f"--step: {model_folder} is not a run folder, and has no checkpoints")
         return (
@@ -130,11 +129,8 @@ def is_trained_on_chats(recipe: Recipe) -> bool:
 
 def _is_enclosing_run_trained_on_chats(model_folder: Path) -> bool | None:
     """Whether the run whose folder contains an export was trained on chats; None without a run."""
-    for folder in model_folder.absolute().parents[:_SEARCHED_PARENTS]:
-        run = RunDir(folder)
-        if run.plan.exists() and run.recipe.exists():
-            return is_trained_on_chats(read_resolved_recipe_of_run(run.recipe))
-    return None
+    run = enclosing_run_or_none(model_folder)
+    return is_trained_on_chats(read_resolved_recipe_of_run(run.recipe)) if run else None
 
 
 def _require_causal_model_folder(model_folder: Path) -> Path:

@@ -309,6 +309,11 @@ class RunDir:
         """Return the folder of one trial of `micro_size: auto`, a run that writes trial.json."""
         return RunDir(self.trials / str(micro_size))
 
+    @property
+    def has_plan_and_recipe(self) -> bool:
+        """Whether a start of the run has written what another command needs to read it."""
+        return self.plan.exists() and self.recipe.exists()
+
     def was_stop_requested_by_user_or_hook(self) -> bool:
         """Return whether `ortlaunch stop` or a hook requested the end."""
         # On a signal the command of a single rank writes the same file, with the signal's name.
