@@ -13,7 +13,7 @@ from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_
 from ortlaunch.worker.checkpoint.save_records import failed_save_count
 from ortlaunch.worker.checkpoint.saver import (
     CheckpointSaver,
-    SaverCallbacks,
+    SaverInputs,
     remove_old_checkpoints_and_exports,
 )
 from ortlaunch.worker.checkpoint.start_checkpoint import (
@@ -30,7 +30,7 @@ from ortlaunch.worker.checkpoint.verify import (
 __all__ = [
     "CheckpointSaver",
     "CompleteCheckpoint",
-    "SaverCallbacks",
+    "SaverInputs",
     "failed_save_count",
     "load_checkpoint_print_notes_and_return_loop_state",
     "newest_checkpoint_seen_by_rank_0",

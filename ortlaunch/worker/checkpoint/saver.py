@@ -42,9 +42,11 @@ _NO_EXPORT = (
 KEEP = "checkpoint.keep_best"
 
 
-class SaverCallbacks(NamedTuple):
-    """What a training adds to its saver; by default nothing."""
+class SaverInputs(NamedTuple):
+    """Values and functions that the saver of one training needs; the defaults do nothing."""
 
+    best_step: int | None = None
+    """The step of the best checkpoint, which is kept (checkpoint.keep_best)."""
     on_completed: Callable[[int], object] = lambda step: None
     """Called with the step of each complete checkpoint."""
     before_save: Callable[[], object] = lambda: None
@@ -55,7 +57,7 @@ class SaverCallbacks(NamedTuple):
     """Whether a step completes a further `checkpoint.every_epochs`."""
 
 
-_NO_CALLBACKS = SaverCallbacks()
+_NO_INPUTS = SaverInputs()
 
 
 class CheckpointSaver:
@@ -63,8 +65,7 @@ class CheckpointSaver:
 
     Args:
         identity: properties of the training that only ranks know.
-        best_step: the step of the best checkpoint, which is kept (checkpoint.keep_best).
-        callbacks: what the training adds.
+        inputs: the best step so far, and functions of the training.
     """
 
     def __init__(
@@ -74,8 +75,7 @@ class CheckpointSaver:
         group: DistributedContext,
         stepper: Stepper,
         identity: Mapping[str, object],
-        best_step: int | None = None,
-        callbacks: SaverCallbacks = _NO_CALLBACKS,
+        inputs: SaverInputs = _NO_INPUTS,
     ) -> None:
         self.run = run
         self.recipe = recipe
@@ -89,8 +89,8 @@ class CheckpointSaver:
         self.policy = recipe.checkpoint
         # Becomes an earlier step when train.stop_after ends the training.
         self.last_step = recipe.train.steps
-        self.callbacks = callbacks
-        self.best_step = best_step
+        self.inputs = inputs
+        self.best_step = inputs.best_step
         self.last_save_time = time.monotonic()
         # `async` is a keyword of Python.
         is_async = getattr(self.policy, "async")
@@ -125,7 +125,7 @@ class CheckpointSaver:
         return (
             completed_steps == self.last_step
             or by_steps
-            or self.callbacks.completes_interval(completed_steps)
+            or self.inputs.completes_interval(completed_steps)
         )
 
     def request_due_save_and_record_ended_background_save(
@@ -158,7 +158,7 @@ class CheckpointSaver:
             CheckpointError: it could not be written, and the run must not continue without it, or
                 is at its end.
         """
-        self.callbacks.before_save()
+        self.inputs.before_save()
         # One save at a time.
         self.wait_for_background_save_and_record_result()
         began = time.perf_counter()
@@ -273,7 +273,7 @@ class CheckpointSaver:
             )
 
     def _notify_and_remove_former_best(self, step: int) -> None:
-        self.callbacks.on_completed(step)
+        self.inputs.on_completed(step)
         # The former best is pruned only now, not while its successor was being written.
         if step == self.next_best:
             self.best_step = step
@@ -287,7 +287,7 @@ class CheckpointSaver:
                 self.policy.keep,
                 self.policy.keep_every,
                 (
-                    *self.callbacks.steps_in_use(),
+                    *self.inputs.steps_in_use(),
                     *(() if self.best_step is None else (self.best_step,)),
                 ),
             )

@@ -283,8 +283,8 @@ def _create_checkpoint_saver_with_callbacks(
         session.group,
         session.engine.stepper,
         session.identity,
-        best.kept_best_step_or_none(train_state.best),
-        checkpoint.SaverCallbacks(
+        checkpoint.SaverInputs(
+            best.kept_best_step_or_none(train_state.best),
             on_completed=notify_completed,
             before_save=lambda: require_same_trained_parameters(model, trained_parameters),
             steps_in_use=exports.steps_being_exported,
