@@ -49,7 +49,7 @@ def bench(
     profile: Annotated[
         bool,
         typer.Option(
-            "--profile", help="Also profile each variant: costs by operator, layer and source line."
+            "--profile", help="Also profile each variant: the operators that take longest."
         ),
     ] = False,
     out: Annotated[

@@ -40,7 +40,7 @@ def train(
         typer.Option(
             "--profile-steps",
             metavar="A:B",
-            help="Profile these steps: costs by operator, layer and line (log.profile_steps).",
+            help="Profile these steps: the operators that take longest (log.profile_steps).",
         ),
     ] = None,
     dry_run: DryRun = False,

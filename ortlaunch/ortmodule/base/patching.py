@@ -45,6 +45,26 @@ def hide_package_unless_loaded(package_name: str) -> Iterator[None]:
             del sys.modules[package_name]
 
 
+@contextlib.contextmanager
+def replace_attribute_temporarily(
+    attribute_owner: object, attribute_name: str, value: object
+) -> Iterator[None]:
+    """Give an object, class or module another attribute for the length of a with-block.
+
+    An attribute that the owner only inherits is inherited again afterwards.
+    """
+    missing = object()
+    previous_value = vars(attribute_owner).get(attribute_name, missing)
+    setattr(attribute_owner, attribute_name, value)
+    try:
+        yield
+    finally:
+        if previous_value is missing:
+            delattr(attribute_owner, attribute_name)
+        else:
+            setattr(attribute_owner, attribute_name, previous_value)
+
+
 def replace_method_by_wrapper(
     method_owner: object, method_name: str, call_with_original: AnyFunction
 ) -> None:

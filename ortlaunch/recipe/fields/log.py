@@ -30,8 +30,8 @@ class Log(Section):
     profile_steps: (
         Annotated[tuple[Positive, Positive], BeforeValidator(convert_list_to_tuple)] | None
     ) = None
-    """The first and the last step to profile, as `[4, 9]`: the ten largest costs by operator, layer
-    and source line are printed and written to profile.json and `ortlaunch report`, and a timeline
-    for chrome://tracing and Perfetto to trace.json.gz. Every other step is profiled; those between
-    them measure the profiler's own cost. Costs, with ort, the memory of a second session. The first
+    """The first and the last step to profile, as `[4, 9]`: the ten operators that take
+    longest are printed and written to profile.json and `ortlaunch report`, and a timeline for
+    chrome://tracing and Perfetto to trace.json.gz. Every other step is profiled; those between them
+    measure the profiler's own cost. Costs, with ort, the memory of a second session. The first
     steps also compile and fill caches: begin at 4 or later. On a CPU only."""

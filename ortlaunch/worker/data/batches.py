@@ -177,13 +177,15 @@ class Batches:
             pass_index: the pass of gradient accumulation within the step, from 0.
             rank: the data-parallel rank.
         """
-        batch = (
-            self._ahead[1].take_next_batch_or_repeat_last(step_index, pass_index)
-            if self._ahead is not None and self._ahead[0] == rank
-            else self._read_micro_batch_cutting_padding(
-                self._index_epoch_pairs_of_micro_batch(step_index, pass_index, rank)
+        # A row of the profile of `log.profile_steps`.
+        with torch.profiler.record_function("reading"):
+            batch = (
+                self._ahead[1].take_next_batch_or_repeat_last(step_index, pass_index)
+                if self._ahead is not None and self._ahead[0] == rank
+                else self._read_micro_batch_cutting_padding(
+                    self._index_epoch_pairs_of_micro_batch(step_index, pass_index, rank)
+                )
             )
-        )
         self.tokens = self.tokens.plus_batch_tokens_and_padding(batch)
         return batch
 

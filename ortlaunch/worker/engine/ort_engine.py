@@ -22,7 +22,6 @@ from ortlaunch.run_folder.engine_report import (
 from ortlaunch.worker.data.user_data import import_user_function
 from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.ort_settings import ortmodule_settings
-from ortlaunch.worker.engine.spans import keep_python_stacks_in_exports
 from ortlaunch.worker.engine.stepping import require_gradient
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
@@ -72,8 +71,7 @@ def build_and_probe_ort_module_or_fall_back(
     try:
         if not any(group.gather(reason)):
             ort_module = wrap_model_in_ortmodule(recipe, model, group)
-            with keep_python_stacks_in_exports(bool(recipe.log.profile_steps)):
-                _run_probe_pass_and_restore_state(recipe, ort_module, model, group, sample_batch)
+            _run_probe_pass_and_restore_state(recipe, ort_module, model, group, sample_batch)
             refuse_attention_or_triton_settings_without_effect(
                 ortmodule_settings(recipe.engine), witness.graphs
             )

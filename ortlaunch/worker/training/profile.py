@@ -6,59 +6,27 @@ steps between them measure what the profiler itself costs.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gzip
 import json
 import os
 import statistics
+import tempfile
 import time
-import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.run_folder.profile_record import (
-    COMMUNICATION,
-    COMPUTING,
-    COPYING,
-    KINDS,
-    PYTHON,
-    READING,
-    WAITING,
-    Profile,
-    profile_text_lines,
-)
-from ortlaunch.worker.engine.flops import measure_peak_flops_per_second
-from ortlaunch.worker.engine.spans import (
-    ProfiledOrtSessions,
-    Span,
-    TorchCallMarker,
-    spans_of_torch_events,
-)
-from ortlaunch.worker.model.precision import dtype_of
+from ortlaunch.run_folder.profile_record import OperatorCost, Profile, profile_text_lines
+from ortlaunch.worker.engine.ort_profile import NodeRun, ProfiledOrtSessions
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision import pulse
 
-# The phase of a stage that a rank shows.
-_PHASE_BY_STAGE = {
-    pulse.PASSING: "forward",
-    pulse.FORWARD: "forward",
-    pulse.BACKWARD: "backward",
-    pulse.STEPPING: "optimizer",
-}
-# Names by which torch's profiler records collectives in the threads of their backends.
-_COLLECTIVE_PREFIXES = ("gloo:", "nccl:", "mpi:", "ucc:")
-# Prefixes of names; operators that compute have all others.
-_PREFIXES_BY_KIND: dict[str, str | tuple[str, ...]] = {
-    READING: READING,
-    PYTHON: PYTHON,
-    COPYING: ("aten::copy_", "Memcpy"),
-    COMMUNICATION: ("c10d::", *_COLLECTIVE_PREFIXES),
-    COMPUTING: "",
-}
+_SHOWN_OPERATORS = 10
 
 
 class StepProfiler:
@@ -79,7 +47,7 @@ class StepProfiler:
             )
         # By whether the step was profiled, and by its number.
         self._seconds: dict[bool, dict[int, float]] = {True: {}, False: {}}
-        self._spans = list[Span]()
+        self._torch_profiles = list[torch.profiler.profile]()
         self._ort = (
             ProfiledOrtSessions(
                 session.engine.eval_module, session.engine.witness.exclude_passes_from_counts
@@ -92,10 +60,10 @@ class StepProfiler:
     def time_or_profile_step(self, step_number: int) -> Iterator[None]:
         """Measure a step if it is one of the profiler's, and profile every other one.
 
-        After the last one, `finish`.
+        After the last one, `write_profile_or_say_why_not_once`.
         """
         profiled = step_number in self.steps[::2]
-        with self._profile_and_collect_spans() if profiled else contextlib.nullcontext():
+        with self._profile_step() if profiled else contextlib.nullcontext():
             began = time.perf_counter()
             yield
             if step_number in self.steps:
@@ -110,7 +78,8 @@ class StepProfiler:
         """
         if self.steps and self._seconds[True]:
             with self.session.progress.show_activity_during("writing the profile"):
-                self._write_and_print_profile(self.session)
+                if self.session.group.rank == 0:
+                    self._write_and_print_profile()
         elif self.steps:
             self.session.group.print_on_rank_0(
                 f"log.profile_steps: the training ended before step {self.steps[0]}"
@@ -118,217 +87,87 @@ class StepProfiler:
         self.steps = range(0)
 
     @contextlib.contextmanager
-    def _profile_and_collect_spans(self) -> Iterator[None]:
-        stages = list[tuple[int, int]]()
-
-        def begin_and_note_stage(
-            stage: int,
-            begin_stage: Callable[[int], None] = self.session.progress.shared_progress.begin_stage,
-        ) -> None:
-            stages.append((time.time_ns(), stage))
-            begin_stage(stage)
-
+    def _profile_step(self) -> Iterator[None]:
         # torch's profiler reports each start and stop on standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        # Marks of lines would make torch.compile compile again.
-        marks = (
-            contextlib.nullcontext()
-            if self._engine_name == "inductor"
-            else TorchCallMarker(self.session.model.model).mark_torch_calls_with_layer_and_line()
-        )
+        activities = [torch.profiler.ProfilerActivity.CPU]
         with (
             self._ort.use_profiled_sessions() if self._ort else contextlib.nullcontext(),
-            marks,
-            mock.patch.object(
-                self.session.progress.shared_progress, "begin_stage", begin_and_note_stage
-            ),
-            torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU],
-                record_shapes=True,
-                profile_memory=True,
-            ) as profiler,
+            torch.profiler.profile(activities=activities) as torch_profile,
+            torch.profiler.record_function("step"),
         ):
-            stages.append((time.time_ns(), 0))
             yield
-            stages.append((time.time_ns(), 0))
-        self._spans += [
-            Span(
-                start,
-                end,
-                READING if stage == pulse.READING else PYTHON,
-                _PHASE_BY_STAGE.get(stage, ""),
-                track="stages",
+        self._torch_profiles.append(torch_profile)
+
+    def _write_and_print_profile(self) -> None:
+        run = self.session.run
+        node_runs = [*self._ort.end_profiles_and_read_node_runs()] if self._ort else []
+        step_seconds = statistics.median(self._seconds[True].values())
+        measured = asdict(
+            Profile(
+                engine=self._engine_name,
+                steps=list(self._seconds[True]),
+                seconds=step_seconds,
+                seconds_without=statistics.median(self._seconds[False].values() or [0]) or None,
+                operators=operator_costs(self._torch_profiles, node_runs, step_seconds),
             )
-            for (start, stage), (end, _) in zip(stages, stages[1:])
-        ]
-        self._spans += spans_of_torch_events(
-            profiler.profiler.kineto_results.experimental_event_tree()
         )
-
-    def _write_and_print_profile(self, session: Session) -> None:
-        spans = classify_spans_and_set_exclusive_time(
-            [*self._spans, *(self._ort.end_profiles_and_read_node_spans() if self._ort else ())]
-        )
-        peak_flops_per_second = measure_peak_flops_per_second(
-            session.group.device, dtype_of(session.recipe.precision)
-        )
-        # 256 MiB each: larger than the caches.
-        pair = torch.ones(2, 2**26)
-        copying = min(timeit.repeat(lambda: pair[0].copy_(pair[1]), number=1))
-        operator_costs = operator_cost_rows(
-            spans, len(self._seconds[True]), peak_flops_per_second, pair.nbytes / copying
-        )
-        share_by_kind = {
-            cost_kind: sum(cost["share"] for cost in operator_costs if cost["kind"] == cost_kind)
-            for cost_kind in KINDS
-        }
-        # A collective takes longest on the rank that waits most for the others.
-        least_share = min(session.group.gather(share_by_kind[COMMUNICATION]))
-        share_by_kind |= {
-            COMMUNICATION: least_share,
-            WAITING: share_by_kind[COMMUNICATION] - least_share,
-        }
-        if session.group.rank > 0:
-            return
-        measured = Profile(
-            engine=self._engine_name,
-            steps=list(self._seconds[True]),
-            seconds=statistics.median(self._seconds[True].values()),
-            seconds_without=statistics.median(self._seconds[False].values() or [0]) or None,
-            matrix_rate=peak_flops_per_second,
-            bandwidth=pair.nbytes / copying,
-            kinds=share_by_kind,
-            costs=operator_costs[:10],
-        )
-        write_json_atomically(session.run.profile, vars(measured))
-        write_bytes = session.run.trace.write_bytes
-        write_bytes(gzip.compress(json.dumps({"traceEvents": chrome_trace_events(spans)}).encode()))
-        print(
-            *profile_text_lines(vars(measured)),
-            f"timeline: {session.run.trace}",
-            sep="\n",
-            flush=True,
-        )
+        write_json_atomically(run.profile, measured)
+        events = chrome_trace_events(self._torch_profiles, node_runs)
+        run.trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+        print(*profile_text_lines(measured), f"timeline: {run.trace}", sep="\n", flush=True)
 
 
-def chrome_trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the spans as events of Chrome's trace format, from time 0 on."""
-    # Perfetto drops an event that begins inside another one of its track and ends after it. Numbers
-    # of JSON are exact to 0.25 us only for times since 1970.
-    tracks = sorted({span.track for span in spans})
-    start_ns = min((span.start for span in spans), default=0)
-    track_names = [
-        {"ph": "M", "pid": 0, "tid": track_index, "name": "thread_name", "args": {"name": track}}
-        for track_index, track in enumerate(tracks)
-    ]
-    return track_names + [
-        {
-            "ph": "X", "pid": 0, "tid": tracks.index(span.track), "name": span.name,
-            "cat": span.cost_kind, "ts": (span.start - start_ns) / 1e3,
-            "dur": (span.end - span.start) / 1e3,
-            "args": {"phase": span.phase, "module": span.module, "source": span.source},
-        }
-        for span in spans
-    ]  # fmt: skip
-
-
-def classify_spans_and_set_exclusive_time(spans: list[Span]) -> list[Span]:
-    """Set kind, phase, layer, line and time alone of a step's spans, and return them.
-
-    Each moment counts for the innermost operator that runs; if none does, for a collective of
-    another thread, for which the step then waits, or else for Python.
-    """
-    # At the same time ends come before starts, and outer spans start before inner ones.
-    edges = sorted(
-        [(span.start, 1, -span.end, span) for span in spans]
-        + [(max(span.end, span.start + 1), 0, 0, span) for span in spans],
-        key=lambda edge: edge[:3],
-    )
-    running = list[Span]()
-    callers = dict[int, Span]()
-    for (time_ns, starts, _, span), (next_time_ns, *_) in zip(edges, edges[1:]):
-        if starts:
-            _classify_span(span, running, callers)
-            running.append(span)
-        else:
-            running.remove(span)
-        if running:
-            max(running, key=_innermost_operator_sort_key).own_ns += next_time_ns - time_ns
-    return spans
-
-
-def _innermost_operator_sort_key(span: Span) -> tuple[object, ...]:
-    return (
-        span.name != PYTHON,
-        not span.name.startswith(_COLLECTIVE_PREFIXES),
-        span.start,
-        -span.end,
-    )
-
-
-def _classify_span(
-    span: Span, running_spans: Sequence[Span], forward_span_by_sequence: dict[int, Span]
-) -> None:
-    """Set a span's kind, phase, layer and line by its name and by the spans around it."""
-    span.cost_kind = next(
-        span_kind for span_kind, names in _PREFIXES_BY_KIND.items() if span.name.startswith(names)
-    )
-    outer_spans = [
-        running_span
-        for running_span in running_spans
-        if not running_span.name.startswith(_COLLECTIVE_PREFIXES)
-    ]
-    if span.name.startswith(_COLLECTIVE_PREFIXES) or not outer_spans:
-        return
-    # An operator of a reader or of a collective is a part of it.
-    span.cost_kind = (
-        outer_spans[-1].cost_kind
-        if outer_spans[-1].cost_kind in (READING, COMMUNICATION)
-        else span.cost_kind
-    )
-    if span.name.startswith("autograd::engine::evaluate_function: "):
-        caller = forward_span_by_sequence.get(span.sequence, span)
-        span.phase, span.module, span.source = "backward", caller.module, caller.source
-    elif span.sequence >= 0:
-        # The last operator with a number is the one that is differentiated.
-        forward_span_by_sequence[span.sequence] = span
-    for name in ("phase", "module", "source"):
-        setattr(span, name, getattr(span, name) or getattr(outer_spans[-1], name))
-
-
-def operator_cost_rows(
-    spans: Sequence[Span],
-    step_count: int,
-    peak_flops_per_second: float,
-    peak_bytes_per_second: float,
-) -> list[dict[str, Any]]:
-    """Return the costs by phase, operator, layer and source line, the largest first.
+def operator_costs(
+    torch_profiles: Sequence[torch.profiler.profile],
+    node_runs: Sequence[NodeRun],
+    step_seconds: float,
+) -> list[OperatorCost]:
+    """Return the costs of the operators that take longest, the longest first.
 
     Args:
-        spans: of all profiled steps.
-        step_count: their number.
-        peak_flops_per_second: operations per second of a large matmul.
-        peak_bytes_per_second: bytes per second of a large copy.
+        torch_profiles: one of each profiled step.
+        node_runs: all runs of ONNX Runtime's nodes in these steps.
+        step_seconds: the duration of a step.
     """
-    groups = dict[tuple[str, str, str, str, str], list[Span]]()
-    for span in spans:
-        # Layers of one kind are one row: the numbers in their paths are left out.
-        module = ".".join("*" if name.isdigit() else name for name in span.module.split("."))
-        key = span.phase, span.name, module or "unknown", span.source or "unknown", span.cost_kind
-        groups.setdefault(key, []).append(span)
-    total_ns = sum(span.own_ns for span in spans)
-    operator_costs = list[dict[str, Any]]()
-    for key, group in groups.items():
-        own_ns = sum(span.own_ns for span in group)
-        # The operations of an operator that only calls others are theirs.
-        computing_spans = [span for span in group if 2 * span.own_ns >= span.end - span.start]
-        busy = sum(span.own_ns for span in computing_spans) / 1e9 or 1.0
-        operator_costs.append({
-            **dict(zip(("phase", "operator", "module", "source", "kind"), key)),
-            "calls": round(len(group) / step_count, 2),
-            "seconds": own_ns / 1e9 / step_count,
-            "share": own_ns / total_ns,
-            "matrix_share": sum(span.flops for span in computing_spans) / busy / peak_flops_per_second or None,
-            "bandwidth_share": sum(span.bytes for span in computing_spans) / busy / peak_bytes_per_second or None,
-        })  # fmt: skip
-    return sorted(operator_costs, key=lambda cost: -float(cost["seconds"]))
+    calls = collections.defaultdict[tuple[str, str], int](int)
+    seconds = collections.defaultdict[tuple[str, str], float](float)
+    for row in (row for profile in torch_profiles for row in profile.key_averages()):
+        calls["torch", row.key] += row.count
+        seconds["torch", row.key] += row.self_cpu_time_total / 1e6
+    for node_run in node_runs:
+        calls["ONNX Runtime", node_run.operator] += 1
+        seconds["ONNX Runtime", node_run.operator] += node_run.duration_ns / 1e9
+    step_count = len(torch_profiles)
+    return [
+        OperatorCost(
+            *key, calls[key] / step_count, total / step_count, total / step_count / step_seconds
+        )
+        for key, total in sorted(seconds.items(), key=lambda item: -item[1])[:_SHOWN_OPERATORS]
+    ]
+
+
+def chrome_trace_events(
+    torch_profiles: Sequence[torch.profiler.profile], node_runs: Sequence[NodeRun]
+) -> list[dict[str, Any]]:
+    """Return torch's events of all steps in Chrome's trace format, and ONNX Runtime's nodes."""
+    events = list[dict[str, Any]]()
+    base_ns = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        for profile in torch_profiles:
+            profile.export_chrome_trace(str(path))
+            torch_trace = json.loads(path.read_text(encoding="utf-8"))
+            events += torch_trace["traceEvents"]
+            base_ns = torch_trace.get("baseTimeNanoseconds", 0)
+    if node_runs:
+        events.append(
+            {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "ONNX Runtime"}}
+        )
+    return events + [
+        {
+            "ph": "X", "pid": 0, "tid": 0, "name": run.operator, "args": {"node": run.node_name},
+            "ts": (run.start_ns - base_ns) / 1e3, "dur": run.duration_ns / 1e3,
+        }
+        for run in node_runs
+    ]  # fmt: skip

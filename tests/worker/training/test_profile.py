@@ -6,6 +6,7 @@ import gzip
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 
 from ortlaunch.run_folder.folder import read_json_or_raise_damaged
+from ortlaunch.run_folder.profile_record import OperatorCost
+from ortlaunch.worker.engine.ort_profile import NodeRun
 from ortlaunch.worker.training import best_evaluation
+from ortlaunch.worker.training.profile import operator_costs
 from tests.training import Trained, train_here
 
 SAMPLES = [{"x": torch.ones(8), "y": torch.ones(1)} for _ in range(8)]
@@ -62,6 +66,8 @@ class Planted(nn.Module):
     def forward(self) -> torch.Tensor:
         if self.cost == "operator":
             return torch.polygamma(3, self.many[:400_000]).sum() * 0
+        if self.cost == "python":
+            time.sleep(0.2)
         if self.cost in ("function", "derivative"):
             return Slow.apply(self.weight, self.cost) * 0
         if self.cost == "copy":
@@ -94,89 +100,55 @@ def profiled(
 
 
 @pytest.mark.parametrize(
-    ("cost", "operator", "kind", "line"),
+    ("cost", "operator"),
     [
-        ("operator", "aten::polygamma", "operators", "torch.polygamma(3"),
-        ("function", "Slow", "operators", "Slow.apply("),
-        ("derivative", "SlowBackward", "operators", "Slow.apply("),
-        ("copy", "aten::copy_", "copying", "self.many.repeat(16).clone()"),
-        ("reader", "reading", "reading", ""),
+        ("operator", "aten::polygamma"),
+        ("function", "Slow"),
+        ("derivative", "SlowBackward"),
+        ("copy", "aten::copy_"),
+        ("python", "step"),
+        ("reader", "reading"),
     ],
 )
 def test_a_planted_cost_is_the_first_row(
-    cost: str,
-    operator: str,
-    kind: str,
-    line: str,
-    tmp_path: Path,
-    alone: None,
-    capsys: pytest.CaptureFixture[str],
+    cost: str, operator: str, tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A slow operator, a needless copy and a slow reader are each the first row of the table."""
+    """A slow operator, needless copy, slow reader or slow Python is the first row of the table."""
     run = profiled(tmp_path, cost).run
-    found = read_json_or_raise_damaged(run.profile)
-    first = found["costs"][0]
-    assert (first["operator"], first["kind"]) == (operator, kind)
-    assert first["share"] > 0.5
-    if line:
-        assert first["module"] == "planted"
-        file, _, number = first["source"].rpartition(":")
-        assert file.endswith("test_profile.py")
-        assert line in Path(__file__).read_text().splitlines()[int(number) - 1]
-        assert first["bandwidth_share"] > 0 or cost == "derivative"
-    assert found["steps"] == [2, 4]
-    assert sum(found["kinds"].values()) == pytest.approx(1)
-    assert found["kinds"][kind] >= first["share"]
-    assert found["matrix_rate"] > 0
-    assert found["bandwidth"] > 0
+    profile = read_json_or_raise_damaged(run.profile)
+    first = profile["operators"][0]
+    assert (first["library"], first["operator"]) == ("torch", operator)
+    assert 0.5 < first["share"] <= 1
+    assert first["seconds"] == pytest.approx(first["share"] * profile["seconds"])
+    assert profile["steps"] == [2, 4]
+    calls = {row["operator"]: row["calls"] for row in profile["operators"]}
+    assert calls.get("step", 1) == calls.get("reading", 1) == 1
     out = capsys.readouterr().out
     assert "the profiler's own cost: " in out
-    rows = out[out.index("of matmul rate") :].splitlines()
-    assert operator in rows[1]
+    rows = out[out.index("share ") :].splitlines()
+    assert rows[1].endswith(f"torch    {operator}")
     with gzip.open(run.trace) as file:
         events = json.load(file)["traceEvents"]
+    # Both profiled steps are on one line of time.
+    starts = [event["ts"] for event in events if event["name"] == "step"]
+    assert len(starts) == 2
+    assert 0 < abs(starts[1] - starts[0]) < 60e6
     assert operator in {event["name"] for event in events}
-    assert_nested(events)
 
 
-def assert_nested(events: list[dict[str, Any]]) -> None:
-    """Check that the events of a track are apart or inside each other, as Perfetto requires."""
-    tracks: dict[int, list[tuple[int, int]]] = {}
-    for event in (each for each in events if each["ph"] == "X"):
-        # In nanoseconds; the longest event of those that begin together is first.
-        start = round(event["ts"] * 1000)
-        tracks.setdefault(event["tid"], []).append((start, -start - round(event["dur"] * 1000)))
-    assert {event["tid"] for event in events if event["ph"] == "M"} == tracks.keys()
-    for spans in tracks.values():
-        ends: list[int] = []
-        for start, end in sorted(spans):
-            while ends and ends[-1] <= start:
-                ends.pop()
-            assert not ends or -end <= ends[-1]
-            ends.append(-end)
-
-
-def test_a_matmul_has_its_share_of_the_measured_rate(tmp_path: Path, alone: None) -> None:
-    """Forward and backward passes of a layer have the layer's line; a matmul has its rate."""
-    model = Net("none")
-    model.linear = nn.Linear(1024, 1024, bias=False)
-    samples = [{"x": torch.ones(1024), "y": torch.ones(1024)} for _ in range(256)]
-    run = train_here(
-        tmp_path,
-        model,
-        samples,
-        batch={"global_size": 256, "micro_size": 256},
-        train={"max_steps": 3},
-        log={"profile_steps": (2, 3)},
-    ).run
-    profile = read_json_or_raise_damaged(run.profile)
-    costs = {(cost["phase"], cost["operator"]): cost for cost in profile["costs"]}
-    for found in (costs["forward", "aten::mm"], costs["backward", "aten::mm"]):
-        assert found["module"] == "linear"
-        assert "test_profile.py:" in found["source"]
-        # Not of a bound: the rate is measured at another time than the step, on a busy machine.
-        rate = 2 * 256 * 1024**2 * found["calls"] / found["seconds"]
-        assert found["matrix_share"] == pytest.approx(rate / profile["matrix_rate"], rel=0.01)
+def test_costs_of_both_libraries() -> None:
+    """Rows are sums over all steps, divided by their number; the longest is first."""
+    torch_rows = [
+        SimpleNamespace(key="aten::mm", count=3, self_cpu_time_total=2e6),
+        SimpleNamespace(key="step", count=1, self_cpu_time_total=1e6),
+    ]
+    profiles: Any = [SimpleNamespace(key_averages=lambda: torch_rows)] * 2
+    node_runs = [NodeRun("Gemm", f"layer_{i}", 0, 6 * 10**9) for i in range(2)]
+    assert operator_costs(profiles, node_runs, 8.0) == [
+        OperatorCost("ONNX Runtime", "Gemm", 1, 6, 0.75),
+        OperatorCost("torch", "aten::mm", 3, 2, 0.25),
+        OperatorCost("torch", "step", 1, 1, 0.125),
+    ]
 
 
 def test_a_training_that_ends_before_the_last_profiled_step(
