@@ -98,7 +98,7 @@ def engine_report(used: str = "eager", **changes: Any) -> EngineReport:
         optimizer=OptimizerChoice("adamw", "AdamW", None, []),
         chunked_loss=ChunkedLoss("auto", None, "off"), attention=None, pretrained=None,
         gradient_checkpointing=None, onnxruntime=onnxruntime() if used == "ort" else None,
-        versions={}, fp16_optimizer=FusedNorm(False, None, ""), freed_memory=None,
+        versions={}, fp16_optimizer=FusedNorm(False, ""), freed_memory=None,
     )  # fmt: skip
     return replace(record, **changes)
 

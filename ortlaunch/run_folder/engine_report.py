@@ -180,10 +180,8 @@ class FusedNorm:
 
     applied: bool
     """Whether the fused pass is used."""
-    by: str | None
-    """Its implementation: `onnxruntime` (FP16_Optimizer) or `ortlaunch`; null: none."""
     why: str
-    """Why it is not ONNX Runtime's, or why there is none."""
+    """Why it is not; empty: it is."""
 
 
 @dataclass

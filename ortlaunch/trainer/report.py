@@ -12,7 +12,6 @@ from typing import Any
 from transformers import Trainer
 
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
 
 REPORT_FILE = "ort_report.json"
 
@@ -20,7 +19,7 @@ REPORT_FILE = "ort_report.json"
 def training_report(
     trainer: Trainer,
     ort_report: Json,
-    gradient_norm_provider: GradientNormProvider | None,
+    unfused_norm_reason: str | None,
     substitution_reason: str,
 ) -> Json:
     """Return the report of a training.
@@ -28,7 +27,7 @@ def training_report(
     Args:
         trainer: the trainer, after `train`.
         ort_report: ORTModule's report.
-        gradient_norm_provider: the measurement of the gradients of DeepSpeed's optimizer; None without DeepSpeed.
+        unfused_norm_reason: why FP16_Optimizer changed nothing; empty if it did, None without DeepSpeed.
         substitution_reason: why another optimizer than the requested one ran; empty if it ran.
     """
     used_optimizer = _innermost_optimizer(trainer.optimizer)
@@ -45,7 +44,9 @@ def training_report(
             "used": f"{type(used_optimizer).__module__}.{type(used_optimizer).__qualname__}",
             "why": substitution_reason or None,
         },
-        "fp16_optimizer": gradient_norm_provider and gradient_norm_provider._asdict(),
+        "fp16_optimizer": None
+        if unfused_norm_reason is None
+        else {"applied": not unfused_norm_reason, "why": unfused_norm_reason},
         "onnxruntime": ort_report,
     }
 
@@ -75,8 +76,8 @@ def report_summary_lines(training_report_record: Json) -> list[str]:
         + (f", not {optimizer['requested']}: {optimizer['why']}" if optimizer["why"] else ""),
     ]
     if norm_record:
-        reason = f": {norm_record['why']}" if norm_record["why"] else ""
-        lines.append(f"FP16_Optimizer by {norm_record['by'] or 'nobody'}{reason}")
+        reason = f" not applied: {norm_record['why']}" if norm_record["why"] else " applied"
+        lines.append(f"FP16_Optimizer{reason}")
     lines += [f"fallback: {reason}" for reason in ort_record["fallback_reasons"]]
     lines += [
         f"not repaired: {name}: {reason}"

@@ -22,8 +22,7 @@ from ortlaunch.base.errors import EngineError
 from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule import ORTModule, Settings, options, pass_counters
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
-from ortlaunch.ortmodule.fp16_optimizer import fuse_overflow_check_and_norm_by_ort_or_own
+from ortlaunch.ortmodule.deepspeed.gradient_norm import replace_overflow_check_and_norm_if_supported
 from ortlaunch.ortmodule.fused_adam import reason_tensor_is_too_large_or_empty
 from ortlaunch.trainer.arguments import ADAMW_ORT_FUSED, ortmodule_settings
 from ortlaunch.trainer.report import training_report, write_and_print_report
@@ -56,7 +55,7 @@ class ORTTrainer(Trainer):
         self.settings = settings
         self.ort_module: ORTModule | None = None
         """The ORTModule of the newest `train`."""
-        self.fp16_optimizer: GradientNormProvider | None = None
+        self.unfused_norm_reason: str | None = None
         """The measurement of gradients of DeepSpeed's optimizer; None without DeepSpeed."""
         super().__init__(*args, **kwargs)
         has_outside_loss = self.label_smoother is not None or getattr(
@@ -81,7 +80,7 @@ class ORTTrainer(Trainer):
             if _is_ort_fused_adam(self.args)
             else ""
         )
-        return training_report(self, self.ort_module.report(), self.fp16_optimizer, refusal)
+        return training_report(self, self.ort_module.report(), self.unfused_norm_reason, refusal)
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
@@ -195,8 +194,8 @@ class ORTTrainer(Trainer):
         wrapped_objects = [self.ort_module if item is self.model else item for item in objects]
         prepared = original_prepare(*wrapped_objects, **kwargs)
         if self.is_deepspeed_enabled:
-            self.fp16_optimizer = fuse_overflow_check_and_norm_by_ort_or_own(
-                prepared[0].optimizer, self.args.device.type
+            self.unfused_norm_reason = replace_overflow_check_and_norm_if_supported(
+                prepared[0].optimizer
             )
         return prepared
 

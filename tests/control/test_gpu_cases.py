@@ -229,7 +229,7 @@ def variant(name: str, **changes: Any) -> dict[str, Any]:
     truth = {
         "engine": {"used": engine}, "matmul_precision": {"in_force": varied.rpartition("=")[2] or "highest"},
         "gradient_checkpointing": "torch" if varied.endswith("true") else None,
-        "sharding": "DeepSpeed ZeRO 2", "fp16_optimizer": {"by": "ortlaunch" if varied.endswith("true") else None},
+        "sharding": "DeepSpeed ZeRO 2", "fp16_optimizer": {"applied": varied.endswith("true")},
         "chunked_loss": {"rows": 256 if varied.endswith("auto") else None},
     }  # fmt: skip
     row = {

@@ -56,13 +56,7 @@ def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, h
     assert json.loads((sharded.folder / "deepspeed.json").read_text())["zero_optimization"] == {
         "stage": 1
     }
-    assert (
-        sharded.truth()["fp16_optimizer"]["applied"],
-        sharded.truth()["fp16_optimizer"]["by"],
-    ) == (
-        True,
-        "ortlaunch",
-    )
+    assert sharded.truth()["fp16_optimizer"] == {"applied": True, "why": ""}
     weights = ended_well(
         train("sharded-weights", merged(SHARDED, {"zero": {"stage": 3}}), *TWO_RANKS)
     )

@@ -196,7 +196,7 @@ def _row(variant: Row, folder: Path) -> Row:
     parity = variant["parity"]
     truth = variant["truth"]
     plan = json.loads((folder.parent / variant["folder"] / "plan.json").read_text())["memory"]
-    modifier = truth["fp16_optimizer"]["by"] or "DeepSpeed" if "ZeRO" in truth["sharding"] else None
+    by = "ortlaunch" if truth["fp16_optimizer"]["applied"] else "DeepSpeed"
     return {
         "variant": variant["name"],
         "varied": variant["varied"],
@@ -213,7 +213,7 @@ def _row(variant: Row, folder: Path) -> Row:
         "largest": parity.get("largest"),
         "why": parity.get("why", ""),
         "used": truth["engine"]["used"],
-        "gradient_norm": modifier,
+        "gradient_norm": by if "ZeRO" in truth["sharding"] else None,
         "matmul": truth["matmul_precision"]["in_force"],
         "loss_from_highest": parity.get("loss_from_highest"),
         "recomputed_by": truth["gradient_checkpointing"],

@@ -80,7 +80,7 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, config=config, dist_init_required=False
     )
-    applied = (
+    refusal_reason = (
         gradient_norm.replace_overflow_check_and_norm_if_supported(engine.optimizer)
         if ours
         else None
@@ -112,7 +112,7 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
     engine.destroy()
     return {
         "losses": losses, "norms": norms, "exact": exact, "skipped": skipped, "weights": weights, "calls": calls,
-        "applied": applied and applied._asdict(),
+        "refusal_reason": refusal_reason,
     }  # fmt: skip
 
 

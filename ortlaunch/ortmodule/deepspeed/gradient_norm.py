@@ -2,8 +2,7 @@
 
 DeepSpeed reads every gradient for the check, then casts each one to double for the norm. Here the
 check computes the sums of squares once, and the norm that follows reuses them. The norm does the
-same all-reduce as DeepSpeed's. Clipping and skipped steps stay DeepSpeed's. This applies to every
-engine; ONNX Runtime's own replacement is handled in ortmodule/.
+same all-reduce as DeepSpeed's. Clipping and skipped steps stay DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,42 +19,25 @@ from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.ortmodule.deepspeed.zero_types import ZeroOneOrTwoOptimizer
 
 # The methods of the optimizer that are replaced.
-_REPLACED_METHODS = (
-    "has_overflow_partitioned_grads_serial",
-    "has_overflow_serial",
-    "get_grad_norm_direct",
-)
+_REPLACED_METHODS = ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
-
-
-class GradientNormProvider(NamedTuple):
-    """Whether a fused pass is active, who provides it, and why not ("" if it is active).
-
-    The provider is "onnxruntime", "ortlaunch" or None.
-    """
-
-    applied: bool
-    by: str | None
-    why: str
 
 
 def replace_overflow_check_and_norm_if_supported(
     deepspeed_optimizer: ZeroOneOrTwoOptimizer,
-) -> GradientNormProvider:
+) -> str:
     """Replace those methods of this optimizer that read all gradients.
 
-    An optimizer that is not supported stays unchanged.
-
     Returns:
-        Whether the methods were replaced; if not, why.
+        Why this optimizer is not supported and stays unchanged; empty: it has the methods.
     """
     if reason := _reason_optimizer_is_unsupported_or_empty(deepspeed_optimizer):
-        return GradientNormProvider(False, None, reason)
+        return reason
     fused_pass = _FusedNormMethods(deepspeed_optimizer)
     # Set on the instance only. `restore_deepspeed_norm_methods` deletes them, and the class's own methods show again.
     for name in _REPLACED_METHODS:
         setattr(deepspeed_optimizer, name, getattr(fused_pass, name))
-    return GradientNormProvider(True, "ortlaunch", "")
+    return ""
 
 
 def restore_deepspeed_norm_methods(fused_optimizer: object) -> None:
@@ -147,18 +128,10 @@ class _FusedNormMethods:
             if squares[0] is not None:
                 self.kept_squares.append((_TensorVersions(norm_gradients), squares[0]))
             sums += [square for square in squares if square is not None]
-        return self._has_inf_or_nan_sum(sums)
-
-    def has_overflow_serial(self, params: Sequence[torch.nn.Parameter]) -> Tensor:
-        """Return a bool tensor of shape (1,): whether the `grad` of a parameter has inf or nan."""
-        gradients = [parameter.grad for parameter in params if parameter.grad is not None]
-        return self._has_inf_or_nan_sum([float64_sum_of_squares(gradients)] if gradients else [])
-
-    def _has_inf_or_nan_sum(self, float64_sums: list[Tensor]) -> Tensor:
-        if not float64_sums:
+        if not sums:
             return torch.zeros(1, dtype=torch.bool, device=self._device())
-        # The sum is float64, so it is finite exactly if all elements are.
-        return torch.stack(float64_sums).isfinite().all().logical_not().reshape(1)
+        # The sums are float64, so they are finite exactly if all elements are.
+        return torch.stack(sums).isfinite().all().logical_not().reshape(1)
 
     def get_grad_norm_direct(
         self,

@@ -1,6 +1,6 @@
 """Fingerprints of the DeepSpeed functions that gradient_norm.py replaces or relies on.
 
-Every release from 0.16.0 to 0.19.8 has been read and compared. To add a new release, read its
+Every release from 0.17.6 to 0.19.8 has been read and compared. To add a new release, read its
 differences first; a higher version number alone proves nothing.
 `python -m ortlaunch.ortmodule.deepspeed.known_sources` prints the fingerprints of the installed release.
 """
@@ -17,30 +17,16 @@ from ortlaunch.ortmodule.base import source_guard
 # The functions of ZeRO 1 and 2 that each release changed; the first release has all of them.
 # Releases between these changed none. Values are the first 16 hex digits of the source's sha256.
 _CHANGES = {
-    "0.16.0": {
+    "0.17.6": {
         "has_overflow_partitioned_grads_serial": "b54b01f27a954af8",
-        "has_overflow_serial": "c9c99f57c93fb452",
-        "get_grad_norm_direct": "c35896d15407cd6b",
-        "step": "fc7f5ac30b2f0e3f",
+        "get_grad_norm_direct": "cad2fa322292007f",
+        "step": "44750b4ab49af6bb",
         "check_overflow": "21e688469410dcb9",
         "_check_overflow": "10eab3fe40cd7899",
-        "has_overflow": "48b5b96c45a23e4d",
-        "_has_inf_or_nan": "d3252aef4efb2f28",
-        "scaled_global_norm": "d8f83b0eae6c1634",
-    },
-    "0.16.3": {
-        "get_grad_norm_direct": "2b14249a2e6c577d",
-        "scaled_global_norm": "eeaf1a2751741401",
-    },
-    "0.16.6": {"get_grad_norm_direct": "cad2fa322292007f"},
-    "0.17.0": {"step": "31af948dc0b7d65f"},
-    "0.17.1": {
-        "step": "5306deecd981056d",
         "has_overflow": "0a194c8f91aaec8b",
+        "_has_inf_or_nan": "d3252aef4efb2f28",
         "scaled_global_norm": "b8065427c8f0c587",
     },
-    "0.17.5": {"step": "a5c01d63af4027cc"},
-    "0.17.6": {"step": "44750b4ab49af6bb"},
     "0.18.0": {"has_overflow": "7bb9d1f516f05fc4"},
     "0.19.2": {"step": "62d2f3516fdddcdc"},
     "0.19.5": {"step": "758f2ba1b6953f7d"},
@@ -88,7 +74,7 @@ def reason_deepspeed_source_is_unknown_or_empty(optimizer_class: type) -> str:
     if not changed_by_release[nearest_release]:
         return ""
     return (
-        f"{', '.join(changed_by_release[nearest_release])} differs from all known releases (0.16.0 to "
+        f"{', '.join(changed_by_release[nearest_release])} differs from all known releases (0.17.6 to "
         f"{list(hashes_by_release)[-1]})"
     )
 

@@ -35,9 +35,9 @@ class Zero(Section):
     ort)."""
     fused_gradient_norm: bool = True
     """Stages 1 and 2: compute the overflow check and the gradient norm in one pass over the
-    gradients, instead of DeepSpeed's several, by ONNX Runtime's FP16_Optimizer where possible, else
-    by ortlaunch. Several times faster, equal to double precision within 1e-6, no memory.
-    engine.json records which one runs, and why. False: DeepSpeed's own."""
+    gradients, instead of DeepSpeed's several. Several times faster, equal to double precision
+    within 1e-6, no memory. engine.json records whether it runs, or why not. False: DeepSpeed's
+    own."""
     offload: Offload | None = None
     """Keep optimizer state or weights in host memory or on a disk; null: everything is on the
     GPU."""

@@ -223,7 +223,7 @@ def build_engine(
         recipe.optimizer, module, engine_name, group.device, plan.deepspeed, group.size
     )
     stepper = _create_deepspeed_or_torch_stepper(recipe, plan, module, built_optimizer, group)
-    fused_norm = _install_fused_gradient_norm_and_describe(recipe, engine_name, stepper, group)
+    fused_norm = _install_fused_gradient_norm_and_describe(recipe, stepper)
     record = EngineReport(
         engine=EngineChoice(
             recipe.engine.name,
@@ -402,29 +402,16 @@ def _attention_implementation(model: LossModule) -> str | None:
     return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
 
 
-def _install_fused_gradient_norm_and_describe(
-    recipe: Recipe, engine_name: str, stepper: Stepper, group: DistributedContext
-) -> FusedNorm:
-    """Install a fused overflow check and gradient norm in DeepSpeed's optimizer; return the record.
-
-    It is ONNX Runtime's where that is possible, else ours.
-    """
+def _install_fused_gradient_norm_and_describe(recipe: Recipe, stepper: Stepper) -> FusedNorm:
+    """Install a fused overflow check and gradient norm in DeepSpeed's optimizer; return the record."""
     from ortlaunch.ortmodule.deepspeed.gradient_norm import (
         replace_overflow_check_and_norm_if_supported,
     )
-    from ortlaunch.ortmodule.fp16_optimizer import fuse_overflow_check_and_norm_by_ort_or_own
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
-        unfused_reason = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
-        return FusedNorm(False, None, unfused_reason)
-    if not recipe.zero.fused_gradient_norm:
-        return FusedNorm(False, None, "zero.fused_gradient_norm is false")
-    if engine_name == "ort":
-        return FusedNorm(
-            *fuse_overflow_check_and_norm_by_ort_or_own(stepper.engine.optimizer, group.device.type)
-        )
-    applied, by, unfused_reason = replace_overflow_check_and_norm_if_supported(
-        stepper.engine.optimizer
-    )
-    reasons = ("the engine has no ONNX Runtime", unfused_reason)
-    return FusedNorm(applied, by, "; ".join(reason for reason in reasons if reason))
+        reason = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
+    elif not recipe.zero.fused_gradient_norm:
+        reason = "zero.fused_gradient_norm is false"
+    else:
+        reason = replace_overflow_check_and_norm_if_supported(stepper.engine.optimizer)
+    return FusedNorm(not reason, reason)

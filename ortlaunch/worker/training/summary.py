@@ -107,10 +107,7 @@ def engine_plan_lines(engine_report: EngineReport) -> list[str]:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
     lines += _parameter_group_table_lines(optimizer.groups)
     if fp16.applied:
-        fp16_reason = f" ({fp16.why})" if fp16.why else ""
-        lines.append(
-            f"FP16_Optimizer: {fp16.by}'s, overflow check and norm in one pass{fp16_reason}"
-        )
+        lines.append("FP16_Optimizer: overflow check and norm in one pass")
     elif engine_report.sharding.startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
     return lines

@@ -30,14 +30,12 @@ from ortlaunch.worker.training.summary import (
 )
 from tests.makers import WORDS, engine_report, onnxruntime, recipe
 
-FP16 = "FP16_Optimizer: ortlaunch's, overflow check and norm in one pass"
+FP16 = "FP16_Optimizer: overflow check and norm in one pass"
 
 
 def report(**ort: Any) -> EngineReport:
     """Return the report of a run on engine ort with these fields of `onnxruntime`."""
-    return engine_report(
-        "ort", onnxruntime=onnxruntime(**ort), fp16_optimizer=FusedNorm(True, "ortlaunch", "")
-    )
+    return engine_report("ort", onnxruntime=onnxruntime(**ort), fp16_optimizer=FusedNorm(True, ""))
 
 
 def test_what_ran_is_told_in_nodes_and_calls() -> None:
@@ -141,7 +139,7 @@ def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(
     sharding: str, told: bool
 ) -> None:
     """FP16_Optimizer is reported as not applied only with DeepSpeed's ZeRO, which it is for."""
-    absent = FusedNorm(False, None, "stage 0")
+    absent = FusedNorm(False, "stage 0")
     lines = engine_plan_lines(replace(report(), sharding=sharding, fp16_optimizer=absent))
     assert ("FP16_Optimizer: not applied: stage 0" in lines) is told
 
