@@ -66,7 +66,7 @@ class ORTModule(TransparentOrtWrapper):
             super().__init__(
                 model, options.create_folder_and_debug_options_saving_on_rank_0(settings)
             )
-        options.set_manager_options_and_triton_config_variable(self, settings)
+        options.set_custom_autograd_option_in_both_managers(self, settings)
         store_settings_in_both_managers(self, settings)
         # ORT has no option for this logger, which reports guesses about shapes.
         logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)

@@ -1,27 +1,23 @@
 """Translate Settings into the variables and options of ORTModule 1.19.2.
 
-ORTModule reads them at its import, its construction and its build. Only this module has their
-names. Every setting is passed, also at its default, so that an outside environment variable has no
-effect. The module must not depend on a training loop.
+ORTModule reads them at its construction and its build. Only this module has their names. Every
+setting is passed, also at its default, so that an outside environment variable has no effect.
+Variables without a setting are ORT's own matter. The module must not depend on a training loop.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import json
-import os
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ortlaunch.base import machine
 from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.base.custom_functions import set_custom_function_inlining_temporarily
-from ortlaunch.ortmodule.base.graph import GraphNodeCounts
 from ortlaunch.ortmodule.base.patching import set_environment_variables_temporarily
 from ortlaunch.ortmodule.base.settings import SettingError, Settings
 from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
@@ -44,38 +40,20 @@ _report: Json = {}
 
 
 def import_ortmodule_with_settings_or_refuse(settings: Settings) -> None:
-    """Import ORTModule with the settings that it reads only at import, and check all requirements.
+    """Import ORTModule, and check that the installed versions support the settings.
 
     Call it before transformers is imported (compat.py has the reason). If nobody has called it, the
     first ORTModule does.
 
     Raises:
-        SettingError: the installed versions do not support a setting, or a setting came too late.
+        SettingError: the installed versions do not support a setting.
         MissingDependency: ORTModule cannot be imported.
     """
-    setting_name = "efficient_attention"
-    _imported_with.setdefault(
-        setting_name, "onnxruntime.training" not in sys.modules and getattr(settings, setting_name)
-    )
-    # ORTMODULE_ATEN_SDPA_FALLBACK is on for any text, also "0", and off if empty. It stays off,
-    # because attention.py decides which attention stays torch's.
-    flags = {
-        "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag_text(settings.efficient_attention),
-        "ORTMODULE_ATEN_SDPA_FALLBACK": "",
-    }
-    with set_environment_variables_temporarily(**flags):
+    # It is on for any text, also "0", and off if empty. It stays off, because attention.py decides
+    # which attention stays torch's.
+    with set_environment_variables_temporarily(ORTMODULE_ATEN_SDPA_FALLBACK=""):
         import_ortmodule_with_repairs_and_export_steps()
     _refuse_settings_unsupported_here(settings)
-    for setting_name, imported_value in _imported_with.items():
-        if getattr(settings, setting_name) != imported_value:
-            raise SettingError(
-                setting_name,
-                f"is read when ORTModule is imported, and this process did so with {imported_value}",
-            )
-
-
-# The values of import-time settings with which this process imported ORTModule.
-_imported_with: dict[str, bool] = {}
 
 
 def deepcopy_decision_record() -> Json:
@@ -98,58 +76,6 @@ def _refuse_settings_unsupported_here(settings: Settings) -> None:
                     f"because {refusal}"
                 )
                 raise SettingError(setting_name, f"{problem}; leave it out")
-    if settings.triton:
-        _require_triton_for_ort()
-    if settings.flash_attention:
-        import torch
-
-        capability = torch.cuda.get_device_capability()
-        # Capability 8.0: Ampere and newer GPUs.
-        if capability < (8, 0):
-            capability_text = ".".join(map(str, capability))
-            raise SettingError(
-                "flash_attention", f"needs a GPU of capability 8.0, this one has {capability_text}"
-            )
-
-
-def _require_triton_for_ort() -> None:
-    from onnxruntime.capi import _pybind_state
-
-    if not _pybind_state.is_triton_enabled():
-        raise SettingError(
-            "triton", "the installed ONNX Runtime was built without Triton; leave it out"
-        )
-    if importlib.util.find_spec("triton") is None:
-        raise SettingError("triton", "the package triton is not installed: pip install triton")
-
-
-def refuse_attention_or_triton_settings_without_effect(
-    settings: Settings, executed_graphs: Sequence[GraphNodeCounts]
-) -> None:
-    """Refuse settings that had no effect on the model, which ORT does not report.
-
-    Args:
-        settings: the model's settings.
-        executed_graphs: the graphs that the witness recorded.
-
-    Raises:
-        SettingError: no training graph has the nodes that a setting should create.
-    """
-    training_graphs = [graph for graph in executed_graphs if graph.training]
-    aten, triton = (
-        {name for graph in training_graphs for name in getattr(graph, operator_kind)}
-        for operator_kind in ("aten", "triton")
-    )
-    took_effect = {
-        "efficient_attention": "_efficient_attention_forward" in aten,
-        "flash_attention": "flash_attn_forward" in triton,
-        "triton": bool(triton),
-    }
-    for name, had_effect in took_effect.items():
-        if getattr(settings, name) and not had_effect:
-            raise SettingError(
-                name, "ONNX Runtime found nothing to replace in this model; leave it out"
-            )
 
 
 def write_config_file_and_get_constructor_variables(
@@ -157,7 +83,6 @@ def write_config_file_and_get_constructor_variables(
 ) -> dict[str, str]:
     """Return environment variables for ORTModule's constructor, which has no such parameters."""
     variable_values = {
-        "ORTMODULE_CONV_ALGO_SEARCH": settings.conv_algorithm_search.upper(),
         "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag_text(copies_model_before_export),
         "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag_text(settings.compute_optimizer),
         "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag_text(
@@ -166,20 +91,14 @@ def write_config_file_and_get_constructor_variables(
         "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag_text(
             settings.memory_efficient_grad_management
         ),
-        "ORTMODULE_ENABLE_TUNING": _flag_text(settings.tuning),
         "ORTMODULE_LOG_LEVEL": settings.log_level.upper(),
-        "ORTMODULE_MAX_TUNING_DURATION_MS": str(settings.tuning_duration_ms or 0),
         "ORTMODULE_MEMORY_OPT_CONFIG": _write_temporary_json_and_get_path_or_empty(
             list(settings.memory_optimization_config)
         ),
         "ORTMODULE_MEMORY_OPT_LEVEL": str(settings.memory_optimization),
         "ORTMODULE_ONNX_OPSET_VERSION": str(settings.opset or _default_onnx_opset_of_ort()),
         "ORTMODULE_PRINT_INPUT_DENSITY": _flag_text(settings.print_input_density),
-        "ORTMODULE_PRINT_MEMORY_STATS": _flag_text(settings.print_memory_stats),
         "ORTMODULE_SAVE_ONNX_PATH": settings.save_onnx or "",
-        "ORTMODULE_TUNING_RESULTS_PATH": settings.tuning_results or "",
-        "ORTMODULE_USE_FLASH_ATTENTION": _flag_text(settings.flash_attention),
-        "ORTMODULE_USE_TRITON": _flag_text(settings.triton),
     }
     return (
         variable_values
@@ -206,26 +125,14 @@ def create_folder_and_debug_options_saving_on_rank_0(settings: Settings) -> obje
         raise SettingError("save_onnx", f"cannot write to {folder}: {error}") from None
 
 
-def set_manager_options_and_triton_config_variable(
-    ort_module: OrtModule, settings: Settings
-) -> None:
-    """Set the options of a wrapped module's two managers for which ORT has no variable."""
-    from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
-
+def set_custom_autograd_option_in_both_managers(ort_module: OrtModule, settings: Settings) -> None:
+    """Set the option of a wrapped module's two managers for which ORT has no variable."""
+    if settings.custom_autograd != "inline":
+        return
     for is_training in (True, False):
         options = ort_module._torch_module._execution_manager(is_training)._runtime_options
-        options.propagate_cast_ops_strategy = getattr(
-            PropagateCastOpsStrategy, settings.cast_propagation.upper()
-        )
-        options.propagate_cast_ops_level = settings.cast_propagation_level
-        if settings.custom_autograd == "inline":
-            options.enable_custom_autograd_function = False
-            setattr(options, _INLINE_ATTRIBUTE, True)
-    if settings.triton_config is not None:
-        # Set for good, because ORT reads it for each session, and any later pass may create one.
-        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _write_temporary_json_and_get_path_or_empty(
-            dict(settings.triton_config)
-        )
+        options.enable_custom_autograd_function = False
+        setattr(options, _INLINE_ATTRIBUTE, True)
 
 
 @contextlib.contextmanager

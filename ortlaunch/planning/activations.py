@@ -186,9 +186,7 @@ def _uses_fused_attention(
     """
     engine = recipe.engine
     requested_attention = recipe.model.attention
-    is_written_out = requested_attention == "eager" or (
-        requested_attention == "auto" and (engine.efficient_attention or engine.flash_attention)
-    )
+    is_written_out = requested_attention == "eager"
     if is_written_out or engine.name != "ort":
         return not is_written_out
     if engine.torch_operators != "auto" or (

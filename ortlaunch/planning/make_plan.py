@@ -46,7 +46,15 @@ def make_plan(
         modules=modules_folder,
         argv=tuple(worker_argv),
         # The user's own variables come last and win.
-        env=tuple(sorted({**_network_interface_variables(recipe), **recipe.launch.env}.items())),
+        env=tuple(
+            sorted(
+                {
+                    **{name: str(value) for name, value in recipe.engine.ort_variables.items()},
+                    **_network_interface_variables(recipe),
+                    **recipe.launch.env,
+                }.items()
+            )
+        ),
         forward=world.forward,
         memory=workload.memory,
         deepspeed=deepspeed_config_or_none(

@@ -25,28 +25,6 @@ from tests.ortmodule.modules import Words, executed, manager_of, refused, steppe
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
 
-class Casts(nn.Module):
-    """Casts to 16 bits and back around no computation, a cheap one, and a matmul."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = (
-            self.linear(ids.float().reshape(-1, 8)).half().transpose(0, 1).float().transpose(0, 1)
-        )
-        return (
-            self.norm(nn.functional.gelu(hidden).half().float())
-            .half()
-            .reshape(-1)
-            .float()
-            .square()
-            .mean()
-        )
-
-
 # Whether ORT calls this backward or derives the forward, the gradient is the same.
 class Doubled(torch.autograd.Function):
     """A custom function whose backward is the derivative of its forward."""
@@ -274,26 +252,6 @@ def save_onnx(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None
         stepped(Words(), save_onnx=str(tmp_path / "file" / "graphs"))
 
 
-def cast_propagation(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
-    built = {
-        name: nodes_built(cast_propagation=name)
-        for name in ("flood_fill", "insert_and_reduce", "none")
-    }
-    assert len(set(map(tuple, built.values()))) == 3
-    assert "moves the casts of autocast" in refused(cast_propagation="none")
-
-
-def cast_propagation_level(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:
-    built = {level: nodes_built(cast_propagation_level=level) for level in (0, 1, 2)}
-    assert len(set(map(tuple, built.values()))) == 3
-    assert "moves the casts of autocast" in refused(cast_propagation_level=2)
-
-
-def nodes_built(**settings: Any) -> list[str]:
-    torch.manual_seed(0)
-    return [node.op_type for node in training_graph(stepped(Casts(), **settings)).node]
-
-
 def refuses_without_interop(**settings: Any) -> None:
     with pytest.raises(
         EngineError, match=rf"engine\.{next(iter(settings))}: needs .* torch_interop_utils"
@@ -326,17 +284,7 @@ FIELDS: dict[str, Callable[[PassAndGraphCounters, Path, Any], None] | str] = {
     "deepcopy_before_export": deepcopy_before_export,
     "log_level": log_level,
     "save_onnx": save_onnx,
-    "print_memory_stats": "tests/ortmodule/test_cuda_options.py::test_print_memory_stats",
-    "cast_propagation": cast_propagation,
-    "cast_propagation_level": cast_propagation_level,
-    "conv_algorithm_search": "tests/ortmodule/test_cuda_options.py::test_conv_algorithm_search",
-    "triton": "tests/ortmodule/test_cuda_options.py::test_triton",
-    "triton_config": "tests/ortmodule/test_cuda_options.py::test_triton_config",
-    "flash_attention": "tests/ortmodule/test_cuda_options.py::test_flash_attention",
-    "efficient_attention": "tests/ortmodule/test_cuda_options.py::test_efficient_attention",
-    "tuning": "tests/ortmodule/test_cuda_options.py::test_tuning",
-    "tuning_duration_ms": "tests/ortmodule/test_cuda_options.py::test_tuning_duration_ms",
-    "tuning_results": "tests/ortmodule/test_cuda_options.py::test_tuning_results",
+    "ort_variables": "tests/ortmodule/test_cuda_options.py::test_variables_reach_the_provider",
 }
 
 

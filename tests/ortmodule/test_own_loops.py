@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.ortmodule import ORTModule, Settings, module
+from ortlaunch.ortmodule import Settings, module
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.settings import SettingError
 from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
@@ -90,14 +90,3 @@ def test_a_wrong_setting_is_refused(setting: str, value: Any) -> None:
         SettingError, match=rf"Settings\.{setting}: got {value!r}; it must be one of "
     ):
         Settings(**{setting: value})
-
-
-def test_a_setting_that_comes_too_late_is_refused(built: None) -> None:
-    """A setting that ORT reads at its import cannot change in the process."""
-    import torch
-
-    ORTModule(torch.nn.Linear(1, 1))
-    with pytest.raises(
-        SettingError, match=r"efficient_attention: is read when ORTModule is imported.* with False"
-    ):
-        ORTModule(torch.nn.Linear(1, 1), Settings(efficient_attention=True))

@@ -5,7 +5,7 @@ options.py translates them to ORT's options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,31 +76,6 @@ class Settings:
     """Lowest severity that ONNX Runtime and the exporter log."""
     save_onnx: str | None = None
     """Folder for rank 0's graphs as ONNX files."""
-    print_memory_stats: bool = False
-    """CUDA: print GPU memory before and after each pass."""
-    cast_propagation: Literal["flood_fill", "insert_and_reduce", "none"] = "flood_fill"
-    """autocast to fp16: how casts move."""
-    cast_propagation_level: int = 1
-    """autocast to fp16: which operators casts move across, 0 to 2."""
-    conv_algorithm_search: Literal["heuristic", "exhaustive"] = "heuristic"
-    """CUDA: how the algorithm of cuDNN's convolutions is selected."""
-    triton: bool = False
-    """CUDA: fuse element-wise chains and reductions into Triton kernels."""
-    triton_config: Mapping[str, object] | None = None
-    """CUDA: operators that Triton may fuse; None: ORT's own list."""
-    flash_attention: bool = False
-    """CUDA: replace attention written out in the model by a Triton flash attention kernel."""
-    efficient_attention: bool = False
-    """CUDA: replace attention written out in the model by torch's memory-efficient one.
-
-    Read when ORT is imported.
-    """
-    tuning: bool = False
-    """CUDA: try variants of tunable operators in the first steps."""
-    tuning_duration_ms: int | None = None
-    """CUDA: longest time to try variants of one operator; None: no limit."""
-    tuning_results: str | None = None
-    """CUDA: folder of tuning results."""
 
     def __post_init__(self) -> None:
         # Literal types are not checked at run time, and the values may come from a recipe.
@@ -127,9 +102,6 @@ _VALID_VALUES: dict[str, tuple[object, ...]] = {
     "memory_optimization": (0, 1, 2),
     "custom_autograd": ("auto", "python", "inline"),
     "log_level": ("verbose", "devinfo", "info", "warning", "error"),
-    "cast_propagation": ("flood_fill", "insert_and_reduce", "none"),
-    "cast_propagation_level": (0, 1, 2),
-    "conv_algorithm_search": ("heuristic", "exhaustive"),
 }
 
 

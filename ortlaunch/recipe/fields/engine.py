@@ -6,14 +6,13 @@ The docstring under each field is the manual, as in recipe.py. Imports pydantic 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ortlaunch.recipe.fields.section import (
     CountOrAuto,
     OperatorsOrWord,
-    Positive,
     RowsOrWord,
     Section,
     Text,
@@ -117,41 +116,17 @@ class Engine(Section):
     save_onnx: Text | None = None
     """ort: folder for rank 0's graphs as ONNX files (exported, optimized, with gradients, as
     executed), for Netron. Relative to the current folder. Costs their size on disk, once."""
-    print_memory_stats: bool = False
-    """ort, CUDA: print GPU memory before and after each forward and backward pass, on rank 0. Costs
-    a synchronization for each pass; for diagnosis, not for training."""
-    cast_propagation: Literal["flood_fill", "insert_and_reduce", "none"] = "flood_fill"
-    """ort, fp16 without DeepSpeed (autocast): the way casts move, so that more of the graph runs in
-    16 bits."""
-    # As for memory_optimization.
-    cast_propagation_level: Annotated[int, Field(ge=0, le=2)] = 1
-    """ort, fp16 without DeepSpeed: operators that casts may move across: 0 none, 1 those that do
-    not compute (transpose, reshape), 2 also dropout, LayerNorm and similar ones: faster, less
-    exact."""
-    conv_algorithm_search: Literal["heuristic", "exhaustive"] = "heuristic"
-    """ort, CUDA: choice of cuDNN's convolution algorithms: by rule, or by trying all, once for each
-    shape: slow first step, faster convolutions."""
-    triton: bool = False
-    """ort, CUDA: fuse element-wise chains and reductions into Triton kernels. Gain: memory traffic;
-    costs compilation in the first steps. Needs a build of ONNX Runtime with Triton, and the package
-    triton."""
-    # Its keys are checked in rules/engine_rules.py.
-    triton_config: dict[str, Any] | None = None
-    """ort, CUDA: operations that triton may fuse: `ops`, `initializer` (none, scalar or all;
-    default scalar), `min_nodes` (default 2), `symbolic_shape_hint`; null: ORT's own list."""
-    flash_attention: bool = False
-    """ort, CUDA of capability 8.0 and newer: replace attention that the model computes step by step
-    (not sdpa) by a Triton flash attention kernel. Needs triton."""
-    efficient_attention: bool = False
-    """ort, CUDA: replace attention that the model computes step by step (not sdpa) by torch's
-    memory-efficient attention. Gain: no square score matrix in memory."""
-    tuning: bool = False
-    """ort, CUDA: try variants of tunable operators in the first steps and keep the fastest."""
-    tuning_duration_ms: Positive | None = None
-    """ort, CUDA: longest time to try variants of one operator; null: no limit."""
-    tuning_results: Text | None = None
-    """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without
-    it."""
+    ort_variables: dict[str, int | str] = {}
+    """ort, CUDA: variables of ORTModule that have no field here, for every rank, as
+    `{ORTMODULE_ENABLE_TUNING: 1}`. None of them was ever tried here on a GPU.
+    `ORTMODULE_CONV_ALGO_SEARCH` (HEURISTIC or EXHAUSTIVE: cuDNN's convolutions),
+    `ORTMODULE_ENABLE_TUNING` (0 or 1: tunable operators), `ORTMODULE_MAX_TUNING_DURATION_MS`,
+    `ORTMODULE_TUNING_RESULTS_PATH` (a folder), `ORTMODULE_PRINT_MEMORY_STATS` (0 or 1),
+    `ORTMODULE_USE_EFFICIENT_ATTENTION` (0 or 1: torch's memory-efficient attention in place of
+    attention that the model computes step by step, so with `model.attention: eager`),
+    `ORTMODULE_USE_TRITON` (0 or 1; needs a build of ONNX Runtime with Triton),
+    `ORTMODULE_USE_FLASH_ATTENTION` (0 or 1: a Triton kernel, with `model.attention: eager`),
+    `ORTMODULE_TRITON_CONFIG_FILE` (a JSON file), `ORTMODULE_TRITON_DEBUG` (0 or 1)."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Every engine, fp32: precision of float32 matmuls, with torch's names. `highest`: float32.
     `high`: TensorFloat32 (10 bits of mantissa) on CUDA, nothing on a CPU. `medium`: bfloat16 (7

@@ -62,9 +62,7 @@ class Model(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
-    """Attention implementation in transformers. `auto`: sdpa for the models that have it, but eager
-    with `engine.efficient_attention` or `engine.flash_attention`, which replace attention that the
-    model computes step by step."""
+    """Attention implementation in transformers. `auto`: sdpa for the models that have it."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass, on every
     engine: transformers' own, not reentrant, on eager and inductor; ONNX Runtime's recomputation

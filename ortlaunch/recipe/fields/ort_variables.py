@@ -1,8 +1,8 @@
 """The environment variables that ORTModule 1.19.2 reads, their fields of `engine`, and conflicts.
 
 The recipe is the only source of settings. A variable that has a field must agree with it. A
-variable without a field is refused with a reason, because the recipe would not show it. Pure; both
-sides of a run import it.
+variable without a field of its own is in `engine.ort_variables`, or is refused with a reason. Pure;
+both sides of a run import it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def _refuse_text(text: str) -> Any:
 # Variable -> field of `engine`. A text without a meaning here counts as a contradiction.
 ORT_VARIABLES = {
     "ORTMODULE_ONNX_OPSET_VERSION": OrtVariable("opset", int),
-    "ORTMODULE_CONV_ALGO_SEARCH": OrtVariable("conv_algorithm_search", str.lower),
     "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": OrtVariable("compute_optimizer", _flag),
     "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": OrtVariable("sparsity_optimizer", _flag),
     "ORTMODULE_MEMORY_OPT_LEVEL": OrtVariable("memory_optimization", int),
@@ -49,18 +48,10 @@ ORT_VARIABLES = {
         "memory_efficient_grad_management", _flag
     ),
     "ORTMODULE_PRINT_INPUT_DENSITY": OrtVariable("print_input_density", _flag),
-    "ORTMODULE_PRINT_MEMORY_STATS": OrtVariable("print_memory_stats", _flag),
     # Only this policy has an equivalent: allow_fallback false.
     "ORTMODULE_FALLBACK_POLICY": OrtVariable(
         "allow_fallback", {"FALLBACK_DISABLE": False}.__getitem__
     ),
-    "ORTMODULE_USE_TRITON": OrtVariable("triton", _flag),
-    "ORTMODULE_TRITON_CONFIG_FILE": OrtVariable("triton_config", _refuse_text),
-    "ORTMODULE_USE_FLASH_ATTENTION": OrtVariable("flash_attention", _flag),
-    "ORTMODULE_USE_EFFICIENT_ATTENTION": OrtVariable("efficient_attention", _flag),
-    "ORTMODULE_ENABLE_TUNING": OrtVariable("tuning", _flag),
-    "ORTMODULE_MAX_TUNING_DURATION_MS": OrtVariable("tuning_duration_ms", int),
-    "ORTMODULE_TUNING_RESULTS_PATH": OrtVariable("tuning_results", str),
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": OrtVariable("deepcopy_before_export", _flag),
     "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": OrtVariable(
         "custom_autograd", {"0": "inline", "1": "python"}.__getitem__
@@ -68,7 +59,26 @@ ORT_VARIABLES = {
     "ORTMODULE_LOG_LEVEL": OrtVariable("log_level", str.lower),
     "ORTMODULE_SAVE_ONNX_PATH": OrtVariable("save_onnx", str),
 }
-# Variables without a field, with the reason; they are refused.
+# Variable of `engine.ort_variables` -> the pattern of its text, and that in words. All act on GPUs alone.
+FREE_VARIABLES = {
+    "ORTMODULE_CONV_ALGO_SEARCH": ("HEURISTIC|EXHAUSTIVE", "HEURISTIC or EXHAUSTIVE"),
+    "ORTMODULE_MAX_TUNING_DURATION_MS": ("[0-9]+", "a whole number"),
+    **dict.fromkeys(
+        ("ORTMODULE_TRITON_CONFIG_FILE", "ORTMODULE_TUNING_RESULTS_PATH"), (".+", "a path")
+    ),
+    **dict.fromkeys(
+        (
+            "ORTMODULE_ENABLE_TUNING",
+            "ORTMODULE_PRINT_MEMORY_STATS",
+            "ORTMODULE_TRITON_DEBUG",
+            "ORTMODULE_USE_EFFICIENT_ATTENTION",
+            "ORTMODULE_USE_FLASH_ATTENTION",
+            "ORTMODULE_USE_TRITON",
+        ),
+        ("[01]", "0 or 1"),
+    ),
+}
+# Variables that no recipe can set, with the reason; they are refused.
 LEFT_OUT = {
     "ORTMODULE_ATEN_SDPA_FALLBACK": "supports sdpa only as of torch 2.4 and older; see engine.torch_operators",
     "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": "has no effect in 1.19.2; engine.sparsity_optimizer also handles labels",
@@ -84,8 +94,6 @@ LEFT_OUT = {
     "ORTMODULE_EXTERNAL_TORCH_CPP_EXTENSION_DIR": "is documented, but 1.19.2 never reads it",
     "ORTMODULE_EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "is documented, but 1.19.2 never reads it",
 }
-# These only change dumps for ORT's developers: they are shown, not refused.
-HARMLESS = ("ORTMODULE_TRITON_DEBUG",)
 
 
 def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
@@ -100,6 +108,19 @@ def ort_variable_and_contradiction_pairs(
     for name, variable_text in variables_in(environ).items():
         if message := _contradiction_message_or_none(engine, name, variable_text):
             yield name, message
+
+
+def free_variable_and_problem_pairs(engine: Engine) -> Iterator[tuple[str, str]]:
+    """Yield (variable, problem) for each wrong name or value in `engine.ort_variables`."""
+    for name, value in engine.ort_variables.items():
+        if name in FREE_VARIABLES:
+            pattern, valid_text = FREE_VARIABLES[name]
+            if not re.fullmatch(pattern, str(value)):
+                yield name, f"got {value}; it must be {valid_text}"
+        elif name in ORT_VARIABLES:
+            yield name, f"has a field: set engine.{ORT_VARIABLES[name].field} instead"
+        else:
+            yield name, _unknown_variable_message(name)
 
 
 def ort_variable_lines_or_refuse_contradiction(
@@ -131,9 +152,16 @@ def ort_variable_lines_or_refuse_contradiction(
 def _contradiction_message_or_none(
     engine: Engine, variable_name: str, variable_text: str
 ) -> str | None:
+    if variable_name in FREE_VARIABLES:
+        value = engine.ort_variables.get(variable_name)
+        return (
+            None
+            if str(value) == variable_text
+            else f"contradicts engine.ort_variables ({variable_name}: {_yaml(value)}); set it there instead"
+        )
     variable = ORT_VARIABLES.get(variable_name)
     if variable is None:
-        return None if variable_name in HARMLESS else _unknown_variable_message(variable_name)
+        return _unknown_variable_message(variable_name)
     value = getattr(engine, variable.field)
     try:
         is_equal = variable.parse_text(variable_text) == value
@@ -155,12 +183,16 @@ def _yaml(value: Any) -> str:
 def _unknown_variable_message(variable_name: str) -> str:
     if variable_name in LEFT_OUT:
         return f"{LEFT_OUT[variable_name]}; remove it"
-    names_by_core = {_distinctive_part(variable): variable for variable in ORT_VARIABLES}
+    fields = {
+        **{name: variable.field for name, variable in ORT_VARIABLES.items()},
+        **dict.fromkeys(FREE_VARIABLES, "ort_variables"),
+    }
+    names_by_core = {_distinctive_part(variable): variable for variable in fields}
     closest_variable = names_by_core.get(
         closest_or_translated_name_or_none(_distinctive_part(variable_name), names_by_core) or ""
     )
     advice = (
-        f"; did you mean {closest_variable}? That is engine.{ORT_VARIABLES[closest_variable].field}"
+        f"; did you mean {closest_variable}? That is engine.{fields[closest_variable]}"
         if closest_variable
         else "; remove it"
     )

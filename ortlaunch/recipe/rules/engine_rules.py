@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.ort_variables import ort_variable_and_contradiction_pairs
+from ortlaunch.recipe.fields.ort_variables import (
+    free_variable_and_problem_pairs,
+    ort_variable_and_contradiction_pairs,
+)
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import names_of_non_default_fields
 from ortlaunch.recipe.rules.model_rules import function_name_rules
@@ -17,27 +20,12 @@ from ortlaunch.recipe.text.source_location import Problem
 
 # cluster:strategy:count, several of them separated by commas.
 _RECOMPUTE_PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")
-# Keys of ORT's JSON file of Triton settings.
-_TRITON_KEYS = ("ops", "initializer", "min_nodes", "symbolic_shape_hint")
 # Fields about the comparison with plain PyTorch, which engine eager does not need.
 _PARITY_FIELDS = ("parity_steps", "parity_tolerance")
 # Fields that have an effect on every engine; all others belong to engine ort.
 _FIELDS_OF_ALL_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
-# field -> the reason why it does nothing on a CPU.
-CUDA_ONLY = {
-    "print_memory_stats": "it reads CUDA's allocator",
-    "conv_algorithm_search": "it is cuDNN's",
-    "triton": "Triton writes kernels for GPUs",
-    "flash_attention": "it is a Triton kernel",
-    "efficient_attention": "torch has that kernel for CUDA only",
-    "tuning": "ONNX Runtime's tunable operators are for GPUs",
-    "tuning_results": "ONNX Runtime's tunable operators are for GPUs",
-}
 # field -> the field without which it does nothing.
 _REQUIRED_FIELDS = {
-    "triton_config": "triton",
-    "flash_attention": "triton",
-    "tuning_duration_ms": "tuning",
     "print_input_density": "compute_optimizer",
     "sparsity_optimizer": "compute_optimizer",
 }
@@ -66,13 +54,13 @@ def all_engine_section_rules(recipe: Recipe) -> Iterator[Problem]:
             ("model.offload_activations", "engine.name"),
             f"got engine {recipe.engine.name}; engine eager alone has it",
         )
+    for name, message in free_variable_and_problem_pairs(recipe.engine):
+        yield (f"engine.ort_variables.{name}",), message
     # The fields below belong to engine ort; `_name` reports them with other engines.
     if recipe.engine.name != "ort":
         return
-    yield from _required_field_and_attention_rules(recipe)
+    yield from _required_field_rules(recipe)
     yield from _memory_optimization_rules(recipe)
-    yield from _cast_propagation_rules(recipe)
-    yield from _triton_config_rules(recipe)
     for name, message in ort_variable_and_contradiction_pairs(recipe.engine, recipe.launch.env):
         yield (f"launch.env.{name}", "engine"), message
 
@@ -177,15 +165,11 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             ("engine.matmul_precision", "launch.device"),
             f"has no effect with {conflicting_setting}: ONNX Runtime computes its matmul in float32; leave one out",
         )
-    for field_name, reason in CUDA_ONLY.items():
-        if (
-            getattr(recipe.engine, field_name)
-            != type(recipe.engine).model_fields[field_name].default
-        ):
-            yield (
-                (f"engine.{field_name}", "launch.device"),
-                f"has no effect on CPU: {reason}; leave it out",
-            )
+    if recipe.engine.ort_variables:
+        yield (
+            ("engine.ort_variables", "launch.device"),
+            "has no effect on CPU: these variables are for GPUs; leave it out",
+        )
 
 
 def _onednn_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -231,7 +215,7 @@ def setting_that_disables_torch_matmul(recipe: Recipe) -> str:
     return next((name for name in fields if getattr(engine, name)), "")
 
 
-def _required_field_and_attention_rules(recipe: Recipe) -> Iterator[Problem]:
+def _required_field_rules(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     for field_name, required_field in _REQUIRED_FIELDS.items():
         if getattr(engine, field_name) and not getattr(engine, required_field):
@@ -244,13 +228,6 @@ def _required_field_and_attention_rules(recipe: Recipe) -> Iterator[Problem]:
             ("engine.print_input_density", "engine.sparsity_optimizer"),
             "has no effect without sparsity_optimizer, which measures the density",
         )
-    for field_name in ("efficient_attention", "flash_attention"):
-        if getattr(engine, field_name) and recipe.model.attention == "sdpa":
-            yield (
-                (f"engine.{field_name}", "model.attention"),
-                "has no effect with attention sdpa: it replaces attention written as matmul "
-                "and softmax; use eager",
-            )
 
 
 def _memory_optimization_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -294,40 +271,4 @@ def _memory_optimization_rules(recipe: Recipe) -> Iterator[Problem]:
             ("engine.memory_efficient_grad_management", "zero"),
             "got true with DeepSpeed, which already consumes each gradient as it is ready; "
             "leave it out",
-        )
-
-
-def _cast_propagation_rules(recipe: Recipe) -> Iterator[Problem]:
-    for field_name in ("cast_propagation", "cast_propagation_level"):
-        default = type(recipe.engine).model_fields[field_name].default
-        # Only autocast inserts casts: that is fp16 without DeepSpeed.
-        if getattr(recipe.engine, field_name) == default or (
-            recipe.format.scales_loss and recipe.zero is None
-        ):
-            continue
-        cause_text = (
-            "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
-        )
-        yield (
-            (f"engine.{field_name}", "precision", "zero"),
-            (
-                f"has no effect with {cause_text}: it moves the casts of autocast, which only fp16 without "
-                "DeepSpeed has"
-            ),
-        )
-
-
-def _triton_config_rules(recipe: Recipe) -> Iterator[Problem]:
-    config = recipe.engine.triton_config or {}
-    for key in config:
-        if key not in _TRITON_KEYS:
-            yield (
-                (f"engine.triton_config.{key}",),
-                f"unknown key; valid here: {', '.join(_TRITON_KEYS)}",
-            )
-    initializer = config.get("initializer", "scalar")
-    if initializer not in ("none", "scalar", "all"):
-        yield (
-            ("engine.triton_config.initializer",),
-            f"got {initializer}; it must be none, scalar or all",
         )

@@ -140,17 +140,7 @@ RULES: dict[str, RuleOrFunction] = {
     ),
     **_same_rule_for_fields(
         _EFFECT,
-        "parity_tolerance deepcopy_before_export log_level save_onnx print_memory_stats",
-        "engine",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config",
-        "engine",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "flash_attention efficient_attention tuning tuning_duration_ms tuning_results",
+        "parity_tolerance deepcopy_before_export log_level save_onnx ort_variables",
         "engine",
     ),
     **_same_rule_for_fields(

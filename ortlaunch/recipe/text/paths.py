@@ -20,7 +20,6 @@ EXPANDED_VARIABLES = ("HOME", "SCRATCH", "TMPDIR", "WORK", "DATA")
 # Folders that a run writes, which start from the current folder.
 _OUTPUT_PATHS: tuple[KeyPath, ...] = (
     ("engine", "save_onnx"),
-    ("engine", "tuning_results"),
     ("zero", "offload", "nvme_path"),
 )
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")

@@ -58,7 +58,6 @@ def build_and_probe_ort_module_or_fall_back(
         Exception: the model raises in plain PyTorch, too.
         MissingDependency: ORTModule cannot be imported.
     """
-    from ortlaunch.ortmodule.options import refuse_attention_or_triton_settings_without_effect
     from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 
     witness = PassAndGraphCounters()
@@ -72,9 +71,6 @@ def build_and_probe_ort_module_or_fall_back(
         if not any(group.gather(reason)):
             ort_module = wrap_model_in_ortmodule(recipe, model, group)
             _run_probe_pass_and_restore_state(recipe, ort_module, model, group, sample_batch)
-            refuse_attention_or_triton_settings_without_effect(
-                ortmodule_settings(recipe.engine), witness.graphs
-            )
     except MissingDependency:
         raise
     except EngineError as error:

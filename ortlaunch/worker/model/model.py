@@ -374,7 +374,8 @@ def _transformers_model_and_loaded_names_or_none(
     import transformers
 
     config = build_transformers_config_fitting_data_or_refuse(recipe, data)
-    attention = attention_implementation_or_none(recipe)
+    # transformers chooses sdpa for the models that have it.
+    attention = None if recipe.model.attention == "auto" else recipe.model.attention
     auto = getattr(transformers, recipe.model.traits.auto_class)
     try:
         if recipe.model.pretrained is None:
@@ -545,17 +546,6 @@ def refuse_data_exceeding_model_sizes(
             else f"the data has {data.classes} classes"
         )
         raise InputError(f"model.config.num_labels: got {config.num_labels}, and {problem}")
-
-
-def attention_implementation_or_none(recipe: Recipe) -> str | None:
-    """Return the attention implementation; None leaves the choice to transformers.
-
-    transformers chooses sdpa for the models that have it.
-    """
-    if recipe.model.attention != "auto":
-        return recipe.model.attention
-    # ONNX Runtime can only replace attention that is written out in single operators.
-    return "eager" if recipe.engine.efficient_attention or recipe.engine.flash_attention else None
 
 
 def _refuse_frozen_embeddings_of_new_tokens(

@@ -18,11 +18,11 @@ from ortlaunch.base.errors import PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import (
-    HARMLESS,
+    FREE_VARIABLES,
     LEFT_OUT,
     ORT_VARIABLES,
+    free_variable_and_problem_pairs,
     ort_variable_and_contradiction_pairs,
-    variables_in,
 )
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from tests.makers import CUSTOM, OWN_MODULE
@@ -30,30 +30,17 @@ from tests.makers import CUSTOM, OWN_MODULE
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
 TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_ONNX_OPSET_VERSION": ("18", {"opset": 18}, "17"),
-    "ORTMODULE_CONV_ALGO_SEARCH": (
-        "EXHAUSTIVE",
-        {"conv_algorithm_search": "exhaustive"},
-        "HEURISTIC",
-    ),
     "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": ("1", {}, "0"),
     "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": ("0", {"sparsity_optimizer": False}, "1"),
     "ORTMODULE_MEMORY_OPT_LEVEL": ("0", {}, "1"),
     "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": ("0", {}, "1"),
-    "ORTMODULE_PRINT_INPUT_DENSITY": ("0", {}, "1"),
-    # As for ORTMODULE_ENABLE_TUNING.
-    "ORTMODULE_PRINT_MEMORY_STATS": ("0", {}, "yes"),
+    # Neither 0 nor 1: such a text of a flag never agrees.
+    "ORTMODULE_PRINT_INPUT_DENSITY": ("0", {}, "true"),
     "ORTMODULE_FALLBACK_POLICY": (
         "FALLBACK_DISABLE",
         {},
         "FALLBACK_UNSUPPORTED_DATA|FALLBACK_UNSUPPORTED_DEVICE",
     ),
-    "ORTMODULE_USE_TRITON": ("1", {"triton": True}, "0"),
-    "ORTMODULE_USE_FLASH_ATTENTION": ("0", {}, "1"),
-    "ORTMODULE_USE_EFFICIENT_ATTENTION": ("0", {}, "1"),
-    # Neither 0 nor 1: such a text of a flag never agrees.
-    "ORTMODULE_ENABLE_TUNING": ("0", {}, "true"),
-    "ORTMODULE_MAX_TUNING_DURATION_MS": ("5", {"tuning_duration_ms": 5}, "6"),
-    "ORTMODULE_TUNING_RESULTS_PATH": ("here", {"tuning_results": "here"}, "there"),
     "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": ("0", {"deepcopy_before_export": False}, "1"),
     "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": ("0", {"custom_autograd": "inline"}, "1"),
     "ORTMODULE_LOG_LEVEL": ("ERROR", {}, "INFO"),
@@ -62,7 +49,6 @@ TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
 # Variables that name a file: no text of them can agree with a field.
 FILES = {
     "ORTMODULE_MEMORY_OPT_CONFIG": "memory_optimization_config",
-    "ORTMODULE_TRITON_CONFIG_FILE": "triton_config",
 }
 
 
@@ -128,7 +114,10 @@ def test_each_field_has_at_most_one_variable() -> None:
             "ORTMODULE_MEM_OPT_LEVEL",
             "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization",
         ),
-        ("ORTMODULE_ENABLE_TRITON", "did you mean ORTMODULE_USE_TRITON? That is engine.triton"),
+        (
+            "ORTMODULE_ENABLE_TRITON",
+            "did you mean ORTMODULE_USE_TRITON? That is engine.ort_variables",
+        ),
         ("ORTMODULE_FOO", "is no variable of ORTModule 1.19.2; remove it"),
         (
             "ORTMODULE_ENABLE_SPARSE_OPTIMIZER",
@@ -144,12 +133,33 @@ def test_a_variable_without_a_field_is_refused(name: str, expected: str) -> None
     assert expected in said(name, "1")
 
 
-def test_a_dump_for_developers_is_shown_and_not_refused() -> None:
-    """A variable that only dumps files for developers is shown, and not refused."""
-    assert [said(name, "1") for name in HARMLESS] == [""]
-    assert variables_in({"ORTMODULE_TRITON_DEBUG": "1", "HOME": "x"}) == {
-        "ORTMODULE_TRITON_DEBUG": "1"
-    }
+def test_a_free_variable_must_be_as_in_the_mapping() -> None:
+    """A variable without a field of its own agrees with the same text in `engine.ort_variables`."""
+    name = "ORTMODULE_MAX_TUNING_DURATION_MS"
+    assert said(name, "5", ort_variables={name: 5}) == ""
+    assert (
+        said(name, "5", ort_variables={name: 6})
+        == f"contradicts engine.ort_variables ({name}: 6); set it there instead"
+    )
+    assert said(name, "5") == (
+        f"contradicts engine.ort_variables ({name}: null); set it there instead"
+    )
+
+
+@pytest.mark.parametrize("name", FREE_VARIABLES)
+def test_the_form_of_a_free_variable(name: str) -> None:
+    """ORT reads the valid texts; another one is refused with the valid form."""
+    form = FREE_VARIABLES[name][1]
+    good, bad = {
+        "HEURISTIC or EXHAUSTIVE": ("EXHAUSTIVE", "exhaustive"),
+        "a whole number": (7, "7s"),
+        "a path": ("here", ""),
+        "0 or 1": (1, 2),
+    }[form]
+    assert not [*free_variable_and_problem_pairs(Engine(ort_variables={name: good}))]
+    assert [*free_variable_and_problem_pairs(Engine(ort_variables={name: bad}))] == [
+        (name, f"got {bad}; it must be {form}")
+    ]
 
 
 def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
@@ -166,7 +176,7 @@ def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
     }
     # Otherwise the pattern no longer matches the source.
     assert len(found) >= 25
-    assert found <= {*ORT_VARIABLES, *LEFT_OUT, *HARMLESS}
+    assert found <= {*ORT_VARIABLES, *LEFT_OUT, *FREE_VARIABLES}
 
 
 # -----------------------------------------------------------------------------------------------
@@ -225,7 +235,7 @@ def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:
     )
     assert refused.returncode == 2
     assert refused.stderr.startswith(
-        "ortlaunch: ORTMODULE_USE_TRITON=1 in your environment contradicts engine.triton"
+        "ortlaunch: ORTMODULE_USE_TRITON=1 in your environment contradicts engine.ort_variables"
     )
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert 'engine ort: log_level: "info"' in shown.stdout.splitlines()[0]

@@ -15,7 +15,6 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import (
     LossModule,
-    attention_implementation_or_none,
     build_transformers_config_fitting_data_or_refuse,
     refuse_data_exceeding_model_sizes,
     seed_and_build_loss_module_on_cpu,
@@ -222,27 +221,6 @@ def test_too_few_labels(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- attention
-
-
-@pytest.mark.parametrize(
-    ("asked", "engine", "expected"),
-    [
-        ("auto", {"name": "ort"}, None),
-        ("auto", {"name": "eager"}, None),
-        ("auto", {"name": "ort", "efficient_attention": True}, "eager"),
-        ("auto", {"name": "ort", "triton": True, "flash_attention": True}, "eager"),
-        ("sdpa", {"name": "ort"}, "sdpa"),
-        ("eager", {"name": "inductor"}, "eager"),
-    ],
-)
-def test_attention(asked: str, engine: dict[str, Any], expected: str | None) -> None:
-    """`auto` is transformers' choice, or eager where ONNX Runtime replaces attention."""
-    assert (
-        attention_implementation_or_none(
-            recipe("masked-lm", {"config": BERT, "attention": asked}, engine=engine)
-        )
-        == expected
-    )
 
 
 @pytest.mark.parametrize("engine", ["ort", "eager"])
