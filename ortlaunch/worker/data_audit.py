@@ -5,10 +5,8 @@ Time and memory are linear in the audited rows, which are evenly spread over lar
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ortlaunch.recipe.fields.data import HeldOut, is_written_by_chat_template
+from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data import ChatSamples, LabelledTexts, LoadedData, UserSamples
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.media.samples import LabelledImages, Recordings
@@ -38,22 +36,7 @@ _LEAST = 50
 _SEVERE = {"no_answers": 0.9, "unknown_tokens": 0.5, "overlap": 0.5}
 # Fewer rows are a first try, whose findings are printed only.
 _LEAST_SEVERE_ROWS = 100
-# Words such as <|im_end|> in a template's text.
-_MARKS = re.compile(r"<\|[^|<>]+\|>|<\w+_of_\w+>")
-# Tokens of a shingle; hashes of a row's signature, and those of them that make one bucket.
-_SHINGLE = 3
-_HASHES = 16
-_BAND = 4
-# Share of equal hashes from which two rows are near duplicates, an estimate of their Jaccard index.
-_NEAR_SHARE = 0.75
-# A shingle of more than this share of the rows is one of the template.
-_COMMON_SHARE = 0.05
-# Classes that are compared by name, and the share of the largest class below which one is rare.
-_MOST_CLASSES = 200
-_RARE_SHARE = 0.05
 _EXAMPLE = 60
-# Tokens before the first one of an example that differs.
-_TOKENS_BEFORE = 2
 # Share of unknown tokens that is no finding.
 _USUAL_UNKNOWN_SHARE = 0.001
 # Attributes of samples that have other samples within: packs, and parts held out.
@@ -61,11 +44,6 @@ _INNER = ("samples", "whole")
 # Samples without tokens.
 _OF_TENSORS = (UserSamples, LabelledImages, Recordings)
 _Ints = NDArray[np.int64]
-_FACTORS = np.random.default_rng(0).integers(1, 1 << 62, (_HASHES + _SHINGLE)).astype(
-    np.uint64
-) * np.uint64(2) + np.uint64(1)
-
-
 # A share of padding from which on a remedy is printed.
 _MUCH_PADDING = 0.3
 
@@ -173,16 +151,10 @@ def audit_training_and_evaluation_samples(
             )
         ]
         chats = [item for item in sources if isinstance(item, ChatSamples)]
-        # Neighbouring windows of plain text share phrases, and nobody wrote them twice.
-        finds_near = chats or any(isinstance(item, LabelledTexts) for item in sources)
         findings = itertools.chain(
             _unlearned_chat_findings(chats),
-            _without_text(sources),
-            _unknown_and_cut_token_findings(rows, length, data.tokenizer),
-            _duplicate_conflicting_and_near_duplicate_findings(
-                rows, data.tokenizer, includes_near_duplicates=bool(finds_near)
-            ),
-            _cut_empty_or_unended_answer_findings(rows, length, data.tokenizer) if chats else (),
+            _unknown_and_cut_token_findings(rows, length, bool(chats), data.tokenizer),
+            _duplicate_findings(rows, data.tokenizer),
         )
         stream_text = (
             " of the stream's next window; later ones are not audited" if is_streamed else ""
@@ -211,16 +183,6 @@ def audit_training_and_evaluation_samples(
             _evaluation_rows_in_training_findings(
                 part_audits[0].rows, part_audits[1].rows, data.tokenizer, is_same_source
             )
-        )
-    if part_audits:
-        template = any(
-            is_written_by_chat_template(source) for _, source in recipe.data.key_and_source_pairs()
-        )
-        part_audits[0].findings.extend(
-            _split_template_token_findings(data.tokenizer) if template else ()
-        )
-        part_audits[0].findings.extend(
-            _misspelt_class_findings(training_row_count_by_class_name(data))
         )
     return part_audits
 
@@ -270,14 +232,6 @@ def _unlearned_chat_findings(chats: Sequence[ChatSamples]) -> Iterator[AuditFind
         yield AuditFinding("no_answers", text, unlearned / total, total)
 
 
-def _without_text(sources: Sequence[Any]) -> Iterator[AuditFinding]:
-    for each in sources:
-        count, location = each.empty if isinstance(each, LabelledTexts) else (0, "")
-        if count:
-            text = f"{location}: the text is empty ({count:,} of {len(each):,} are)"
-            yield AuditFinding("empty_texts", text)
-
-
 def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> Iterator[AuditRow]:
     """Yield the rows of a sample: the documents of a pack, or one.
 
@@ -311,136 +265,44 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
 
 
 def _unknown_and_cut_token_findings(
-    rows: Sequence[AuditRow], max_length: int, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[AuditRow],
+    max_length: int,
+    are_chats: bool,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[AuditFinding]:
-    """Yield findings on tokens: unknown ones, two begin marks, and texts that are cut off."""
+    """Yield findings on tokens: unknown ones, and answers and labelled texts that are cut off."""
     unknown = tokenizer.unk_token_id
-    begin = tokenizer.bos_token_id
     tokens = np.concatenate([row.ids for row in rows])
     # Of some tokenizers one mark is all of these.
-    is_mark = unknown in (None, tokenizer.eos_token_id, begin, tokenizer.pad_token_id)
+    is_mark = unknown in (
+        None,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     share = 0.0 if is_mark else float((tokens == unknown).mean())
-    double_begins = sum(begin is not None and [*row.ids[:2]] == [begin, begin] for row in rows)
-    cut_rows = sum(row.label is not None and len(row.ids) >= max_length for row in rows)
+    cut_rows = sum(
+        len(row.ids) >= max_length
+        and (row.label is not None or (are_chats and bool(row.learned[-1])))
+        for row in rows
+    )
     if share > _USUAL_UNKNOWN_SHARE:
         text = f"{share:.1%} of the tokens are unknown to the tokenizer"
         yield AuditFinding("unknown_tokens", text, share, len(rows))
-    if double_begins:
-        yield AuditFinding(
-            "two_begin_marks", f"rows that begin with two begin marks: {double_begins:,}"
-        )
     if cut_rows:
         text = f"{cut_rows:,} of {len(rows):,} rows reach data.sequence_length ({max_length})"
         yield AuditFinding("cut_rows", f"{text}; longer ones are cut")
 
 
-def _duplicate_conflicting_and_near_duplicate_findings(
-    rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase, includes_near_duplicates: bool
+def _duplicate_findings(
+    rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[AuditFinding]:
-    """Yield findings on equal and, with `includes_near_duplicates`, nearly equal rows."""
     first_rows = dict[bytes, AuditRow]()
     for row in rows:
         first_rows.setdefault(row.ids.tobytes(), row)
-    repeated_rows = [row for row in rows if first_rows[row.ids.tobytes()] is not row]
-    for name, faulty_rows, text in (
-        ("duplicates", repeated_rows, "exact duplicates of other rows"),
-        (
-            "conflicting_labels",
-            [row for row in repeated_rows if row.label != first_rows[row.ids.tobytes()].label],
-            "duplicates of other rows with another label",
-        ),
-        (
-            "near_duplicates",
-            [*_rows_nearly_equal_to_earlier([*first_rows.values()])]
-            if includes_near_duplicates
-            else [],
-            "near duplicates of other rows",
-        ),
-    ):
-        if faulty_rows:
-            example = _text_from_first_differing_token(
-                faulty_rows[0], [*first_rows.values()], tokenizer
-            )
-            yield AuditFinding(name, f"{text}: {len(faulty_rows):,}, as {example}")
-
-
-def _rows_nearly_equal_to_earlier(rows: Sequence[AuditRow]) -> Iterator[AuditRow]:
-    """Yield rows that differ little from an earlier one, by MinHash (Broder 1997) in linear time."""
-    long_rows = [row for row in rows if len(row.ids) > 2 * _SHINGLE]
-    shingles_by_row = [np.unique(_shingle_hashes(row.ids)) for row in long_rows]
-    if not shingles_by_row:
-        return
-    all_shingles, counts = np.unique(np.concatenate(shingles_by_row), return_counts=True)
-    common = all_shingles[counts > max(10, _COMMON_SHARE * len(long_rows))]
-    buckets = dict[tuple[int, bytes], NDArray[np.uint64]]()
-    for row, shingles in zip(long_rows, shingles_by_row):
-        rare_shingles = shingles[~np.isin(shingles, common, assume_unique=True)]
-        if len(rare_shingles) < _SHINGLE:
-            continue
-        signature = (rare_shingles[:, None] * _FACTORS[:_HASHES] >> np.uint64(7)).min(0)
-        bands = [
-            (band_start, signature[band_start : band_start + _BAND].tobytes())
-            for band_start in range(0, _HASHES, _BAND)
-        ]
-        others = [buckets.setdefault(band, signature) for band in bands]
-        if any(
-            other is not signature and (other == signature).mean() >= _NEAR_SHARE
-            for other in others
-        ):
-            yield row
-
-
-def _shingle_hashes(token_ids: _Ints) -> NDArray[np.uint64]:
-    """Return a hash of each run of `_SHINGLE` tokens."""
-    runs = np.lib.stride_tricks.sliding_window_view(token_ids.astype(np.uint64), _SHINGLE)
-    mixed = (runs + np.uint64(1)) * _FACTORS[_HASHES:]
-    hashes: NDArray[np.uint64] = np.bitwise_xor.reduce(mixed ^ (mixed >> np.uint64(29)), axis=1)
-    return hashes
-
-
-def _cut_empty_or_unended_answer_findings(
-    rows: Sequence[AuditRow], max_length: int, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[AuditFinding]:
-    """Yield findings on answers: cut off, empty, or without an end mark."""
-    added = tokenizer.added_tokens_decoder.items()
-    special = {
-        *tokenizer.all_special_ids,
-        *(token_id for token_id, added_token in added if added_token.special),
-    }
-    # It is no end mark, unless one mark is all of them.
-    special -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-    counts = Counter[str]()
-    for row in rows:
-        edges = np.flatnonzero(np.diff(row.learned, prepend=False, append=False))
-        for answer_start, answer_end in edges.reshape(-1, 2).tolist():
-            # A line end may follow the mark.
-            ends = not special.isdisjoint(
-                row.ids[max(answer_start, answer_end - 2) : answer_end + 1].tolist()
-            )
-            answer_tokens = {*row.ids[answer_start:answer_end].tolist()} - special
-            empty = len(answer_tokens) <= 1 and not str(tokenizer.decode([*answer_tokens])).strip()
-            counts["cut_answers" if answer_end == max_length else "no_end_mark"] += not ends
-            counts.update({"answers": 1, "empty_answers": empty})
-    for name, text in (
-        ("cut_answers", f"are cut off by data.sequence_length ({max_length})"),
-        (
-            "no_end_mark",
-            "have no end mark, so the model does not learn to end an answer: write {{ eos_token }} "
-            "after them in data.chat_template, or name the template's mark, as "
-            "data.special_tokens={eos_token: '<|im_end|>'}",
-        ),
-        ("empty_answers", "are empty"),
-    ):
-        if counts[name]:
-            yield AuditFinding(name, f"{counts[name]:,} of {counts['answers']:,} answers {text}")
-
-
-def _split_template_token_findings(tokenizer: PreTrainedTokenizerBase) -> Iterator[AuditFinding]:
-    """Yield the marks of the chat template that are no tokens of the tokenizer."""
-    vocabulary = tokenizer.get_vocab()
-    if split_marks := sorted({*_MARKS.findall(str(tokenizer.chat_template))} - vocabulary.keys()):
-        text = f"{', '.join(split_marks)} of the chat template are no tokens of data.tokenizer"
-        yield AuditFinding("split_marks", f"{text}; is it another model's? (data.added_tokens)")
+    if repeated_rows := [row for row in rows if first_rows[row.ids.tobytes()] is not row]:
+        text = f"exact duplicates of other rows: {len(repeated_rows):,}, as "
+        yield AuditFinding("duplicates", text + _end_of_text(repeated_rows[0], tokenizer))
 
 
 def _evaluation_rows_in_training_findings(
@@ -460,49 +322,11 @@ def _evaluation_rows_in_training_findings(
     if shared_rows := [row for row in evaluation_rows if row.ids.tobytes() in training_rows]:
         text = f"{len(shared_rows):,} of {len(evaluation_rows):,} rows are in data.train, too, as "
         share = 0.0 if is_same_source else len(shared_rows) / len(evaluation_rows)
-        example = _text_from_first_differing_token(shared_rows[0], train_rows, tokenizer)
+        example = _end_of_text(shared_rows[0], tokenizer)
         yield AuditFinding("overlap", text + example, share, len(evaluation_rows))
 
 
-def _misspelt_class_findings(row_count_by_class: dict[str, int]) -> Iterator[AuditFinding]:
-    """Yield rare classes whose name is nearly that of another one.
-
-    Args:
-        row_count_by_class: rows of each class.
-    """
-    names = sorted(row_count_by_class, key=lambda name: -row_count_by_class[name])[:_MOST_CLASSES]
-    for class_index, name in enumerate(names):
-        name_by_folded = {other.strip().lower(): other for other in names[:class_index]}
-        rare = row_count_by_class[name] <= max(1, _RARE_SHARE * row_count_by_class[names[0]])
-        close = difflib.get_close_matches(
-            name.strip().lower(), name_by_folded, 1, 0.8 if rare else 1.0
-        )
-        if close:
-            other = name_by_folded[close[0]]
-            yield AuditFinding(
-                "misspelt_class",
-                f"class {name!r} (rows: {row_count_by_class[name]:,}) looks like {other!r} "
-                f"({row_count_by_class[other]:,})",
-            )
-
-
-def _text_from_first_differing_token(
-    row: AuditRow, other_rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase
-) -> str:
-    """Return the text of a row from the token in which it differs from all other rows."""
-    start = max(
-        (_common_prefix_tokens_or_0_if_equal(row.ids, other_row.ids) for other_row in other_rows),
-        default=0,
-    )
-    # A token is often a part of a word.
-    first_token = max(0, start - _TOKENS_BEFORE)
-    text = str(tokenizer.decode(row.ids[first_token:].tolist(), skip_special_tokens=True))
-    return repr(("... " if first_token else "") + " ".join(text.split())[:_EXAMPLE])
-
-
-def _common_prefix_tokens_or_0_if_equal(token_ids: _Ints, other_token_ids: _Ints) -> int:
-    """Return the number of tokens with which two rows begin alike; 0 for equal rows."""
-    size = min(len(token_ids), len(other_token_ids))
-    differs = np.flatnonzero(token_ids[:size] != other_token_ids[:size])
-    equal = size if size < len(token_ids) else 0
-    return int(differs[0]) if len(differs) else equal
+def _end_of_text(row: AuditRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the last characters of a row's text: chats and prompts begin alike."""
+    text = " ".join(str(tokenizer.decode(row.ids.tolist(), skip_special_tokens=True)).split())
+    return repr("... " * (len(text) > _EXAMPLE) + text[-_EXAMPLE:])

@@ -31,7 +31,7 @@ def show(
     """Show samples as the model will see them, and audit the data.
 
     Text that counts in the loss is green, or within [[ ]]. The audit has the lengths of rows,
-    classes, and findings such as cut answers, duplicates, or evaluation rows in the training data.
+    classes, and findings such as cut rows, duplicates, or evaluation rows in the training data.
     """
     from ortlaunch.api.data import show_samples as run
 

@@ -7,8 +7,7 @@ import json
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ import torch
 from ortlaunch.base.errors import escape_control_characters
 from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe, parse_resolved_recipe
-from ortlaunch.recipe.fields.data import is_written_by_chat_template
 from ortlaunch.tables.tasks import ShowDataRequest
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
 from ortlaunch.worker.data import LoadedData, Samples, collate_function_of_recipe
-from ortlaunch.worker.data.chat_rows import read_chats_with_fraction_of_corpus_read
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data_audit import (
-    AuditFinding,
     AuditRow,
     PartAudit,
     audit_training_and_evaluation_samples,
@@ -33,9 +29,8 @@ from ortlaunch.worker.data_audit import (
 )
 from ortlaunch.worker.tasks.prepare_data import cache_data_showing_progress_and_take_notes
 
-# Samples of each part, and raw chats of each source, that are audited.
+# Samples of each part that are audited.
 _MAX_AUDITED = 20_000
-_ROLES = {"system", "user", "assistant", "tool"}
 # Bins of the histogram, and characters of its longest bar.
 _BINS = 10
 _BAR_CHARACTERS = 40
@@ -53,7 +48,6 @@ def run(request: ShowDataRequest) -> None:
     data, notes = cache_data_showing_progress_and_take_notes(recipe)
     parts = audit_training_and_evaluation_samples(data, _MAX_AUDITED)
     if parts:
-        parts[0].findings.extend(system_message_and_role_findings(recipe))
         document_by_part = {
             part.key: _audit_json_with_spread_samples(part, request.samples, data) for part in parts
         }
@@ -73,32 +67,6 @@ def run(request: ShowDataRequest) -> None:
         _print_samples_lengths_and_findings(parts, document)
     else:
         _print_value_descriptions(document)
-
-
-def system_message_and_role_findings(recipe: Recipe) -> Iterator[AuditFinding]:
-    """Yield findings on messages as the rows have them: system messages and roles."""
-    systems = Counter[str]()
-    roles = Counter[str]()
-    for source in (
-        item for _, item in recipe.data.key_and_source_pairs() if is_written_by_chat_template(item)
-    ):
-        for chat, _ in itertools.islice(
-            read_chats_with_fraction_of_corpus_read(source), _MAX_AUDITED
-        ):
-            first_message = chat.messages[0]
-            systems[
-                repr(first_message["content"][:40]) if first_message["role"] == "system" else "none"
-            ] += 1
-            roles.update(item["role"] for item in chat.messages if item["role"] not in _ROLES)
-    # Where nearly each chat has its own, they are a part of the question.
-    are_few = 1 < len(systems) <= max(2, sum(systems.values()) // 10)
-    for name, counts, text in (
-        ("system_variants", systems if are_few else {}, "chats have several system messages"),
-        ("unknown_roles", roles, "messages have roles that data.train.roles can map"),
-    ):
-        if counts:
-            counts_text = ", ".join(f"{item} ({count:,})" for item, count in counts.items())
-            yield AuditFinding(name, f"{text}: {counts_text:.200}")
 
 
 def _describe_spread_samples_and_batch(samples: Samples, recipe: Recipe, max_samples: int) -> Json:
