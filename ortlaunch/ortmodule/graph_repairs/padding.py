@@ -11,11 +11,11 @@ import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 
 from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 
 
 def replace_torch_pad_temporarily(export_context: ExportContext) -> AbstractContextManager[Any]:
@@ -57,7 +57,7 @@ def replace_torch_pad_temporarily(export_context: ExportContext) -> AbstractCont
             )
         return x
 
-    return mock.patch.object(torch_nn, "pad", pad)
+    return replace_attribute_temporarily(torch_nn, "pad", pad)
 
 
 def _crop_by_negative_amounts(tensor: torch.Tensor, padding_amounts: Sequence[int]) -> torch.Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.torch_in_graph import attention_operator, head_loss
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ def _infer_upsample_to_computed_size(
         sizes = list(sizes)
         inference._update_computed_dims(sizes)
         shape_by_name[node.input[1]] = _shape_inference_module().get_shape_from_sympy_shape(sizes)
-    with mock.patch.dict(inference.sympy_data_, shape_by_name):
+    with replace_attribute_temporarily(
+        inference, "sympy_data_", {**inference.sympy_data_, **shape_by_name}
+    ):
         original_infer(inference, node)
 
 

@@ -12,7 +12,6 @@ import functools
 import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
@@ -24,7 +23,10 @@ from ortlaunch.ortmodule.base.export import (
     get_or_create_newest_trace_facts,
     path_in_model,
 )
-from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.patching import (
+    replace_attribute_temporarily,
+    replace_method_by_wrapper,
+)
 from ortlaunch.ortmodule.base.source_guard import (
     PACKAGE,
     PROCESSED,
@@ -141,7 +143,7 @@ def _export_frozen_norms_as_arithmetic_if_training(is_training_export: bool) -> 
         return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
 
     with (
-        mock.patch.object(_BatchNorm, "forward", normalize_by_arithmetic)
+        replace_attribute_temporarily(_BatchNorm, "forward", normalize_by_arithmetic)
         if is_training_export
         else contextlib.nullcontext()
     ):

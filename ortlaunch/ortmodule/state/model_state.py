@@ -14,13 +14,13 @@ import functools
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy
 import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.state.buffers import restore_buffers_after_block_and_count_changes
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing.python_state import (
@@ -127,7 +127,7 @@ def _refuse_torch_seeding_and_python_or_numpy_draws() -> Iterator[None]:
         name: random_generator_state_text(generator)
         for name, generator in generator_by_name.items()
     }
-    with mock.patch.object(
+    with replace_attribute_temporarily(
         torch,
         "manual_seed",
         functools.partial(_set_torch_seed_or_refuse_in_trace, torch.manual_seed),

@@ -13,7 +13,6 @@ import functools
 import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.base.source_guard import PACKAGE
 from ortlaunch.ortmodule.base.torch_calls import tensor_property_setter
 from ortlaunch.ortmodule.state.python_values import (
@@ -67,7 +67,7 @@ def refuse_weight_changes_and_restore_weights(export_context: ExportContext) -> 
     )
     try:
         with (
-            mock.patch.object(io, _PLAIN_PASS, wrapped_pass),
+            replace_attribute_temporarily(io, _PLAIN_PASS, wrapped_pass),
             _WeightDataAssignmentGuard(names_by_id),
         ):
             yield

@@ -14,12 +14,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base.export import ExportContext
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.torch_in_graph import attention_operator
 from ortlaunch.ortmodule.tracing import grad_mode
 from ortlaunch.ortmodule.tracing.symbolics import (
@@ -241,7 +241,7 @@ def let_transformers_leave_out_causal_masks(export_context: ExportContext) -> It
                 _TRACER._set_tracing_state(state)
         return original(positions)
 
-    with mock.patch.object(masks, _PACKED_FUNCTION, find_unless_counted):
+    with replace_attribute_temporarily(masks, _PACKED_FUNCTION, find_unless_counted):
         yield
 
 
@@ -289,7 +289,7 @@ def zero_padding_in_transformer_encoder_outputs() -> Iterator[None]:
         filling = zeros if encoder.norm is None else encoder.norm(zeros)
         return torch.where(padding.unsqueeze(-1), filling, output)
 
-    with mock.patch.object(nn.TransformerEncoder, "forward", forward):
+    with replace_attribute_temporarily(nn.TransformerEncoder, "forward", forward):
         yield
 
 

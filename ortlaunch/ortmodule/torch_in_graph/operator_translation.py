@@ -15,7 +15,6 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
@@ -27,7 +26,10 @@ from ortlaunch.ortmodule.base.gradient_paths import (
     is_valid_if_transpose_or_layer_norm,
 )
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
-from ortlaunch.ortmodule.base.patching import replace_method_by_wrapper
+from ortlaunch.ortmodule.base.patching import (
+    replace_attribute_temporarily,
+    replace_method_by_wrapper,
+)
 from ortlaunch.ortmodule.base.settings import settings_of_ort_object_or_defaults
 from ortlaunch.ortmodule.base.source_guard import (
     EVALUATION,
@@ -128,7 +130,7 @@ def keep_torch_operators_while_exporting(export_context: ExportContext) -> Itera
             ("_optimize_graph", translator.record_schemas_and_sizes_then_optimize_graph),
         ):
             patches.enter_context(
-                mock.patch.object(
+                replace_attribute_temporarily(
                     exporter, name, functools.partial(wrapper, getattr(exporter, name))
                 )
             )

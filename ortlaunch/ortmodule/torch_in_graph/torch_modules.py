@@ -14,7 +14,6 @@ import random
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy
 import torch
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from ortlaunch.base.errors import EngineError
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import ExportContext, path_in_model
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.base.settings import SettingError, settings_of_ort_object_or_defaults
 from ortlaunch.ortmodule.base.torch_calls import (
     create_counted_torch_function_class_for_ort,
@@ -178,7 +178,7 @@ def record_torch_layers_as_single_calls(export_context: ExportContext) -> Iterat
         vars(layer)[_PATH_ATTRIBUTE] = path_in_model(path)
     try:
         with (
-            mock.patch.object(nn.Module, "__call__", call_or_record)
+            replace_attribute_temporarily(nn.Module, "__call__", call_or_record)
             if marked_layers
             else contextlib.nullcontext()
         ):

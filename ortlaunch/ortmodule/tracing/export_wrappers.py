@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import torch
 
-from ortlaunch.ortmodule.base.patching import ModuleView
+from ortlaunch.ortmodule.base.patching import ModuleView, replace_attribute_temporarily
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
@@ -29,7 +29,7 @@ def wrap_export_hiding_large_weights_from_inference(torch_export: AnyFunction) -
 
     @functools.wraps(torch_export)
     def export_without_weights(*args: object, **kwargs: object) -> object:
-        with mock.patch.object(
+        with replace_attribute_temporarily(
             torch._C,
             _INFERENCE,
             functools.partial(_infer_shapes_without_large_weights, getattr(torch._C, _INFERENCE)),
@@ -90,9 +90,10 @@ def wrap_export_to_clone_scalar_constants(torch_export: AnyFunction) -> AnyFunct
         # The globals of the module that defines the helpers, because torch 2.9 and later have moved
         # it.
         names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
-        with mock.patch.dict(
-            names,
-            _parse_arg=functools.partial(_parse_argument_and_clone_scalar, names["_parse_arg"]),
+        with replace_attribute_temporarily(
+            sys.modules[names["__name__"]],
+            "_parse_arg",
+            functools.partial(_parse_argument_and_clone_scalar, names["_parse_arg"]),
         ):
             return torch_export(*args, **kwargs)
 
@@ -120,8 +121,8 @@ def wrap_export_allowing_functional_call(torch_export: AnyFunction) -> AnyFuncti
     @functools.wraps(torch_export)
     def export_with_swapped_weights(*args: object, **kwargs: object) -> object:
         with (
-            mock.patch.object(stateless, "torch", ModuleView(torch, jit=jit)),
-            mock.patch.object(parametrize, "torch", ModuleView(torch, _C=c)),
+            replace_attribute_temporarily(stateless, "torch", ModuleView(torch, jit=jit)),
+            replace_attribute_temporarily(parametrize, "torch", ModuleView(torch, _C=c)),
         ):
             return torch_export(*args, **kwargs)
 

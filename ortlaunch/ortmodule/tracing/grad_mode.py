@@ -14,7 +14,6 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
@@ -23,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base import export as ort_export
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.base.torch_calls import tensor_property_getter
 from ortlaunch.ortmodule.tracing.symbolics import ExportFunction
 
@@ -159,7 +159,7 @@ class _GradModeTracker(TorchFunctionMode):
                 (torch.inference_mode, "__enter__", enter_inference_mode),
                 (torch.inference_mode, "__exit__", leave_inference_mode),
             ):
-                patches.enter_context(mock.patch.object(owner, name, new))
+                patches.enter_context(replace_attribute_temporarily(owner, name, new))
             yield
 
     def __torch_function__(

@@ -20,12 +20,12 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.tracing.kept_tensors import StaleTensor
 
 GLOBAL = "global "
@@ -214,7 +214,7 @@ def _record_environment_variable_reads(
             )
         return original_getitem(variables, name)
 
-    with mock.patch.object(environment_class, "__getitem__", get_and_record):
+    with replace_attribute_temporarily(environment_class, "__getitem__", get_and_record):
         yield
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.base.errors import EngineError
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.differences import (
@@ -267,7 +267,7 @@ def _disable_chunked_head_and_reentrancy(model: nn.Module) -> Iterator[None]:
     function = torch.utils.checkpoint.CheckpointFunction
     with (
         disable_chunked_head(model),
-        mock.patch.object(function, "apply", lambda run, _, *inputs: run(*inputs)),
+        replace_attribute_temporarily(function, "apply", lambda run, _, *inputs: run(*inputs)),
     ):
         yield
 

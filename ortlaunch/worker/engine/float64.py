@@ -11,13 +11,13 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.base.torch_calls import tensor_property_getter, tensor_property_setter
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def compute_in_float64(
     try:
         with (
             _Float64Mode() as mode,
-            mock.patch.object(
+            replace_attribute_temporarily(
                 torch.autograd.Function, "apply", mode.autograd_function_apply_in_float64()
             ),
         ):

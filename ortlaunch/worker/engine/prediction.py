@@ -15,7 +15,6 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -36,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from ortlaunch.base import machine
 from ortlaunch.base.cache import create_private_cache_folder_or_refuse
 from ortlaunch.launch_plan import Plan
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.planning import prediction
 from ortlaunch.planning.prediction import Rates, StepWork
 from ortlaunch.recipe import Recipe
@@ -283,7 +283,9 @@ def _let_transformers_skip_full_attention_masks(batch: Mapping[str, object]) -> 
         if module and all(isinstance(mask, torch.Tensor) and mask.all() for mask in masks):
             for name in set(_DECISIONS) & vars(module).keys():
                 original = getattr(module, name)
-                stack.enter_context(mock.patch.object(module, name, _ignore_padding_mask(original)))
+                stack.enter_context(
+                    replace_attribute_temporarily(module, name, _ignore_padding_mask(original))
+                )
         yield
 
 

@@ -15,14 +15,16 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
-from unittest import mock
 
 import torch
 from torch import nn
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.base.patching import hide_package_unless_loaded
+from ortlaunch.ortmodule.base.patching import (
+    hide_package_unless_loaded,
+    replace_attribute_temporarily,
+)
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.gradient_averaging import (
@@ -479,8 +481,8 @@ def _disable_deepspeed_shm_muon_compile_and_warnings(deepspeed: Any) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # ZeRO imports Muon, which no recipe has. Muon's import compiles functions, for which torch would
     # load TorchInductor for 1.7 s of a core.
-    uncompiled = mock.patch.object(
-        deepspeed.runtime.compiler, "compile", create=True, return_value=lambda function: function
+    uncompiled = replace_attribute_temporarily(
+        deepspeed.runtime.compiler, "compile", lambda *_, **__: lambda function: function
     )
     # Older versions have no Muon.
     with uncompiled, contextlib.suppress(ImportError):

@@ -14,12 +14,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
 
 from ortlaunch.base.errors import EngineError, InputError, MissingDependency, first_message_line
+from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.ortmodule.base.torch_calls import pause_tracing_and_torch_function
 from ortlaunch.ortmodule.torch_in_graph.operator_table import (
     wrap_export_with_exact_forms_without_fast_path,
@@ -274,7 +274,7 @@ def _write_graph_and_list_fixed_values(
     parts.mkdir()
     with (
         warnings.catch_warnings(record=True) as trace_warnings,
-        mock.patch.object(
+        replace_attribute_temporarily(
             torch,
             "broadcast_tensors",
             partial(_broadcast_unless_of_equal_shape, torch.broadcast_tensors),
