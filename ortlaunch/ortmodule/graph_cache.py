@@ -96,7 +96,10 @@ def _share_training_flag_with_model(ort_module_class: Any) -> None:
     def set_attribute(
         original: Callable[..., None], ort_module: OrtModule, name: str, value: bool
     ) -> None:
-        (write_flag(ort_module, value) if name == "training" else original(ort_module, name, value))
+        if name == "training":
+            write_flag(ort_module, value)
+        else:
+            original(ort_module, name, value)
 
     ort_module_class.training = property(read_flag, write_flag)
     replace_method_by_wrapper(ort_module_class, "__setattr__", set_attribute)

@@ -65,9 +65,10 @@ def correct_type_code_of_bfloat16_casts(exported_model: onnx.ModelProto) -> None
     scalarTypeToONNXTypeMap of torch/csrc/jit/passes/onnx/scalar_type_analysis.cpp.
     """
     for node in exported_model.graph.node:
-        for attribute in node.attribute if node.op_type == "Cast" else ():
-            if attribute.i == TensorProto.COMPLEX128:
-                attribute.i = TensorProto.BFLOAT16
+        if node.op_type == "Cast":
+            for attribute in node.attribute:
+                if attribute.i == TensorProto.COMPLEX128:
+                    attribute.i = TensorProto.BFLOAT16
 
 
 def _build_graph_and_repair_bfloat16_nodes_on_gpu(

@@ -149,15 +149,14 @@ class _WeightWriteGuard(TorchDispatchMode):
         kwargs: Kwargs | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        for tensor in (
-            _tensors_written_by_call(func._schema, args, kwargs) if func._schema.is_mutable else ()
-        ):
-            name = self._names.name_by_memory.get(_shared_memory_id(tensor))
-            if name is not None and not torch_modules.is_torch_layer_running():
-                _refuse_weight_change(name, self._names.path_by_layer)
-            if name is not None and name not in self.values_before:
-                # Of the model's own weight: the pass may be one of a copy.
-                self.values_before[name] = self._weights[name].detach().clone()
+        if func._schema.is_mutable:
+            for tensor in _tensors_written_by_call(func._schema, args, kwargs):
+                name = self._names.name_by_memory.get(_shared_memory_id(tensor))
+                if name is not None and not torch_modules.is_torch_layer_running():
+                    _refuse_weight_change(name, self._names.path_by_layer)
+                if name is not None and name not in self.values_before:
+                    # Of the model's own weight: the pass may be one of a copy.
+                    self.values_before[name] = self._weights[name].detach().clone()
         return func(*args, **kwargs)
 
 

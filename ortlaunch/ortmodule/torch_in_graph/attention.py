@@ -200,12 +200,9 @@ def merge_later_mask_examination_into_first(
     first_call = next(
         user for user in users if _is_call_of_torch_operator(user, attention_operator.MASKED)
     )
-    for user in (
-        graph_rewriting.users_by_name[examination_node.output[0]]
-        if first_call is not examination_node
-        else ()
-    ):
-        user.input[list(user.input).index(examination_node.output[0])] = first_call.output[0]
+    if first_call is not examination_node:
+        for user in graph_rewriting.users_by_name[examination_node.output[0]]:
+            user.input[list(user.input).index(examination_node.output[0])] = first_call.output[0]
     return first_call is not examination_node
 
 

@@ -38,21 +38,22 @@ def index(g: Any, x: Any, indices: Any) -> Any:
         for dim, index_tensor in enumerate(unmasked_indices)
         if not symbolic_helper._is_none(index_tensor)
     ]
-    for dim in tensor_dims if len(tensor_dims) > 1 else ():
-        integer_index = g.op(
-            "Cast", unmasked_indices[dim], to_i=torch.onnx.TensorProtoDataType.INT64.value
-        )
-        # The sizes are read at run time, because they may differ between batches.
-        from_end = g.op(
-            "Add", integer_index, g.op("Gather", g.op("Shape", x), write_int64_constant(g, dim))
-        )
-        unmasked_indices[dim] = g.op(
-            "Where",
-            g.op("Less", integer_index, write_int64_constant(g, 0)),
-            from_end,
-            integer_index,
-        )
-        indices = g.op("prim::ListConstruct", *unmasked_indices)
+    if len(tensor_dims) > 1:
+        for dim in tensor_dims:
+            integer_index = g.op(
+                "Cast", unmasked_indices[dim], to_i=torch.onnx.TensorProtoDataType.INT64.value
+            )
+            # The sizes are read at run time, because they may differ between batches.
+            from_end = g.op(
+                "Add", integer_index, g.op("Gather", g.op("Shape", x), write_int64_constant(g, dim))
+            )
+            unmasked_indices[dim] = g.op(
+                "Where",
+                g.op("Less", integer_index, write_int64_constant(g, 0)),
+                from_end,
+                integer_index,
+            )
+            indices = g.op("prim::ListConstruct", *unmasked_indices)
     return importlib.import_module("torch.onnx.symbolic_opset11").index(g, x, indices)
 
 

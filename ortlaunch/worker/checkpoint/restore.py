@@ -247,10 +247,10 @@ def _load_optimizer_state_and_list_notes(
     for part in named_state.parts:
         by_master.setdefault(id(part.master), []).append(part)
     saved = {name for tensor_kind, name in checkpoint_tensors.pieces if tensor_kind != WEIGHT}
-    for group in (
-        named_state.optimizer.param_groups if counts_steps_by_group(named_state.optimizer) else ()
-    ):
-        group.update(step=0) if "step" in group else None
+    if counts_steps_by_group(named_state.optimizer):
+        for group in named_state.optimizer.param_groups:
+            if "step" in group:
+                group.update(step=0)
     for parts in by_master.values():
         _replace_optimizer_state_of_master_tensor(checkpoint_tensors, parts, named_state.optimizer)
     new_names = [

@@ -84,13 +84,11 @@ def take_snapshot_on_all_ranks(
     Raises:
         CheckpointError: it could not be made; all ranks raise the same.
     """
-    snapshots = []
     with _remove_files_and_raise_on_all_ranks_if_one_fails(
         run, group, run.partial_checkpoint_folder(completed_steps)
     ):
         step_snapshot = snapshot_of_this_rank(stepper.named_state(), dict(loop_state), group)
-        snapshots.append(step_snapshot.copy_to_host() if copies_to_host else step_snapshot)
-    return snapshots[0]
+        return step_snapshot.copy_to_host() if copies_to_host else step_snapshot
 
 
 def write_snapshot_as_checkpoint(
@@ -107,7 +105,8 @@ def write_snapshot_as_checkpoint(
     with _remove_files_and_raise_on_all_ranks_if_one_fails(run, group, partial):
         if group.rank == 0:
             _remove_incomplete_check_space_and_create_partial(run, partial)
-            write_json_atomically(partial / ORIGIN, origin_record) if origin_record else None
+            if origin_record:
+                write_json_atomically(partial / ORIGIN, origin_record)
     files: dict[str, SizeAndChecksum] = {}
     # Each rank writes its own file, and knows its checksum without reading it again.
     with _remove_files_and_raise_on_all_ranks_if_one_fails(run, group, partial):

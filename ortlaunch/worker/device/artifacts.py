@@ -102,9 +102,10 @@ def write_and_check_device_artifacts(
     write_text_atomically(device_folder.recipe, dump_recipe_yaml(recipe))
     _save_config_and_tokenizer_if_present(loss_module, artifacts_folder, data.tokenizer)
     # A recipe with factories needs the user's own modules where the artifacts are used.
-    for module in imported_user_modules() if dict(key_and_factory_pairs(recipe)) else ():
-        (artifacts_folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(str(module.__file__), artifacts_folder / beside(module))
+    if dict(key_and_factory_pairs(recipe)):
+        for module in imported_user_modules():
+            (artifacts_folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(str(module.__file__), artifacts_folder / beside(module))
     return record
 
 

@@ -126,8 +126,9 @@ def build_optimizer(
         build: Callable[[OptimizerInputs], BuiltOptimizer] = getattr(
             import_module(module), function
         )
-        for group in optimizer_groups if OPTIMIZERS[name].tensors else ():
-            group[STATE_TENSORS] = OPTIMIZERS[name].tensors
+        if OPTIMIZERS[name].tensors:
+            for group in optimizer_groups:
+                group[STATE_TENSORS] = OPTIMIZERS[name].tensors
         built.append(
             build(
                 OptimizerInputs(

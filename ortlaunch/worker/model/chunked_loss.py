@@ -155,7 +155,10 @@ def _add_chunk_to_head_gradients(
     of_weight, of_bias = gradients
     if of_bias.numel():
         part = logit_gradients.sum(0).mul_(scale)
-        of_bias.copy_(part) if is_first_chunk else of_bias.add_(part)
+        if is_first_chunk:
+            of_bias.copy_(part)
+        else:
+            of_bias.add_(part)
     if not of_weight.numel():
         return
     if hidden_rows.dtype == of_weight.dtype:
@@ -164,7 +167,10 @@ def _add_chunk_to_head_gradients(
         )
         return
     part = torch.mm(narrow_gradients.t(), hidden_rows)
-    torch.mul(part, scale, out=of_weight) if is_first_chunk else of_weight.add_(part, alpha=scale)
+    if is_first_chunk:
+        torch.mul(part, scale, out=of_weight)
+    else:
+        of_weight.add_(part, alpha=scale)
 
 
 def _keep_gradients_for_backward(

@@ -481,18 +481,21 @@ def _config_fields_from_data(recipe: Recipe, data: LoadedData, config: PreTraine
     """Return the config's fields that follow from tokenizer and labels, if the recipe has none."""
     config_fields: Json = {}
     is_new_model = recipe.model.pretrained is None
-    for name in _SPECIAL_TOKEN_FIELDS if data.tokenizer is not None else ():
-        token_id = getattr(data.tokenizer, name, None)
-        is_set_by_recipe = is_new_model or name.removesuffix("_id") in recipe.data.special_tokens
-        if (
-            token_id is not None
-            and hasattr(config, name)
-            and (is_set_by_recipe or getattr(config, name) is None)
-        ):
-            config_fields[name] = token_id
-        # The default is of another tokenizer.
-        elif is_new_model and (getattr(config, name, None) or 0) >= len(data.tokenizer):
-            config_fields[name] = None
+    if data.tokenizer is not None:
+        for name in _SPECIAL_TOKEN_FIELDS:
+            token_id = getattr(data.tokenizer, name, None)
+            is_set_by_recipe = (
+                is_new_model or name.removesuffix("_id") in recipe.data.special_tokens
+            )
+            if (
+                token_id is not None
+                and hasattr(config, name)
+                and (is_set_by_recipe or getattr(config, name) is None)
+            ):
+                config_fields[name] = token_id
+            # The default is of another tokenizer.
+            elif is_new_model and (getattr(config, name, None) or 0) >= len(data.tokenizer):
+                config_fields[name] = None
     if data.tokenizer is not None and is_new_model:
         config_fields["vocab_size"] = rounded_vocabulary_size(len(data.tokenizer))
     if data.class_names:

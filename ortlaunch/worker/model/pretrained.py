@@ -236,11 +236,12 @@ def notes_on_weights_not_loaded(loaded: LoadedNames | None) -> tuple[str, ...]:
             "model.pretrained: its output layer has a different number of labels; the model's "
             f"starts at random: {relabelled_text}"
         )
-    for change in loaded["resized"] if loaded else ():
-        notes.append(
-            f"model.pretrained: its vocabulary is resized, {change}; new tokens start near the "
-            "others' mean"
-        )
+    if loaded:
+        for change in loaded["resized"]:
+            notes.append(
+                f"model.pretrained: its vocabulary is resized, {change}; new tokens start near the "
+                "others' mean"
+            )
     return tuple(notes)
 
 

@@ -81,18 +81,19 @@ class ValueMeans:
         Raises:
             InputError: a value has a name that metrics.jsonl already uses.
         """
-        for name in engine_output if isinstance(engine_output, Mapping) else ():
-            if name in RESERVED_NAMES - {LOSS}:
-                raise InputError(
-                    f"the model returns {name!r} beside its loss, a name that metrics.jsonl "
-                    "already uses: rename it"
-                )
-            if name != LOSS:
-                total, weights = self._step_sums.get(name, (0.0, 0.0))
-                self._step_sums[name] = (
-                    total + engine_output[name].detach().double() * weight,
-                    weights + weight,
-                )
+        if isinstance(engine_output, Mapping):
+            for name in engine_output:
+                if name in RESERVED_NAMES - {LOSS}:
+                    raise InputError(
+                        f"the model returns {name!r} beside its loss, a name that metrics.jsonl "
+                        "already uses: rename it"
+                    )
+                if name != LOSS:
+                    total, weights = self._step_sums.get(name, (0.0, 0.0))
+                    self._step_sums[name] = (
+                        total + engine_output[name].detach().double() * weight,
+                        weights + weight,
+                    )
         return loss_of_engine_output(engine_output)
 
     def keep_step(self) -> None:

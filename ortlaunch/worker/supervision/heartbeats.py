@@ -109,7 +109,8 @@ class HeartbeatExchange:
         """Send an order from rank 0's supervisor to all others."""
         for _ in range(_COPIES):
             for _, _, address in self._last_beats.values():
-                self._sign_and_send_message({"say": order_name}, address) if address else None
+                if address:
+                    self._sign_and_send_message({"say": order_name}, address)
 
     def announce_rank_end(self) -> None:
         """Announce that this rank has ended, whether successfully or not."""
@@ -222,9 +223,10 @@ class HeartbeatExchange:
         data = self._keyed_digest(data) + data
         # Without a route now, the next heartbeat replaces this message.
         with contextlib.suppress(OSError):
-            self.socket.sendto(data, receiver_address) if receiver_address else self.socket.send(
-                data
-            )
+            if receiver_address:
+                self.socket.sendto(data, receiver_address)
+            else:
+                self.socket.send(data)
 
     def _keyed_digest(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, key=self._key, digest_size=_DIGEST).digest()

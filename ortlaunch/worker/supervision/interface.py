@@ -88,8 +88,9 @@ def set_gloo_and_nccl_interface_unless_set(
     if requested_interface:
         _require_all_interfaces_and_return_first_address(requested_interface)
     name = requested_interface or interface_with_address_or_none(own_address)
-    for variable, value in gloo_and_nccl_interface_variables(name).items() if name else ():
-        environ.setdefault(variable, value)
+    if name:
+        for variable, value in gloo_and_nccl_interface_variables(name).items():
+            environ.setdefault(variable, value)
 
 
 def interface_with_address_or_none(address: str) -> str | None:

@@ -131,9 +131,10 @@ class SharedProgress:
 
     def count_step_and_record_duration(self) -> None:
         """Count one completed step."""
-        self.begin_phase_and_count_progress(
-            TRAINING
-        ) if self._phase != TRAINING else self.begin_stage(0)
+        if self._phase != TRAINING:
+            self.begin_phase_and_count_progress(TRAINING)
+        else:
+            self.begin_stage(0)
         current_time = self._seconds[_LAST_MARK]
         integers = self._integers
         integers[_STEP] += 1

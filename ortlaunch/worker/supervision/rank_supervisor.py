@@ -148,8 +148,9 @@ def _run_rank_and_exit(
     for signal_number in (signal.SIGUSR2,) if can_save else NOTICES:
         signal.signal(signal_number, signal.SIG_IGN)
     # Some launchers start processes with one of these ignored, which a fork inherits.
-    for signal_number in (signal.SIGINT, signal.SIGUSR1) if can_save else ():
-        signal.signal(signal_number, signal.SIG_DFL)
+    if can_save:
+        for signal_number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signal_number, signal.SIG_DFL)
     RankRequests.supervisor_fd = write_ends["finished"]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.dup2(write_ends["out"], 1)
@@ -221,16 +222,19 @@ def _copy_output_and_return_has_finished_and_status(
         status: int | None = None
         while status is None:
             ready = selector.select(timeout=0.1)
-            screen.update_waited_seconds_on_live_line() if screen else None
+            if screen:
+                screen.update_waited_seconds_on_live_line()
             status = child.poll_wait_status_and_enforce_end()
-            watchdog.exchange_heartbeats_and_end_stalled_rank(child) if status is None else None
+            if status is None:
+                watchdog.exchange_heartbeats_and_end_stalled_rank(child)
             # After the rank's end, one more read of every pipe gets the rest.
             for key, _ in (
                 ready if status is None else [(key, 0) for key in list(selector.get_map().values())]
             ):
                 data = _read_available_bytes_or_none(key.fd)
                 if not data:
-                    selector.unregister(key.fd) if data == b"" else None
+                    if data == b"":
+                        selector.unregister(key.fd)
                 elif key.data == "finished":
                     finished_bytes += data
                     child.set_listening_and_resend_request(
@@ -247,7 +251,8 @@ def _copy_output_and_return_has_finished_and_status(
             _copy_output_to_log_and_screen(
                 LinesAndLiveLine(stream.take_unfinished_line(), None), name, log, screen
             )
-        screen.erase_live_line() if screen else None
+        if screen:
+            screen.erase_live_line()
     return finished_bytes.endswith(_FINISHED_MARK), status
 
 
@@ -270,7 +275,8 @@ def _copy_output_to_log_and_screen(
     log.append_bytes_disk_accepts(output.lines)
     if screen is not None and stream_name != "last":
         screen.print_lines(stream_name, output.lines)
-        screen.draw_live_line_on_terminal(output.live) if output.live is not None else None
+        if output.live is not None:
+            screen.draw_live_line_on_terminal(output.live)
 
 
 def _return_status_or_die_of_signal(exit_code: int) -> int:
@@ -278,6 +284,7 @@ def _return_status_or_die_of_signal(exit_code: int) -> int:
     if exit_code < 0:
         # Only the rank's own core dump is of use.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(-exit_code, signal.SIG_DFL) if -exit_code != signal.SIGKILL else None
+        if -exit_code != signal.SIGKILL:
+            signal.signal(-exit_code, signal.SIG_DFL)
         os.kill(os.getpid(), -exit_code)
     return abs(exit_code)

@@ -253,7 +253,8 @@ class Watchdog:
         if is_over and not self.has_ended_rank:
             self.has_ended_rank = True
             self._print_stall_summary()
-            self.exchange.send_order_to_all_supervisors("end") if self.exchange.is_hub else None
+            if self.exchange.is_hub:
+                self.exchange.send_order_to_all_supervisors("end")
             child.send_signal_unless_reaped(signal.SIGKILL)
 
     def _print_stall_summary(self) -> None:

@@ -183,11 +183,10 @@ class BadStepHandler:
                 f"{bad_step_error}\n{limit}" if limit else str(bad_step_error), bad_step_record
             ) from None
         self.session.engine.stepper.drop_gradients()
-        self._record_and_raise_rollback(
-            bad_step_record, train_state, newest_checkpoint
-        ) if newest_checkpoint else self._restore_buffers_and_record_skip(
-            bad_step_record, train_state
-        )
+        if newest_checkpoint:
+            self._record_and_raise_rollback(bad_step_record, train_state, newest_checkpoint)
+        else:
+            self._restore_buffers_and_record_skip(bad_step_record, train_state)
 
     def _recipe_action_for_bad_step(self, bad_step_error: BadStepError) -> str:
         spike = isinstance(bad_step_error, LossSpikeError) and self.train.on_spike

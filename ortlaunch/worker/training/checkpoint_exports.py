@@ -55,28 +55,31 @@ class CheckpointExports:
         self.run = session.run
         self.progress = session.progress
         self.formats = session.recipe.checkpoint.export
-        for package in ("onnx", "onnxruntime") if "onnx" in self.formats else ():
-            if find_spec(package) is None:
-                raise MissingDependency(
-                    f'checkpoint.export: onnx needs {package}: pip install "ortlaunch[ort-cpu]", '
-                    "or onnx and onnxruntime"
-                )
+        if "onnx" in self.formats:
+            for package in ("onnx", "onnxruntime"):
+                if find_spec(package) is None:
+                    raise MissingDependency(
+                        f'checkpoint.export: onnx needs {package}: pip install "ortlaunch[ort-cpu]", '
+                        "or onnx and onnxruntime"
+                    )
         self.queued_exports: deque[tuple[int, str]] = deque()
         self.running_export: _RunningExport | None = None
         self.writes = session.group.rank == 0
         # Those whose writer was killed, too.
-        for step, _ in self.run.complete_checkpoints() if self.writes else ():
-            self.queue_all_or_missing_exports_on_rank_0(step, only_missing=True)
+        if self.writes:
+            for step, _ in self.run.complete_checkpoints():
+                self.queue_all_or_missing_exports_on_rank_0(step, only_missing=True)
 
     def queue_all_or_missing_exports_on_rank_0(
         self, checkpoint_step: int, only_missing: bool = False
     ) -> None:
         """Request the exports of a complete checkpoint."""
-        for export_format in self.formats if self.writes else ():
-            if not (
-                only_missing and self.run.export_folder(checkpoint_step, export_format).exists()
-            ):
-                self.queued_exports.append((checkpoint_step, export_format))
+        if self.writes:
+            for export_format in self.formats:
+                if not (
+                    only_missing and self.run.export_folder(checkpoint_step, export_format).exists()
+                ):
+                    self.queued_exports.append((checkpoint_step, export_format))
 
     def steps_being_exported(self) -> tuple[int, ...]:
         """Return the steps of checkpoints that must stay until their export is complete."""

@@ -79,9 +79,8 @@ def write_export_and_print_summary(
         lines = [memory_summary_text(memory_record)] if trained else []
         if group.rank == 0:
             # If this start made no step, keep the memory.json of the earlier start that trained.
-            write_json_atomically(
-                run.memory, json_values_of_record(memory_record)
-            ) if trained or not run.memory.exists() else None
+            if trained or not run.memory.exists():
+                write_json_atomically(run.memory, json_values_of_record(memory_record))
             summary = build_run_summary(
                 run, len(session.data.train), session.progress.seconds_by_activity()
             )

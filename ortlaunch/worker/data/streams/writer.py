@@ -178,9 +178,8 @@ class StreamWriter:
             text = str(error) if isinstance(error, InputError) else repr(error)
             # At the end of a process the folder may be gone.
             with contextlib.suppress(OSError):
-                write_text_atomically(
-                    self.folder / FAILED, text
-                ) if not self._stopped.is_set() else None
+                if not self._stopped.is_set():
+                    write_text_atomically(self.folder / FAILED, text)
 
     def _await_lock_then_write_and_delete_windows(self, lock_file: IO[str]) -> None:
         """Write while this process has the lock; a host that shares the folder writes for all."""
