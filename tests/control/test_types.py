@@ -45,6 +45,39 @@ def test_imports_are_not_counted() -> None:
     assert names("from typing import Any\nx: Any = 1\ny: dict[str, Any] = {}\n") == 2
 
 
+def choices_in_place_of_if(text: str) -> list[int]:
+    """Return the lines of `f() if x else g()` as a statement, and of `for ... in xs if x else ():`."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp | ast.BoolOp))
+        or (
+            isinstance(node, ast.For)
+            and isinstance(node.iter, ast.IfExp)
+            and ast.unparse(node.iter.orelse) == "()"
+        )
+    ]
+
+
+@pytest.mark.parametrize("room", ["worker", "ortmodule"])
+def test_a_choice_between_actions_is_an_if(room: str) -> None:
+    """No statement is a conditional expression, and no loop has one in place of an `if`."""
+    found = {
+        str(path): lines
+        for path in (ROOT / room).rglob("*.py")
+        if (lines := choices_in_place_of_if(path.read_text()))
+    }
+    assert found == {}
+
+
+def test_how_choices_are_found() -> None:
+    """Values may be conditional; statements and emptied loops may not."""
+    text = (
+        "x = f() if y else g()\nf() if y else None\ny and f()\nfor z in x if y else ():\n    f(z)\n"
+    )
+    assert choices_in_place_of_if(text) == [2, 3, 4]
+
+
 def test_no_rank_unpickles_what_another_sends() -> None:
     """The package uses none of torch's collectives of objects: they run the sender's code."""
     found = [
