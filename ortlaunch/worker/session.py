@@ -201,11 +201,13 @@ def load_data_and_build_session(
         group,
         batches.read_micro_batch_and_count_tokens(first_step, 0, group.rank),
     )
-    engine.memory_use = memory
-    if start_checkpoint is not None:
-        # The checkpoint has the weights that the pretrained model lacks.
-        notes = notes_on_weights_not_loaded(model.loaded)
-        engine.notes = tuple(note for note in engine.notes if note not in notes)
+    # The checkpoint has the weights that the pretrained model lacks.
+    dropped_notes = notes_on_weights_not_loaded(model.loaded) if start_checkpoint else ()
+    engine = replace(
+        engine,
+        memory_use=memory,
+        notes=tuple(note for note in engine.notes if note not in dropped_notes),
+    )
     if run.choice.exists():
         engine.record.engine = replace(
             engine.record.engine, **read_json_or_raise_damaged(run.choice)

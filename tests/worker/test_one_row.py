@@ -31,7 +31,7 @@ SMALL = {
 class LabelCount:
     """A metric that counts the evaluated labels."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, model: Any) -> None:
         self.count = 0.0
 
     def count_micro_batch(self, output: Any, labels: Mapping[str, Any], counts: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,35 +76,33 @@ _PACKAGES = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingEngine:
-    """A stepper and the record of the engine that runs.
-
-    `plain` is the model without an engine. `another(plain)` is a module of this engine with the
-    same weights.
-    """
+    """A stepper and the record of the engine that runs."""
 
     stepper: Stepper
     eval_module: nn.Module
+    plain: LossModule
+    """The model without an engine."""
     record: EngineReport
     device: torch.device
     input_dtype: torch.dtype | None
     loss_weight: LossWeight
     flops_per_token: float | None
-    witness: PassAndGraphCounters | None = None
-    memory_use: RankMemoryMeter | None = None
-    notes: tuple[str, ...] = field(default=())
-    plain: Any = None
-    wrap_another_model: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
-    onnxruntime_so_far: Callable[[], OnnxRuntime | None] = field(default=lambda: None)
+    witness: PassAndGraphCounters | None
+    notes: tuple[str, ...]
+    wrap_another_model: Callable[[nn.Module], nn.Module]
+    """Returns a module of this engine with the weights of a model."""
+    onnxruntime_so_far: Callable[[], OnnxRuntime | None]
     """Returns the report of ONNX Runtime so far."""
-    scheduler: TorchScheduler | None = None
+    scheduler: TorchScheduler | None
     """The learning rates that a LightningModule configured; None: the recipe's schedule."""
-    keeps_build_precision: bool = False
+    keeps_build_precision: bool
     """Whether the module keeps the matmul precision of its build and ignores torch's setting.
 
     This is so for ORT on CUDA.
     """
+    memory_use: RankMemoryMeter | None = None
 
     def to_device(self, batch: TensorBatch) -> TensorBatch:
         """Move a batch to the device and cast floating-point tensors to the weights' dtype."""
@@ -282,21 +280,20 @@ def build_engine(
         else lambda: None
     )
     return TrainingEngine(
-        stepper,
-        module,
-        record,
-        group.device,
-        dtype,
-        loss_weight,
-        model_flops,
-        witness,
-        None,
-        notes,
-        model,
-        wrap_another_model,
-        ort_report,
-        built_optimizer.scheduler,
-        keeps_build_precision,
+        stepper=stepper,
+        eval_module=module,
+        plain=model,
+        record=record,
+        device=group.device,
+        input_dtype=dtype,
+        loss_weight=loss_weight,
+        flops_per_token=model_flops,
+        witness=witness,
+        notes=notes,
+        wrap_another_model=wrap_another_model,
+        onnxruntime_so_far=ort_report,
+        scheduler=built_optimizer.scheduler,
+        keeps_build_precision=keeps_build_precision,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from ortlaunch.base.cache import take_cache_notes
@@ -83,27 +82,15 @@ def evaluate_loss_module(
 ) -> Evaluation:
     """Evaluate a LossModule on these samples."""
     from ortlaunch.worker.data import Batches, collate_function_of_recipe
-    from ortlaunch.worker.evaluation.evaluation import (
-        seed_and_evaluate_loss_and_metrics_unless_stopped,
-    )
+    from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
+    from ortlaunch.worker.evaluation.evaluation import seed_and_evaluate_model_unless_stopped
     from ortlaunch.worker.evaluation.record import build_evaluation_record
     from ortlaunch.worker.model.loss_weight import LossWeight
-    from ortlaunch.worker.supervision.progress import Progress
 
     loss_module.evaluates_with_scores = evaluates_with_scores(recipe)
     loss_weight = LossWeight(recipe, loss_module)
     # An ONNX graph has no class name from which `shifts` could read this.
     loss_weight.shifted = recipe.model.traits.predicts == "next"
-    # `evaluate` needs only these attributes of a TrainingEngine and of a Session.
-    engine = SimpleNamespace(
-        eval_module=loss_module,
-        plain=loss_module,
-        device=group.device,
-        loss_weight=loss_weight,
-        to_device=loss_weight.batch_without_weight_key_with_counted_label,
-        # As eager PyTorch, the module returns more than a loss.
-        record=SimpleNamespace(engine=SimpleNamespace(used="eager")),
-    )
     # The size may be `auto`, which is resolved for training only.
     micro_size = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
     batches = Batches(
@@ -113,16 +100,16 @@ def evaluate_loss_module(
         recipe.data.padding_bucket_or_multiple_of_8_lengths,
         collate_function_of_recipe(recipe),
     )
-    plan = SimpleNamespace(batch=batches.batch)
-    session: Any = SimpleNamespace(
-        run=None,
+    evaluated_model = EvaluatedModel(
         recipe=recipe,
-        plan=plan,
         group=group,
-        engine=engine,
         batches=batches,
-        progress=Progress(rank=1),
+        engine_name="eager",
+        module=loss_module,
+        plain=loss_module,
+        loss_weight=loss_weight,
+        to_device=loss_weight.batch_without_weight_key_with_counted_label,
     )
-    metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(session, samples)
+    metrics = seed_and_evaluate_model_unless_stopped(evaluated_model, samples)
     assert metrics is not None, "nobody was asked to stop"
     return build_evaluation_record(evaluated_step, len(samples), metrics)

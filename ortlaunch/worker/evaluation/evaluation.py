@@ -15,15 +15,17 @@ from torch import nn
 
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
-from ortlaunch.worker.data import IGNORED, Samples
+from ortlaunch.worker.data import IGNORED, Batches, Samples
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.user_data import seed_all_random_generators
+from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import create_measures_of_task
 from ortlaunch.worker.evaluation.user_metric import UserMetric
 from ortlaunch.worker.evaluation.word_scores import language_model_metric_inputs
 from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.returned_values import ValueMeans, loss_of_engine_output
 from ortlaunch.worker.process_group.agreement import RankAgreement
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tensor_batch import TensorBatch
 
@@ -34,7 +36,7 @@ def metrics_with_evaluation_prefix(metrics: dict[str, float]) -> dict[str, float
 
 
 def rank_batches_and_counted_indices(
-    session: Session, samples: Samples
+    batches: Batches, group: DistributedContext, samples: Samples
 ) -> Iterator[tuple[TensorBatch, range]]:
     """Yield this rank's micro batches with the indices of the samples that count in each.
 
@@ -42,29 +44,49 @@ def rank_batches_and_counted_indices(
     batch of which no sample counts.
     """
     # With ZeRO 3 a forward pass is collective: every rank must run every turn.
-    micro_samples = session.plan.batch.micro_samples
-    for turn_start in range(0, len(samples), session.group.size * micro_samples):
+    micro_samples = batches.batch.micro_samples
+    for turn_start in range(0, len(samples), group.size * micro_samples):
         # Empty for a rank without samples left, which then runs sample 0.
-        first_index = turn_start + session.group.rank * micro_samples
+        first_index = turn_start + group.rank * micro_samples
         counted_indices = range(first_index, min(first_index + micro_samples, len(samples)))
         yield (
-            session.batches.read_and_stack_samples(
+            batches.read_and_stack_samples(
                 samples, [(index, 0) for index in counted_indices or range(1)]
             ),
             counted_indices,
         )
 
 
-@torch.no_grad()
 def seed_and_evaluate_loss_and_metrics_unless_stopped(
     session: Session, samples: Samples, rank_agreement: RankAgreement | None = None
+) -> dict[str, float] | None:
+    """Evaluate the model of a session by its engine, as `seed_and_evaluate_model_unless_stopped` does."""
+    engine = session.engine
+    evaluated_model = EvaluatedModel(
+        recipe=session.recipe,
+        group=session.group,
+        batches=session.batches,
+        engine_name=engine.record.engine.used,
+        module=engine.eval_module,
+        plain=engine.plain,
+        loss_weight=engine.loss_weight,
+        to_device=engine.to_device,
+        count_progress=session.progress.shared_progress.count_progress_mark,
+        confusion_path=session.run.confusion,
+    )
+    return seed_and_evaluate_model_unless_stopped(evaluated_model, samples, rank_agreement)
+
+
+@torch.no_grad()
+def seed_and_evaluate_model_unless_stopped(
+    evaluated_model: EvaluatedModel, samples: Samples, rank_agreement: RankAgreement | None = None
 ) -> dict[str, float] | None:
     """Return the mean loss over the evaluation corpus and the task's metrics, by name (collective).
 
     The loss is weighted as in training.
 
     Args:
-        session: the session whose model is evaluated.
+        evaluated_model: the model, and how it runs.
         samples: the evaluation corpus.
         rank_agreement: if given, the ranks check after each micro batch whether to stop.
 
@@ -74,51 +96,51 @@ def seed_and_evaluate_loss_and_metrics_unless_stopped(
     Raises:
         DataError: the weights of all samples sum to 0.
     """
-    engine = session.engine
-    group = session.group
+    recipe, group, plain = evaluated_model.recipe, evaluated_model.group, evaluated_model.plain
     # The model's own random numbers are then those of any other evaluation of these weights.
-    seed_all_random_generators(session.recipe.seed)
-    own_metric = UserMetric(session.recipe.train.metric)
+    seed_all_random_generators(recipe.seed)
+    own_metric = UserMetric(recipe.train.metric)
     weighted_loss = 0.0
     total_weight = 0.0
     returned_values = ValueMeans()
-    model = session.recipe.model
-    counters = create_measures_of_task(model.task, engine)
+    counters = create_measures_of_task(recipe.model.task, evaluated_model)
     with (
-        _evaluate_then_train_mode(engine.eval_module, engine.plain),
-        _yield_function_for_metric_outputs(session) as output_of,
+        _evaluate_then_train_mode(evaluated_model.module, plain),
+        _yield_function_for_metric_outputs(evaluated_model) as output_of,
     ):
-        engine.plain.call_lightning_hook("on_validation_epoch_start", returned_values)
-        for batch, counted_indices in rank_batches_and_counted_indices(session, samples):
+        plain.call_lightning_hook("on_validation_epoch_start", returned_values)
+        for batch, counted_indices in rank_batches_and_counted_indices(
+            evaluated_model.batches, group, samples
+        ):
             # At each micro batch, because an evaluation may be long.
             if rank_agreement is not None and rank_agreement.agree_on_request_now().stops:
                 return None
             weight = (
-                engine.loss_weight.weight_of_micro_batch(batch, counted_indices)
+                evaluated_model.loss_weight.weight_of_micro_batch(batch, counted_indices)
                 if counted_indices
                 else 0.0
             )
-            session.progress.shared_progress.count_progress_mark()
-            device_batch = engine.to_device(batch)
-            module_output = _run_forward_filling_short_ort_batch(session, device_batch)
+            evaluated_model.count_progress()
+            device_batch = evaluated_model.to_device(batch)
+            module_output = _run_forward_filling_short_ort_batch(evaluated_model, device_batch)
             loss = (
                 returned_values.add_values_and_return_loss(module_output, weight)
-                if engine.plain.has_numbers
+                if plain.has_numbers
                 else loss_of_engine_output(module_output)
             )
             weighted_loss = weighted_loss + float(loss) * weight
             total_weight = total_weight + weight
             # From `batch`, not from `taken`, which may have an added label.
-            labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}
+            labels = {name: batch[name].to(group.device) for name in LABELS if name in batch}
             output = output_of(module_output, device_batch)
-            if model.traits.predicts:
+            if recipe.model.traits.predicts:
                 output = language_model_metric_inputs(
-                    output, labels, engine.plain, engine.loss_weight.shifted
+                    output, labels, plain, evaluated_model.loss_weight.shifted
                 )
             for counter in counters:
                 counter.count_micro_batch(output, {**device_batch, **labels}, bool(counted_indices))
             own_metric.keep_output_and_batch_arrays_of_samples(counted_indices, output, batch)
-        engine.plain.call_lightning_hook("on_validation_epoch_end", returned_values)
+        plain.call_lightning_hook("on_validation_epoch_end", returned_values)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
     losses, weights = zip(*group.gather_numbers([weighted_loss, total_weight]))
     if not sum(weights):
@@ -132,16 +154,17 @@ def seed_and_evaluate_loss_and_metrics_unless_stopped(
     for counter in counters:
         metrics |= counter.metrics_over_ranks(group, loss)
         confusion = getattr(counter, "confusion", None)
-        # A model without a run has no folder for it.
-        if confusion is not None and group.rank == 0 and session.run is not None:
-            write_json_atomically(session.run.confusion, json_values_of_record(confusion))
-    metrics |= returned_values.means_over_ranks_and_reset(group) if engine.plain.has_numbers else {}
-    seed_all_random_generators(session.recipe.seed)
+        if confusion is not None and group.rank == 0 and evaluated_model.confusion_path:
+            write_json_atomically(evaluated_model.confusion_path, json_values_of_record(confusion))
+    metrics |= returned_values.means_over_ranks_and_reset(group) if plain.has_numbers else {}
+    seed_all_random_generators(recipe.seed)
     # Last, because the user's names must differ from all others.
     return metrics | own_metric.call_on_rank_0_and_share_values(group, metrics)
 
 
-def _run_forward_filling_short_ort_batch(session: Session, device_batch: TensorBatch) -> Any:
+def _run_forward_filling_short_ort_batch(
+    evaluated_model: EvaluatedModel, device_batch: TensorBatch
+) -> Any:
     """Return the output of the engine's module for a batch; of a LightningModule in plain PyTorch.
 
     For engine ort a short last batch is filled with copies of its last sample, without labels.
@@ -149,11 +172,11 @@ def _run_forward_filling_short_ort_batch(session: Session, device_batch: TensorB
     # If a model reads sizes in Python, ONNX Runtime's graph would be exported again for a short
     # batch, and once more for the first batch of the next evaluation.
     # A validation_step may collect its outputs in Python, which a graph does not do.
-    engine = session.engine
-    module = engine.plain if session.recipe.model.traits.wrapper else engine.eval_module
-    micro_samples = session.plan.batch.micro_samples
+    traits = evaluated_model.recipe.model.traits
+    module = evaluated_model.plain if traits.wrapper else evaluated_model.module
+    micro_samples = evaluated_model.batches.batch.micro_samples
     samples = {len(value) if value.dim() else 0 for value in device_batch.values()}
-    is_graph = engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
+    is_graph = evaluated_model.engine_name == "ort" and not traits.is_own
     labels = device_batch.get("labels")
     # Labels of a regression have no value that means "ignored".
     can_fill = labels is not None and not labels.is_floating_point()
@@ -192,7 +215,7 @@ def _evaluate_then_train_mode(*modules: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _yield_function_for_metric_outputs(
-    session: Session,
+    evaluated_model: EvaluatedModel,
 ) -> Iterator[Callable[[Any, TensorBatch], Any]]:
     """Yield a function that returns the model's outputs beside the loss, for the metrics.
 
@@ -200,9 +223,9 @@ def _yield_function_for_metric_outputs(
     scores only. The user's own metric gets all outputs, or for a language model the result of
     `language_model_metric_inputs`.
     """
-    model = session.engine.plain.model
-    traits = session.recipe.model.traits
-    if session.recipe.train.metric is None or traits.predicts:
+    model = evaluated_model.plain.model
+    traits = evaluated_model.recipe.model.traits
+    if evaluated_model.recipe.train.metric is None or traits.predicts:
         yield (
             lambda module_output, device_batch: (
                 module_output if isinstance(module_output, Mapping) else None
@@ -210,7 +233,7 @@ def _yield_function_for_metric_outputs(
         )
     # In eager PyTorch the pass itself has all outputs. For the other engines plain PyTorch runs a
     # second pass.
-    elif session.engine.record.engine.used == "eager":
+    elif evaluated_model.engine_name == "eager":
         eager_outputs: list[Any] = []
         handle = model.register_forward_hook(lambda _, __, output: eager_outputs.append(output))
         try:

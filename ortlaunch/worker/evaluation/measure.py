@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ortlaunch.tables.metrics import measures_of_task
-from ortlaunch.worker.engine.engine import TrainingEngine
+from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class MetricMeasure(Protocol):
     """The counts of one evaluation on one rank.
 
-    Its argument is the engine whose model is evaluated. One of classes has `confusion`, too.
+    Its argument is the model that is evaluated. One of classes has `confusion`, too.
     """
 
     def count_micro_batch(
@@ -43,12 +43,12 @@ class MetricMeasure(Protocol):
         """
 
 
-def create_measures_of_task(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
+def create_measures_of_task(task: str, evaluated_model: EvaluatedModel) -> list[MetricMeasure]:
     """Return the measures that an evaluation of a model task needs."""
     created = []
     for row in measures_of_task(task):
         module, _, name = row.by.partition(":")
-        created.append(getattr(import_module(module), name)(engine))
+        created.append(getattr(import_module(module), name)(evaluated_model))
     return created
 
 

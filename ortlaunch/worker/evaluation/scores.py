@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from ortlaunch.run_folder.records import Confusion
 from ortlaunch.worker.data import IGNORED
-from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.evaluation.entities import EntityCounts, are_classes_iob_tags
+from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import logits_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -29,8 +29,10 @@ _MOST_CLASSES = 100
 class Scores:
     """The scores of one evaluation, of classes or of values, depending on its first batch."""
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        names = getattr(getattr(engine.plain.model, "config", None), "id2label", None) or {}
+    def __init__(self, evaluated_model: EvaluatedModel) -> None:
+        names = (
+            getattr(getattr(evaluated_model.plain.model, "config", None), "id2label", None) or {}
+        )
         self.confusion: Confusion | None = None
         """Of all ranks, at the end of the evaluation; None where there are no classes, or too many."""
         # The names of the classes, if the model's config has them.
@@ -152,8 +154,8 @@ class ClassScores:
 class Transcripts:
     """Word error rate of what a model writes for recordings, as jiwer and `evaluate` define it."""
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        self._plain = engine.plain
+    def __init__(self, evaluated_model: EvaluatedModel) -> None:
+        self._plain = evaluated_model.plain
         self._errors = _import_torchmetrics_quietly().text.WordErrorRate(sync_on_compute=False)
         # Nothing yet: else it warns on a rank that has no sample.
         self._errors.update([], [])
@@ -164,7 +166,9 @@ class Transcripts:
         self, output: Any, batch: Mapping[str, torch.Tensor], is_counted: bool
     ) -> None:
         """Let the model write, in plain PyTorch; collective where ZeRO 3 has split it."""
-        tokenizer, model = self._plain.tokenizer, self._plain.model
+        tokenizer = self._plain.tokenizer
+        # A model that does not write has no `generate`.
+        model: Any = self._plain.model
         if tokenizer is None or not hasattr(model, "generate"):
             return
         labels = batch["labels"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED
-from ortlaunch.worker.engine.engine import TrainingEngine
+from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import SumOfCounts, logits_or_none
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -102,9 +102,9 @@ def language_model_metric_inputs(
 class MaskedWords:
     """Perplexity and accuracy of masked words."""
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        # An argument of every MetricMeasure; these metrics do not need the engine.
-        del engine
+    def __init__(self, evaluated_model: EvaluatedModel) -> None:
+        # An argument of every MetricMeasure; these metrics do not need the model.
+        del evaluated_model
         # Correct words, labelled words, and the sum of losses.
         self._sum = SumOfCounts(3)
 
@@ -138,8 +138,8 @@ class MaskedWords:
 class SentencePairScore:
     """Accuracy of the prediction of the next sentence."""
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        del engine
+    def __init__(self, evaluated_model: EvaluatedModel) -> None:
+        del evaluated_model
         # Correct pairs, and all pairs.
         self._sum = SumOfCounts(2)
 
@@ -161,8 +161,8 @@ class SentencePairScore:
 class LossPerplexity:
     """Perplexity of a causal model: exp(loss); none if the loss is not the mean over all tokens."""
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        self._is_mean_of_words = engine.loss_weight.by == "labels"
+    def __init__(self, evaluated_model: EvaluatedModel) -> None:
+        self._is_mean_of_words = evaluated_model.loss_weight.by == "labels"
 
     def count_micro_batch(
         self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool

@@ -26,6 +26,7 @@ from ortlaunch.worker.evaluation.evaluation import (
     seed_and_evaluate_loss_and_metrics_unless_stopped,
 )
 from ortlaunch.worker.model.named_state import require_same_trained_parameters
+from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.process_group.agreement import RankAgreement, accept_save_and_stop_requests
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.gpus import create_gpu_forward_timer_or_none
@@ -165,7 +166,13 @@ def _train_until_end_stop_or_rollback(
         saving.wait_for_save_and_remove_old()
         return state
     metrics = _read_ahead_and_open_metrics_on_rank_0(session, state.step, exit_stack)
-    meter = TrainingMeter(session)
+    meter = TrainingMeter(
+        session.group,
+        session.batches,
+        engine.stepper.returned_values if engine.plain.has_numbers else None,
+        dtype_of(recipe.precision),
+        engine.flops_per_token,
+    )
     compared_steps = create_parity_steps_or_note_why_not(session, state.step)
     profiler = StepProfiler(session, state.step + 1)
     bad_steps.ensure_checkpoint_for_rollback(saving, state)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import torch
 
 from ortlaunch.base.json_types import Json
+from ortlaunch.worker.data import Batches
 from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
-from ortlaunch.worker.model.precision import dtype_of
-from ortlaunch.worker.session import Session
+from ortlaunch.worker.model.returned_values import ValueMeans
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 def sum_losses(losses: list[torch.Tensor]) -> torch.Tensor:
@@ -22,17 +23,29 @@ def sum_losses(losses: list[torch.Tensor]) -> torch.Tensor:
 class TrainingMeter:
     """Loss and speed between two log lines; evaluation and saving do not count as training time."""
 
-    def __init__(self, session: Session) -> None:
-        self.group = session.group
-        self.batch = session.plan.batch
-        self.batches = session.batches
-        self.numbers = session.engine.stepper.returned_values
+    def __init__(
+        self,
+        group: DistributedContext,
+        batches: Batches,
+        returned_values: ValueMeans | None,
+        dtype: torch.dtype,
+        flops_per_token: float | None,
+    ) -> None:
+        """Count from now on.
+
+        Args:
+            group: the ranks of the training.
+            batches: its batches, which count tokens.
+            returned_values: the model's own values; None: it returns none.
+            dtype: the type in which it computes.
+            flops_per_token: operations of a step for each token; None: unknown.
+        """
+        self.group = group
+        self.batches = batches
+        self.returned_values = returned_values
         # Only GPUs have a meaningful rate: a CPU's changes with every other process on it.
-        self.flops_per_token = (
-            session.engine.flops_per_token if self.group.device.type == "cuda" else None
-        )
-        self.has_numbers = session.engine.plain.has_numbers
-        self.dtype = dtype_of(session.recipe.precision)
+        self.flops_per_token = flops_per_token if group.device.type == "cuda" else None
+        self.dtype = dtype
         self.peak_flops = (
             measure_peak_flops_per_second(self.group.device, self.dtype)
             if self.flops_per_token
@@ -62,7 +75,8 @@ class TrainingMeter:
         self.steps += 1
         if applied_loss is not None:
             self.losses.append(applied_loss)
-            self.numbers.keep_step()
+            if self.returned_values is not None:
+                self.returned_values.keep_step()
 
     def mean_loss(self) -> float | None:
         """Return the mean loss of all ranks since the last reading; None without one (collective)."""
@@ -74,7 +88,10 @@ class TrainingMeter:
         # Losses stay on the device until here, because reading one waits for the GPU.
         loss = self.mean_loss()
         seconds = (time.perf_counter() - self.started) / self.steps
-        values: Json = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
+        values: Json = {
+            "loss": loss,
+            "samples_per_second": self.batches.batch.global_samples / seconds,
+        }
         ranks = self.group.gather_numbers(
             [*self.batches.tokens.difference_from_earlier(self.tokens)]
         )
@@ -89,7 +106,8 @@ class TrainingMeter:
                     # of one device.
                     self.flops_per_token * (tokens + padding) / seconds / self.group.size
                 )
-        values |= self.numbers.means_over_ranks_and_reset(self.group) if self.has_numbers else {}
+        if self.returned_values is not None:
+            values |= self.returned_values.means_over_ranks_and_reset(self.group)
         self.restart_counts()
         return values
 

@@ -228,6 +228,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         self.rank = 0
+        self.device = torch.device("cpu")
         self.sent = dict[tuple[int, int], list[float]]()
         self.call = 0
 
@@ -270,7 +271,7 @@ def session_of(
         made, planned, wrapped, alone, batches.read_micro_batch_and_count_tokens(0, 0, 0)
     )
     return SimpleNamespace(
-        run=None,
+        run=SimpleNamespace(confusion=None),
         engine=built,
         recipe=made,
         plan=planned,

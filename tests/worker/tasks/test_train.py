@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -455,7 +456,8 @@ def test_a_training_that_nan_judges(
         session = session_here(
             tmp_path, Line(), ROWS, evaluation=rows, train=train, checkpoint=checkpoint
         )
-        session.engine.memory_use = RankMemoryMeter(session.group.device, session.model)
+        memory_use = RankMemoryMeter(session.group.device, session.model)
+        session = replace(session, engine=replace(session.engine, memory_use=memory_use))
         with pytest.raises(NonFiniteError) as caught:
             run_task(session)
         assert str(caught.value) == f"{message}; {session.run.export} has the weights after step 4"

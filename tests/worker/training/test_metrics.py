@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 from ortlaunch.base.units import clock_duration
+from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
 from ortlaunch.worker.data.batches import TokenCount
@@ -28,6 +29,7 @@ from ortlaunch.worker.engine.flops import (
     measure_peak_flops_per_second,
     training_flops_per_token_or_none,
 )
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.training import meter as meter_module
 from ortlaunch.worker.training import metrics as metrics_module
 from ortlaunch.worker.training import trackers
@@ -444,28 +446,14 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     )
     # One second a reading.
     monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)
-    session = SimpleNamespace(
-        group=SimpleNamespace(
-            device=torch.device(device),
-            size=1,
-            mean_over_ranks=float,
-            gather_numbers=lambda mine: [mine],
-        ),
-        plan=SimpleNamespace(batch=SimpleNamespace(global_samples=1)),
-        batches=SimpleNamespace(tokens=TokenCount(0, 0)),
-        engine=SimpleNamespace(
-            flops_per_token=200.0 / tokens,
-            stepper=SimpleNamespace(returned_values=SimpleNamespace(keep_step=lambda: None)),
-            plain=SimpleNamespace(has_numbers=False),
-        ),
-        recipe=SimpleNamespace(precision="fp32"),
-    )
-    meter = meter_module.TrainingMeter(session)
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device(device))
+    batches: Any = SimpleNamespace(tokens=TokenCount(0, 0), batch=SimpleNamespace(global_samples=1))
+    meter = meter_module.TrainingMeter(group, batches, None, torch.float32, 200.0 / tokens)
     mask = (torch.arange(tokens) < tokens // 4).long()
     batch = {"input_ids": torch.ones(1, tokens), "attention_mask": mask[None]}
     for _ in range(2):
         meter.count_step(torch.tensor(1.0))
-        session.batches.tokens = session.batches.tokens.plus_batch_tokens_and_padding(batch)
+        batches.tokens = batches.tokens.plus_batch_tokens_and_padding(batch)
         read = meter.read_loss_and_speed_and_restart()
         # A CPU has no MFU.
         assert read.get("mfu") == expected
