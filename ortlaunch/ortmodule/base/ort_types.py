@@ -56,10 +56,7 @@ class RuntimeOptions(Protocol):
     enable_custom_autograd_function: bool
     enable_embedding_sparse_optimizer: bool
     memory_optimization_level: object
-    onnx_opset_version: int
     print_input_density: bool
-    propagate_cast_ops_level: int
-    propagate_cast_ops_strategy: object
     recompute_probe_config: str
     _ortlaunch_settings: Settings
 

@@ -34,16 +34,10 @@ def replace_overflow_check_and_norm_if_supported(
     if reason := _reason_optimizer_is_unsupported_or_empty(deepspeed_optimizer):
         return reason
     fused_pass = _FusedNormMethods(deepspeed_optimizer)
-    # Set on the instance only. `restore_deepspeed_norm_methods` deletes them, and the class's own methods show again.
+    # Set on the instance only.
     for name in _REPLACED_METHODS:
         setattr(deepspeed_optimizer, name, getattr(fused_pass, name))
     return ""
-
-
-def restore_deepspeed_norm_methods(fused_optimizer: object) -> None:
-    """Restore DeepSpeed's own methods of the optimizer."""
-    for name in _REPLACED_METHODS:
-        vars(fused_optimizer).pop(name, None)
 
 
 def _reason_optimizer_is_unsupported_or_empty(deepspeed_optimizer: ZeroOneOrTwoOptimizer) -> str:

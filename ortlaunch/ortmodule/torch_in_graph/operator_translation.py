@@ -396,7 +396,6 @@ def _nodes_with_inner_blocks(graph_or_block: Any) -> Iterator[Any]:
             yield from _nodes_with_inner_blocks(inner_block)
 
 
-_MOVED = "torch.onnx._internal.torchscript_exporter.jit_utils"
 # compat.py makes this name importable on every torch.
 _JIT = "torch.onnx._internal.jit_utils"
 

@@ -42,11 +42,6 @@ from ortlaunch.worker.data.streams.remote import remote_files_of_url
 _WHOLE_BYTES = 64 << 20
 
 
-def corpus_texts(source: str | Corpus) -> Iterator[str]:
-    """Return the texts of a corpus in a fixed order; `document` sets how plain text is split."""
-    return (text for text, _ in read_texts_with_fraction_of_corpus_read(source))
-
-
 def read_texts_with_fraction_of_corpus_read(
     source: str | Corpus, joins_lists: bool = False
 ) -> Iterator[tuple[str, float]]:

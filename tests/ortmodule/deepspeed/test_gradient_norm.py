@@ -20,7 +20,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ortlaunch.ortmodule.deepspeed import gradient_norm, known_sources
 from ortlaunch.ortmodule.deepspeed.gradient_norm import (
     replace_overflow_check_and_norm_if_supported,
-    restore_deepspeed_norm_methods,
 )
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper
@@ -104,8 +103,10 @@ def test_the_answers_are_deepspeeds() -> None:
     )
     # The infinity norm is the largest element.
     assert float(largest) == float(optimizer.averaged_gradients[1][0].abs().max())
-    restore_deepspeed_norm_methods(optimizer)
-    assert optimizer.get_grad_norm_direct.__func__ is DeepSpeedZeroOptimizer.get_grad_norm_direct
+    # Set on this optimizer alone.
+    assert zero(gradients(3)).get_grad_norm_direct.__func__ is (
+        DeepSpeedZeroOptimizer.get_grad_norm_direct
+    )
 
 
 def test_check_and_norm_share_one_pass(measured: list[int]) -> None:

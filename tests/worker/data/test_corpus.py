@@ -12,6 +12,7 @@ import lzma
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,18 @@ from ortlaunch.worker.data import corpus as corpus_module
 from ortlaunch.worker.data import token_cache as tokens_module
 from ortlaunch.worker.data.corpus import (
     corpus_fingerprint,
-    corpus_texts,
     files_of_corpus_patterns,
     read_corpus_rows_up_to_limit,
+    read_texts_with_fraction_of_corpus_read,
 )
 from ortlaunch.worker.data.file_rows import DataError, hash_of_size_and_first_middle_last_blocks
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
+
+
+def corpus_texts(source: str | Corpus) -> Iterator[str]:
+    """Yield the texts of a corpus."""
+    return (text for text, _ in read_texts_with_fraction_of_corpus_read(source))
 
 
 def write(

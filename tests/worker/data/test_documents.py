@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.corpus import corpus_fingerprint, corpus_texts
+from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.file_rows import DataError, read_file_rows
+from tests.worker.data.test_corpus import corpus_texts
 
 TEXT = "One. A line\nof it.\n\nTwo, ünd more.\n"
 EXPECTED = {
