@@ -18,6 +18,7 @@ from ortlaunch.importers.draft import (
     one_line_text,
     refusal_error,
 )
+from ortlaunch.importers.rules import convert_keys_by_rules
 from ortlaunch.recipe.fields.data import SpecialToken
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES, PROMPTS
 from ortlaunch.recipe.text.tree import Tree
@@ -176,7 +177,7 @@ def _convert_freezing_sharding_attention_and_batch(draft: Draft) -> None:
         )
     else:
         draft.report_needless("dp_shard_size", shard_size_node, "1 stands for none")
-    trainer.convert_activation_offload_and_assume_eager(draft, "activation_offloading")
+    convert_keys_by_rules(draft, {"activation_offloading": trainer.offload_activations})
     attention_node = draft.take_key("attn_implementation")
     if attention_node is not None and attention_node.scalar in ("eager", "sdpa"):
         draft.set_recipe_key_unless_set_and_report(

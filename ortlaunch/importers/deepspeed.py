@@ -1,7 +1,6 @@
 """Convert DeepSpeed's JSON.
 
 Batch, optimizer, schedule and precision become keys of the recipe; all else goes to zero.deepspeed.
-A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
 """
 
 from __future__ import annotations
@@ -10,10 +9,27 @@ import json
 from pathlib import Path
 
 from ortlaunch.importers import sharding
-from ortlaunch.importers.draft import Draft, is_empty, number_of_node, one_line_text
+from ortlaunch.importers.draft import Draft, number_or_none
+from ortlaunch.importers.reading import read_config_tree_or_refuse
+from ortlaunch.importers.rules import (
+    ANY_KEY,
+    NO_COUNTERPART,
+    OTHER_OPTIMIZER,
+    OTHER_SCHEDULE,
+    WITHOUT_EFFECT,
+    ConfigKey,
+    EvenIfEmpty,
+    Outcome,
+    Rule,
+    Rules,
+    apply_rule_and_tell_if_converted,
+    assume,
+    convert_section_by_rules,
+    dropped,
+    needless,
+    put,
+)
 from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED_KEYS, TOP_LEVEL_KEYS
-from ortlaunch.recipe.hints.keys_of_other_tools import TRUE_BY_ITSELF
-from ortlaunch.recipe.text.source_location import parse_key_path
 from ortlaunch.recipe.text.tree import Tree
 
 _OPTIMIZERS = {
@@ -24,372 +40,229 @@ _OPTIMIZERS = {
     "fusedlamb": "lamb",
     "sgd": "sgd",
 }
-_OPTIMIZER_SETTINGS = {
-    "lr": "learning_rate",
-    "eps": "epsilon",
-    "betas": "betas",
-    "weight_decay": "weight_decay",
-    "momentum": "momentum",
-}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # Settings that only DeepSpeedCPUAdam has.
 _CPU_ADAM = (
     "fp16.fp16_master_weights_and_grads",
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
 )
-_AUTO_REMARK = "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
+# Sections of which each setting is a key of zero.deepspeed.
+_RAW_SECTIONS = (*NESTED_KEYS, "activation_checkpointing", "data_types")
+_LEFT_TO_TRAINER = needless(
+    "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
+)
 _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
-_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
+_BATCH_SIZES = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu"),
+    "gradient_accumulation_steps",
+)
 
 
 def convert_deepspeed_config(draft: Draft) -> None:
     """Convert a whole config, which has no model and no data."""
-    _convert_all_deepspeed_keys(draft, dict(draft.unconverted), "")
+    _convert_deepspeed_tree(
+        draft,
+        Tree(draft.recipe_tree.location, node_type="mapping", children=dict(draft.config.items())),
+    )
     draft.unconverted = {}
 
 
-def convert_deepspeed_file_or_mapping(draft: Draft, config_node: Tree) -> None:
+def deepspeed_file_or_mapping(key: ConfigKey) -> Rule:
     """Convert the DeepSpeed config of another tool's config: a path, or a mapping."""
-    if config_node.node_type == "mapping":
-        return _convert_all_deepspeed_keys(
-            draft, {str(key): child for key, child in config_node.children.items()}, "deepspeed."
-        )
+    if key.node.node_type == "mapping":
+        _convert_deepspeed_tree(key.draft, key.node)
+        return needless("each of its settings is converted")
     # Beside the config, and relative to the current folder. An absolute path replaces the folder.
-    candidate_paths = (
-        Path(config_node.location.source).parent / one_line_text(config_node),
-        Path(one_line_text(config_node)),
-    )
+    candidate_paths = (Path(key.node.location.source).parent / key.text, Path(key.text))
     config_path = next((candidate for candidate in candidate_paths if candidate.is_file()), None)
     if config_path is None:
-        draft.report_dropped(
-            "deepspeed",
-            config_node,
-            "there is no such file here; give zero.stage, and zero.deepspeed",
-        )
         # Usual names are such as ds_z3_config.json.
-        return sharding.assume_zero_stage_and_eager_for_stage_3(
-            draft,
-            next((stage for stage in (3, 2, 1) if str(stage) in one_line_text(config_node)), 0),
-            "by that file's name",
+        zero_stage = next((stage for stage in (3, 2, 1) if str(stage) in key.text), 0)
+        return (
+            dropped("there is no such file here; give zero.stage, and zero.deepspeed"),
+            sharding.zero_stage_rule(zero_stage, "by that file's name"),
         )
-    # Imported here: only a config with a path needs it.
-    from ortlaunch.importers.reading import read_config_tree_or_refuse
-
-    inner_config = read_config_tree_or_refuse(config_path)
-    draft.report_needless("deepspeed", config_node, f"{config_path} is read")
-    return _convert_all_deepspeed_keys(
-        draft, {str(key): child for key, child in inner_config.children.items()}, ""
-    )
+    _convert_deepspeed_tree(key.draft, read_config_tree_or_refuse(config_path))
+    return needless(f"{config_path} is read")
 
 
-def _convert_all_deepspeed_keys(
-    draft: Draft, node_by_key: dict[str, Tree], key_prefix: str
-) -> None:
-    sharding.assume_zero_stage_and_eager_for_stage_3(
-        draft,
-        _stage_of_zero_optimization_or_zero(node_by_key.get("zero_optimization")),
-        "by zero_optimization",
-    )
-    _report_needless_or_assume_accumulation_steps(
-        draft, node_by_key
-    )  # before the loop, because it removes a redundant size
-    # The schedule first: DeepSpeed's warmup_max_lr takes the place of the optimizer's rate.
-    for key, node in sorted(node_by_key.items(), key=lambda part: part[0] != "scheduler"):
-        if node.scalar == "auto":
-            _leave_to_base(draft, f"{key_prefix}{key}", node, DEEPSPEED_OWNED.get(key, ""))
-        elif key == "steps_per_print":
-            draft.report_needless(f"{key_prefix}{key}", node, "it is of DeepSpeed's own lines")
-        elif key == "optimizer":
-            _convert_optimizer_type_or_adamw_and_params(draft, node)
-        elif key == "scheduler":
-            _convert_scheduler_type_or_linear_and_params(draft, node)
-        elif key in ("fp16", "bf16", "bfloat16"):
-            _convert_enabled_precision_and_keep_raw_keys(draft, key, node)
-        elif key in DEEPSPEED_OWNED:
-            _set_owning_recipe_key_unless_empty_or_disabled(
-                draft, f"{key_prefix}{key}", node, DEEPSPEED_OWNED[key]
-            )
-        elif key in TOP_LEVEL_KEYS:
-            _keep_as_raw_deepspeed_keys_or_report(draft, key, node, key)
-        elif is_empty(node) or _is_disabled_section(node):
-            draft.import_report.empty.append(f"{key_prefix}{key}")
-        elif key == "wandb":
-            draft.set_recipe_key_unless_set_and_report(
-                "log.trackers", node, f"{key_prefix}{key}", ["wandb"]
-            )
-        else:
-            draft.report_dropped(
-                f"{key_prefix}{key}", node, "DeepSpeed has no such setting, or has it no more"
-            )
-
-
-def _leave_to_base(draft: Draft, config_key: str, node: Tree, *recipe_keys: str) -> None:
-    """Leave keys of the recipe, which are alternatives, to the base."""
-    draft.report_needless(config_key, node, _AUTO_REMARK)
-    draft.keys_left_to_base.append(recipe_keys)
-
-
-def _report_needless_or_assume_accumulation_steps(
-    draft: Draft, node_by_key: dict[str, Tree]
-) -> None:
-    """Convert the three batch sizes; without any, Trainer's or the base's remain."""
-    global_size, micro_size, accumulation_steps = (
-        number_of_node(node_by_key.get(key))
-        for key in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
-    )
-    # Two of them decide the third, and a recipe with all three could contradict itself.
-    if global_size and micro_size and accumulation_steps:
-        draft.report_needless(
-            "gradient_accumulation_steps",
-            node_by_key.pop("gradient_accumulation_steps"),
-            "the other two decide it",
-        )
-    elif micro_size and not global_size and not accumulation_steps:
-        draft.assume_default("batch.accumulation_steps", 1, "DeepSpeed's default")
-
-
-def _stage_of_zero_optimization_or_zero(zero_node: Tree | None) -> int:
-    """Return the stage of `zero_optimization`; 0 without one."""
+def _convert_deepspeed_tree(draft: Draft, config_tree: Tree) -> None:
+    config_key = ConfigKey(draft, "", config_tree, {})
+    zero = config_key.child("zero_optimization")
     # `true` is an older form of stage 1.
-    if zero_node is not None and zero_node.scalar is True:
-        return 1
-    stage = number_of_node(zero_node.find_subtree(("stage",))) if zero_node is not None else None
-    return int(stage) if stage is not None else 0
-
-
-def _set_owning_recipe_key_unless_empty_or_disabled(
-    draft: Draft, config_key: str, value_node: Tree, recipe_key: str
-) -> None:
-    if is_empty(value_node) or value_node.scalar == 0 or _is_disabled_section(value_node):
-        draft.import_report.empty.append(config_key)
-    elif recipe_key == "log.trackers":  # DeepSpeed's key of this path is tensorboard
-        draft.set_recipe_key_unless_set_and_report(
-            recipe_key, value_node, config_key, ["tensorboard"]
-        )
-    else:
-        draft.set_recipe_key_unless_set_and_report(recipe_key, value_node, config_key)
-
-
-def _convert_offload_setting_unless_none_or_auto(
-    draft: Draft, config_key: str, value_node: Tree, recipe_key: str
-) -> None:
-    """Convert a setting of offloading."""
-    if value_node.scalar in (None, False, "none"):
-        draft.import_report.empty.append(config_key)
-    elif value_node.scalar == "auto":
-        draft.report_needless(config_key, value_node, _AUTO_REMARK)
-    else:
-        # DeepSpeed's older keys have `true` for the device cpu; pin_memory is a boolean in both.
-        is_older_form = value_node.scalar is True and not recipe_key.endswith("pin_memory")
-        draft.set_recipe_key_unless_set_and_report(
-            recipe_key, value_node, config_key, "cpu" if is_older_form else value_node.scalar
-        )
-
-
-def _is_disabled_section(section: Tree) -> bool:
-    enabled = section.find_subtree(("enabled",))
-    return enabled is not None and is_empty(enabled)
-
-
-def _drop_other_keys(draft: Draft, section_name: str, section: Tree) -> None:
-    """Report keys beside `type` and `params` as dropped."""
-    for name, child in section.children.items():
-        if name not in ("type", "params"):
-            draft.report_dropped(f"{section_name}.{name}", child, "no counterpart")
-
-
-def _convert_optimizer_type_or_adamw_and_params(draft: Draft, optimizer_node: Tree) -> None:
-    type_node = optimizer_node.find_subtree(("type",))
-    params_node = optimizer_node.find_subtree(("params",))
-    if type_node is not None:
-        recipe_optimizer = _OPTIMIZERS.get(str(type_node.scalar).lower())
-        remark = "" if recipe_optimizer else "another optimizer: there is none of that name here"
-        draft.set_recipe_key_unless_set_and_report(
-            "optimizer.name", type_node, "optimizer.type", recipe_optimizer or "adamw", remark
-        )
-    for key, child in params_node.children.items() if params_node is not None else ():
-        _convert_or_report_optimizer_param(draft, str(key), child)
-    _drop_other_keys(draft, "optimizer", optimizer_node)
-
-
-def _convert_or_report_optimizer_param(draft: Draft, setting_name: str, value_node: Tree) -> None:
-    key_path = f"optimizer.params.{setting_name}"
-    learning_rate_node = draft.recipe_tree.find_subtree(("optimizer", "learning_rate"))
-    if value_node.scalar == "auto":
-        draft.report_needless(key_path, value_node, _AUTO_REMARK)
-    elif (
-        setting_name == "lr"
-        and learning_rate_node is not None
-        and learning_rate_node.scalar != value_node.scalar
-    ):
-        draft.report_needless(
-            key_path, value_node, "of no effect there: scheduler.params.warmup_max_lr is the rate"
-        )
-    elif setting_name in _OPTIMIZER_SETTINGS:
-        draft.set_recipe_key_unless_set_and_report(
-            f"optimizer.{_OPTIMIZER_SETTINGS[setting_name]}", value_node, key_path
-        )
-    elif setting_name == "adam_w_mode" and value_node.scalar is False:
-        draft.report_dropped(key_path, value_node, "weight decay is decoupled, not L2")
-    elif setting_name == "adam_w_mode":
-        draft.report_needless(key_path, value_node, "weight decay is decoupled")
-    elif setting_name in TRUE_BY_ITSELF and value_node.scalar is False:
-        draft.report_dropped(
-            key_path, value_node, f"here it is always so: {TRUE_BY_ITSELF[setting_name]}"
-        )
-    elif is_empty(value_node) or (setting_name in TRUE_BY_ITSELF and value_node.scalar is True):
-        draft.import_report.empty.append(key_path)
-    else:
-        draft.report_dropped(key_path, value_node, "no counterpart")
-
-
-def _convert_scheduler_type_or_linear_and_params(draft: Draft, scheduler_node: Tree) -> None:
-    type_node = scheduler_node.find_subtree(("type",))
-    params_node = scheduler_node.find_subtree(("params",))
-    schedule_by_type = {
-        "WarmupLR": "constant",
-        "WarmupDecayLR": "linear",
-        "WarmupCosineLR": "cosine",
-    }
-    values: dict[str, Tree] = (
-        {str(key): child for key, child in params_node.children.items()}
-        if params_node is not None
-        else {}
+    zero_stage = zero.get("stage") if isinstance(zero, dict) else zero is True
+    stage_rule = sharding.zero_stage_rule(
+        int(number_or_none(zero_stage) or zero_stage is True), "by zero_optimization"
     )
-    if type_node is not None:
-        warmup_type_node = values.get("warmup_type")
-        has_logarithmic_warmup = schedule_by_type.get(str(type_node.scalar)) and (
-            warmup_type_node is None or warmup_type_node.scalar != "linear"
-        )
-        remark = (
-            "the warm-up is linear, DeepSpeed's by itself logarithmic"
-            if has_logarithmic_warmup
-            else ""
-        )
-        remark = (
-            remark
-            if str(type_node.scalar) in schedule_by_type
-            else "another schedule: there is none of that name here"
-        )
-        draft.set_recipe_key_unless_set_and_report(
-            "schedule.name",
-            type_node,
-            "scheduler.type",
-            schedule_by_type.get(str(type_node.scalar), "linear"),
-            remark,
-        )
-    # DeepSpeed's setting -> key of the recipe.
-    recipe_key_by_setting = {"warmup_num_steps": "schedule.warmup_steps", "warmup_max_lr": "optimizer.learning_rate",
-              "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
-    for key, child in values.items():
-        _convert_or_report_scheduler_param(draft, key, child, recipe_key_by_setting)
-    has_warmup = any(draft.recipe_tree.find_subtree(parse_key_path(path)) for path in _WARMUPS)
-    if (
-        type_node is not None
-        and str(type_node.scalar) in schedule_by_type
-        and "warmup_num_steps" not in values
-        and not has_warmup
-    ):
-        draft.assume_default("schedule.warmup_steps", _WARMUP_STEPS, "DeepSpeed's default")
-    _drop_other_keys(draft, "scheduler", scheduler_node)
-
-
-def _convert_or_report_scheduler_param(
-    draft: Draft, setting_name: str, value_node: Tree, recipe_key_by_setting: dict[str, str]
-) -> None:
-    key_path = f"scheduler.params.{setting_name}"
-    recipe_key = recipe_key_by_setting.get(setting_name)
-    recipe_node = (
-        draft.recipe_tree.find_subtree(tuple(recipe_key.split("."))) if recipe_key else None
+    apply_rule_and_tell_if_converted(config_key, stage_rule)
+    global_size, micro_size, accumulation_steps = (
+        number_or_none(config_key.child(name)) for name in _BATCH_SIZES
     )
-    if value_node.scalar == "auto":
-        _leave_to_base(
-            draft, key_path, value_node, *(_WARMUPS if setting_name == "warmup_num_steps" else ())
-        )
-    # Configs often repeat the optimizer's lr as warmup_max_lr.
-    elif recipe_node is not None and recipe_node.scalar == value_node.scalar:
-        draft.report_needless(key_path, value_node, f"{recipe_key} has it")
-    elif recipe_key:
-        draft.set_recipe_key_unless_set_and_report(recipe_key, value_node, key_path)
-    elif value_node.scalar in (0, 0.0, "linear", "log"):
-        draft.report_needless(
-            key_path,
-            value_node,
-            "it begins at 0" if value_node.scalar == 0 else "the form of the warm-up",
-        )
-    else:
-        draft.report_dropped(key_path, value_node, "no counterpart")
+    if micro_size and not global_size and not accumulation_steps:
+        draft.assume_default("batch.accumulation_steps", 1, "DeepSpeed's default")
+    convert_section_by_rules(config_key, _RULES)
 
 
-def _convert_enabled_precision_and_keep_raw_keys(
-    draft: Draft, section_name: str, precision_node: Tree
-) -> None:
-    """Convert a section of a precision: whether it is used, and the loss scaling."""
-    precision_name = "fp16" if section_name == "fp16" else "bf16"
-    enabled = precision_node.find_subtree(("enabled",))
-    is_auto = enabled is not None and enabled.scalar == "auto"
-    if enabled is None or not (
-        enabled.scalar is True
-        or (is_auto and draft.expected_recipe_value_or_none("precision") == precision_name)
-    ):
-        return draft.report_needless(
-            section_name, precision_node, _AUTO_REMARK if is_auto else "it is not enabled"
-        )
-    if is_auto:
-        draft.report_needless(f"{section_name}.enabled", enabled, _AUTO_REMARK)
-    else:
-        draft.set_recipe_key_unless_set_and_report(
-            "precision", enabled, f"{section_name}.enabled", precision_name
-        )
-    for name, child in precision_node.children.items():
-        if name != "enabled":
-            _keep_as_raw_deepspeed_keys_or_report(
-                draft, f"{precision_name}.{name}", child, f"{precision_name}.{name}"
-            )
-    return None
+def _unless_auto(rule: Rule, *recipe_keys: str) -> Rule:
+    """Return a rule that leaves the value `auto` to the base, whose keys are alternatives."""
+
+    def rule_unless_auto(key: ConfigKey) -> Rule:
+        if key.value != "auto":
+            return rule
+        key.draft.keys_left_to_base.append(recipe_keys)
+        return _LEFT_TO_TRAINER
+
+    return rule_unless_auto
 
 
-def _keep_as_raw_deepspeed_keys_or_report(
-    draft: Draft, config_key: str, value_node: Tree, deepspeed_key: str
-) -> None:
-    """Convert settings without a field of the recipe to keys of zero.deepspeed, one by one."""
-    if value_node.node_type == "mapping" and deepspeed_key in (
-        *NESTED_KEYS,
-        "activation_checkpointing",
-        "data_types",
-    ):
-        for name, child in value_node.children.items():
-            _keep_as_raw_deepspeed_keys_or_report(
-                draft, f"{config_key}.{name}", child, f"{deepspeed_key}.{name}"
-            )
-    elif deepspeed_key in _CPU_ADAM and not is_empty(value_node):
-        draft.report_dropped(
-            config_key,
-            value_node,
-            (
-                "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or "
-                "ONNX Runtime's"
-            ),
+def _unless_disabled(outcome: Outcome) -> Rule:
+    return lambda key: WITHOUT_EFFECT if key.child("enabled") is False else outcome
+
+
+def _unless_zero(outcome: Outcome) -> Rule:
+    return lambda key: WITHOUT_EFFECT if key.value == 0 else outcome
+
+
+def _accumulation_steps(key: ConfigKey) -> Rule:
+    # Two of them decide the third, and a recipe with all three could contradict itself.
+    sizes = [number_or_none(key.sibling(name)) for name in _BATCH_SIZES]
+    return (
+        needless("the other two decide it")
+        if all(sizes)
+        else _unless_zero(put("batch.accumulation_steps"))
+    )
+
+
+def _optimizer_type(key: ConfigKey) -> Rule:
+    name = _OPTIMIZERS.get(key.text.lower())
+    return put("optimizer.name", name or "adamw", "" if name else OTHER_OPTIMIZER)
+
+
+def _learning_rate(key: ConfigKey) -> Rule:
+    rate_node = key.draft.recipe_tree.find_subtree(("optimizer", "learning_rate"))
+    if rate_node is not None and rate_node.scalar != key.value:
+        return needless("of no effect there: scheduler.params.warmup_max_lr is the rate")
+    return put("optimizer.learning_rate")
+
+
+def _schedule_type(key: ConfigKey) -> Rule:
+    settings = key.sibling("params") or {}
+    if key.text not in _SCHEDULES:
+        return put("schedule.name", "linear", OTHER_SCHEDULE)
+    is_linear = settings.get("warmup_type") == "linear"
+    remark = "" if is_linear else "the warm-up is linear, DeepSpeed's by itself logarithmic"
+    name_rule = put("schedule.name", _SCHEDULES[key.text], remark)
+    has_warmup = any(key.draft.recipe_tree.find_subtree(tuple(p.split("."))) for p in _WARMUPS)
+    if has_warmup or "warmup_num_steps" in settings:
+        return name_rule
+    return (name_rule, assume("schedule.warmup_steps", 1000, "DeepSpeed's default"))
+
+
+def _precision(precision_name: str) -> Rule:
+    """Return the rule of a precision's section: whether it is used, and the loss scaling."""
+
+    def precision_rule(key: ConfigKey) -> Rule:
+        enabled = key.child("enabled")
+        is_left_to_trainer = enabled == "auto"
+        if is_left_to_trainer and key.recipe_value("precision") == precision_name:
+            enabled_rule: Rule = _LEFT_TO_TRAINER
+        elif enabled is True:
+            enabled_rule = put("precision", precision_name)
+        else:
+            return _LEFT_TO_TRAINER if is_left_to_trainer else needless("it is not enabled")
+        settings = key.child_keys()
+        apply_rule_and_tell_if_converted(settings.pop("enabled"), enabled_rule)
+        for name, child_key in settings.items():
+            raw_key = child_key._replace(path=f"{precision_name}.{name}")
+            apply_rule_and_tell_if_converted(raw_key, _raw_setting)
+        return ()
+
+    return precision_rule
+
+
+def _raw_setting(key: ConfigKey) -> Rule:
+    """Convert a setting without a field of the recipe to a key of zero.deepspeed."""
+    owning_key = DEEPSPEED_OWNED.get(key.path, "")
+    if key.node.node_type == "mapping" and key.path in _RAW_SECTIONS:
+        for child_key in key.child_keys().values():
+            apply_rule_and_tell_if_converted(child_key, _raw_setting)
+        return ()
+    if key.path in _CPU_ADAM and key.value:
+        return dropped(
+            "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's"
         )
-    elif DEEPSPEED_OWNED.get(deepspeed_key, "").startswith("zero.offload."):
-        _convert_offload_setting_unless_none_or_auto(
-            draft, config_key, value_node, DEEPSPEED_OWNED[deepspeed_key]
-        )
-    elif deepspeed_key == "zero_optimization.stage" or (
-        deepspeed_key == "zero_optimization" and value_node.scalar is True
-    ):
-        draft.report_needless(config_key, value_node, "zero.stage has it")
+    if owning_key == "zero.stage" or (key.path == "zero_optimization" and key.value is True):
+        return needless("zero.stage has it")
+    if owning_key.startswith("zero.offload.") and key.value in (None, False, "none"):
+        return WITHOUT_EFFECT
     # "auto" is for Trainer; DeepSpeed itself would reject it.
-    elif value_node.scalar == "auto" or (
-        value_node.node_type == "mapping"
-        and "auto" in json.dumps(value_node.value_without_locations())
-    ):
-        draft.report_needless(config_key, value_node, _AUTO_REMARK)
-    else:
-        draft.set_recipe_key_unless_set_and_report(
-            f"zero.deepspeed.{deepspeed_key}", value_node, config_key
-        )
+    if key.value == "auto" or "auto" in json.dumps(key.value if key.node.children else None):
+        return _LEFT_TO_TRAINER
+    if owning_key.startswith("zero.offload."):
+        # DeepSpeed's older keys have `true` for the device cpu; pin_memory is a boolean in both.
+        is_older_form = key.value is True and not owning_key.endswith("pin_memory")
+        return put(owning_key, "cpu" if is_older_form else key.value)
+    return put(f"zero.deepspeed.{key.path}")
+
+
+def _other_key(key: ConfigKey) -> Rule:
+    if key.name in TOP_LEVEL_KEYS:
+        return _raw_setting
+    is_off = not key.value or key.child("enabled") is False
+    return WITHOUT_EFFECT if is_off else dropped("DeepSpeed has no such setting, or has it no more")
+
+
+_FORM_OF_WARMUP = needless("the form of the warm-up")
+# The schedule first: DeepSpeed's warmup_max_lr takes the place of the optimizer's rate.
+_TOP_LEVEL_RULES: Rules = {
+    "scheduler": {
+        "type": _schedule_type,
+        "params": {
+            "warmup_num_steps": _unless_auto(put("schedule.warmup_steps"), *_WARMUPS),
+            "warmup_max_lr": _unless_auto(put("optimizer.learning_rate")),
+            "total_num_steps": _unless_auto(put("train.max_steps")),
+            "cos_min_ratio": _unless_auto(put("schedule.minimum_ratio")),
+            "warmup_type": _FORM_OF_WARMUP,
+            ANY_KEY: _unless_auto(
+                lambda key: needless("it begins at 0") if key.value == 0 else NO_COUNTERPART
+            ),
+        },
+    },
+    "optimizer": {
+        "type": _optimizer_type,
+        "params": {
+            "lr": _unless_auto(_learning_rate),
+            "eps": _unless_auto(put("optimizer.epsilon")),
+            "betas": _unless_auto(put("optimizer.betas")),
+            "weight_decay": _unless_auto(put("optimizer.weight_decay")),
+            "momentum": _unless_auto(put("optimizer.momentum")),
+            "adam_w_mode": EvenIfEmpty(
+                lambda key: (
+                    needless("weight decay is decoupled")
+                    if key.value
+                    else dropped("weight decay is decoupled, not L2")
+                )
+            ),
+            "bias_correction": WITHOUT_EFFECT,
+            ANY_KEY: _unless_auto(NO_COUNTERPART),
+        },
+    },
+    "steps_per_print": needless("it is of DeepSpeed's own lines"),
+    "fp16": _precision("fp16"),
+    "bf16": _precision("bf16"),
+    "bfloat16": _precision("bf16"),
+    "train_batch_size": _unless_zero(put("batch.global_size")),
+    "train_micro_batch_size_per_gpu": _unless_zero(put("batch.micro_size")),
+    "gradient_accumulation_steps": _accumulation_steps,
+    "gradient_clipping": _unless_zero(put("train.max_grad_norm")),
+    "tensorboard": _unless_disabled(put("log.trackers", ["tensorboard"])),
+    "wandb": _unless_disabled(put("log.trackers", ["wandb"])),
+}
+_RULES: Rules = {
+    **{
+        name: _unless_auto(rule, DEEPSPEED_OWNED.get(name, ""))
+        for name, rule in _TOP_LEVEL_RULES.items()
+    },
+    ANY_KEY: EvenIfEmpty(_unless_auto(_other_key)),
+}

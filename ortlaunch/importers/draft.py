@@ -33,6 +33,8 @@ from ortlaunch.recipe.text.source_location import (
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
 
+# Stands for the value that the config itself gives.
+OWN_VALUE = object()
 # Prefix of dialect entries for keys that need no setting here; the reason follows.
 NOT_NEEDED_PREFIX = "none: "
 # Assumed with bf16: path, value and reason, as `Draft.assume_default` accepts them.
@@ -87,7 +89,8 @@ class Draft:
             command_tree: keys of the command line, which replace the config's.
             base_tree: keys of --base.
         """
-        self.unconverted = {str(key): node for key, node in config_tree.children.items()}
+        self.config = {str(key): node for key, node in config_tree.children.items()}
+        self.unconverted = dict(self.config)
         self.tools = tool_names
         self.import_report = ImportReport()
         self.command_tree = command_tree
@@ -136,20 +139,36 @@ class Draft:
         recipe_value: object = None,
         difference: str = "",
     ) -> None:
-        """Set a key of the recipe.
+        """Set a key of the recipe, if the config has a value; as `put_recipe_value`."""
+        if value_node is not None:
+            self.put_recipe_value(
+                recipe_key,
+                value_node,
+                config_key,
+                OWN_VALUE if recipe_value is None else recipe_value,
+                difference,
+            )
+
+    def put_recipe_value(
+        self,
+        recipe_key: str,
+        value_node: Tree,
+        config_key: str,
+        recipe_value: object = OWN_VALUE,
+        difference: str = "",
+    ) -> None:
+        """Set a key of the recipe, and report the key of the config.
 
         Args:
             recipe_key: the key of the recipe.
-            value_node: the config's value; None: the config has none, and nothing is set.
+            value_node: the config's value.
             config_key: the config's key, for the report.
-            recipe_value: the recipe's value; None: that of `value_node`.
+            recipe_value: the recipe's value; by default that of `value_node`.
             difference: how the meaning differs here; "": it is the same.
         """
-        if value_node is None:
-            return None
         new_subtree = (
             value_node
-            if recipe_value is None
+            if recipe_value is OWN_VALUE
             else recipe_value_tree_located_at_node(recipe_value, value_node)
         )
         earlier_subtree = self.recipe_tree.find_subtree(parse_key_path(recipe_key))
@@ -167,9 +186,11 @@ class Draft:
             parse_key_path(recipe_key), new_subtree
         )
         result_text = (
-            recipe_key if recipe_value is None else f"{recipe_key}: {one_line_text(new_subtree)}"
+            recipe_key
+            if recipe_value is OWN_VALUE
+            else f"{recipe_key}: {one_line_text(new_subtree)}"
         )
-        self._add_remark_if_set(
+        self.add_remark_if_set(
             self.import_report.changed if difference else self.import_report.taken,
             config_key,
             value_node,
@@ -197,15 +218,15 @@ class Draft:
 
     def report_altered(self, config_key: str, node: Tree | None, difference: str) -> None:
         """Report a key whose counterpart is set by other keys and differs slightly."""
-        self._add_remark_if_set(self.import_report.changed, config_key, node, difference)
+        self.add_remark_if_set(self.import_report.changed, config_key, node, difference)
 
     def report_dropped(self, config_key: str, node: Tree | None, reason: str) -> None:
         """Report a key without a counterpart."""
-        self._add_remark_if_set(self.import_report.dropped, config_key, node, reason)
+        self.add_remark_if_set(self.import_report.dropped, config_key, node, reason)
 
     def report_needless(self, config_key: str, node: Tree | None, reason: str) -> None:
         """Report a key for which nothing needs to be set."""
-        self._add_remark_if_set(self.import_report.needless, config_key, node, reason)
+        self.add_remark_if_set(self.import_report.needless, config_key, node, reason)
 
     def refuse_config_with_keys(self, reason_by_key: Mapping[str, str]) -> None:
         """Refuse a config with one of these keys, of kinds of training that ortlaunch does not have.
@@ -224,15 +245,18 @@ class Draft:
         ]:
             self.report_if_needless(config_key, f"of no effect there: {reason}")
 
+    def reason_against_false_or_none(self, config_key: str, node: Tree) -> str | None:
+        """Return what is done here in any case, if the config turns it off."""
+        does_always = TRUE_BY_ITSELF.get(normalize_word(config_key))
+        return (
+            f"here it is always so: {does_always}" if does_always and node.scalar is False else None
+        )
+
     def convert_remaining_keys_and_set_assumed_values(self) -> None:
         """Convert all other keys by the dialects and the recipe's names, then set the defaults."""
         for config_key, node in self.unconverted.items():
-            if node.scalar is False and normalize_word(config_key) in TRUE_BY_ITSELF:
-                self.report_dropped(
-                    config_key,
-                    node,
-                    f"here it is always so: {TRUE_BY_ITSELF[normalize_word(config_key)]}",
-                )
+            if reason := self.reason_against_false_or_none(config_key, node):
+                self.report_dropped(config_key, node, reason)
             elif is_empty(node):
                 self.import_report.empty.append(config_key)
             elif _is_default_without_counterpart(config_key, node):
@@ -295,7 +319,7 @@ class Draft:
             recipe_key, value_node, config_key, closest_word
         )
 
-    def _add_remark_if_set(
+    def add_remark_if_set(
         self, remarks: list[Remark], config_key: str, value_node: Tree | None, result_text: str
     ) -> None:
         if value_node is None:
@@ -381,7 +405,7 @@ def recipe_value_tree_located_at_node(recipe_value: object, located_node: Tree) 
     return Tree(
         located_node.location,
         recipe_value,
-        str(recipe_value),
+        "null" if recipe_value is None else str(recipe_value),
         key_location=located_node.key_location,
     )
 
@@ -401,6 +425,10 @@ def one_line_text(node: Tree) -> str:
 
 def number_of_node(node: Tree | None) -> float | None:
     """Return the number of a scalar; None for anything else."""
+    return number_or_none(None if node is None else node.scalar)
+
+
+def number_or_none(value: object) -> float | None:
+    """Return a value if it is a number."""
     # bool is a subclass of int.
-    value = node.scalar if node is not None and node.node_type == "scalar" else None
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

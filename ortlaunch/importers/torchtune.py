@@ -1,34 +1,34 @@
-"""Convert torchtune's YAML: a component for each part, with its arguments.
-
-A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
-"""
+"""Convert torchtune's YAML: a component for each part, with its arguments."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.importers import sharding, trainer
-from ortlaunch.importers.draft import (
-    Draft,
-    is_empty,
-    number_of_node,
-    one_line_text,
-    refusal_error,
+from ortlaunch.importers.draft import Draft, number_or_none
+from ortlaunch.importers.rules import (
+    ANY_KEY,
+    NO_COUNTERPART,
+    OTHER_OPTIMIZER,
+    OTHER_SCHEDULE,
+    ConfigKey,
+    Outcome,
+    Rule,
+    Rules,
+    assume,
+    assume_defaults,
+    convert_keys_by_rules,
+    dropped,
+    needless,
+    put,
+    refused,
+    section_values_by_rules,
 )
-from ortlaunch.recipe.text.tree import Tree
 
 _COMPONENT = "_component_"
-# Parts of a training that ortlaunch does not have.
-_REFUSED_KEYS = {
-    "teacher_model": "there is no distillation here",
-    "ref_checkpointer": "there is no preference training here",
-    "reward_functions": "there is no reinforcement learning here",
-    "reward_and_value_model": "there is no reinforcement learning here",
-}
 _NO_TRAINING_MESSAGE = "the config has no data set and no optimizer: it describes no training"
-_IMAGES_MESSAGE = "images beside text cannot be trained here"
+_NO_PREFERENCES = refused("there is no preference training here")
 # torchtune's names of layers -> transformers'.
 _LAYER_NAMES = {"output_proj": "o_proj"}
 _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -48,12 +48,6 @@ _OPTIMIZERS = {
     "bitsandbytes.optim.PagedAdamW8bit": "adamw_8bit",
     "bitsandbytes.optim.PagedAdamW": "adamw",
 }
-_OPTIMIZER_SETTINGS = {
-    "lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "eps": "epsilon",
-    "betas": "betas",
-}
 
 
 def convert_torchtune_config(draft: Draft) -> None:
@@ -62,258 +56,173 @@ def convert_torchtune_config(draft: Draft) -> None:
     Raises:
         InputError: it is no supervised training of text.
     """
-    draft.refuse_config_with_keys(_REFUSED_KEYS)
-    dataset_node = draft.take_key("dataset")
-    if dataset_node is None or "optimizer" not in draft.unconverted:
+    convert_keys_by_rules(draft, _REFUSED)
+    if not (draft.config_value("dataset") and draft.config_value("optimizer")):
         raise InputError(f"{draft.recipe_tree.location.source}: {_NO_TRAINING_MESSAGE}")
-    draft.assume_default("model.task", "causal-lm", "torchtune trains no other")
-    _convert_weights_folder_keep_count_and_lora(draft)
-    for key, node in (("dataset", dataset_node), ("dataset_val", draft.take_key("dataset_val"))):
-        if node is not None:
-            _convert_dataset_component_or_refuse(draft, key, node)
-    _convert_tokenizer_length_or_assume_2048(draft)
-    _convert_optimizer_component_or_use_adamw(draft)
-    _convert_schedule_to_cosine_or_linear_or_constant(draft)
-    _convert_precision_compile_logger_and_profiler(draft)
-    _convert_fsdp_and_report_tensor_parallelism(draft)
-    trainer.convert_first_valid_run_name(draft)
-    _convert_batch_size_and_steps_or_epochs(draft)
-    loss_node = draft.unconverted.get("loss")
-    if loss_node is not None and "rlhf" in one_line_text(loss_node):
-        raise refusal_error("loss", loss_node, _REFUSED_KEYS["ref_checkpointer"])
-    draft.assume_default("batch.accumulation_steps", 1, "torchtune's default")
-
-
-def _convert_batch_size_and_steps_or_epochs(draft: Draft) -> None:
-    batch_size_node = draft.take_key("batch_size")
-    epochs_node = draft.take_key("epochs")
-    max_steps_node = draft.take_key("max_steps_per_epoch")
-    draft.set_recipe_key_unless_set_and_report("batch.micro_size", batch_size_node, "batch_size")
-    if max_steps_node is not None:
-        max_steps = int((number_of_node(max_steps_node) or 1) * (number_of_node(epochs_node) or 1))
-        draft.set_recipe_key_unless_set_and_report(
-            "train.max_steps", max_steps_node, "max_steps_per_epoch", max_steps
-        )
-        draft.report_needless("epochs", epochs_node, "train.max_steps has it")
-    else:
-        draft.set_recipe_key_unless_set_and_report("train.epochs", epochs_node, "epochs")
-    draft.set_recipe_key_from_config_key_if_present(
-        "model.lora.merge", "save_adapter_weights_only", recipe_value=False
+    convert_keys_by_rules(draft, _RULES)
+    assume_defaults(draft, {"model.task": "causal-lm"}, "torchtune trains no other")
+    assume_defaults(
+        draft, {"schedule.name": "constant", "batch.accumulation_steps": 1}, "torchtune's default"
     )
+    cut_reason = "torchtune cuts nothing by itself; longer samples are cut"
+    assume_defaults(draft, {"data.sequence_length": 2048}, cut_reason)
 
 
-def _take_component_name_and_settings(
-    draft: Draft, section_key: str
-) -> tuple[str, dict[str, Tree]]:
-    """Remove a section; return its component's name, and its other settings that are not empty."""
-    node = draft.take_key(section_key)
-    children = dict(node.children) if node is not None else {}
-    component = children.pop(_COMPONENT, None)
-    settings = {str(name): child for name, child in children.items() if not is_empty(child)}
-    return "" if component is None else one_line_text(component), settings
+def _adapter_rule(outcome: Outcome) -> Rule:
+    """Return the rule of an argument of adapters, which have no place without layers for them."""
+    return lambda key: outcome if key.sibling("lora_attn_modules") else NO_COUNTERPART
 
 
-def _drop_settings(draft: Draft, section_key: str, unused_settings: dict[str, Tree]) -> None:
-    for name, node in unused_settings.items():
-        draft.report_dropped(f"{section_key}.{name}", node, "no counterpart")
+def _lora_target_modules(key: ConfigKey) -> Rule:
+    layer_names = [_LAYER_NAMES.get(layer_name, layer_name) for layer_name in key.value]
+    layer_names += _MLP_LAYERS if key.sibling("apply_lora_to_mlp") else ()
+    layer_names += ["lm_head"] if key.sibling("apply_lora_to_output") else []
+    return put("model.lora.target_modules", layer_names)
 
 
-def _convert_weights_folder_keep_count_and_lora(draft: Draft) -> None:
-    """Convert the weights' folder, and the adapters among the model's arguments."""
-    _, checkpointer_settings = _take_component_name_and_settings(draft, "checkpointer")
-    component, model_settings = _take_component_name_and_settings(draft, "model")
-    folder_node = checkpointer_settings.get("checkpoint_dir")
-    if "vision" in component:
-        raise InputError(f"{draft.recipe_tree.location}: model: {component}: {_IMAGES_MESSAGE}")
-    draft.set_recipe_key_unless_set_and_report(
-        "model.pretrained", folder_node, "checkpointer.checkpoint_dir"
-    )
-    draft.set_recipe_key_unless_set_and_report(
-        "data.tokenizer", folder_node, "checkpointer.checkpoint_dir"
-    )
-    keep_node = checkpointer_settings.get("keep_last_n_checkpoints")
-    draft.set_recipe_key_unless_set_and_report(
-        "checkpoint.keep", keep_node, "checkpointer.keep_last_n_checkpoints"
-    )
-    attention_layers_node = model_settings.pop("lora_attn_modules", None)
-    if attention_layers_node is not None:
-        module_names = [
-            _LAYER_NAMES.get(layer_name, layer_name)
-            for layer_name in attention_layers_node.value_without_locations()
-        ]
-        module_names += _MLP_LAYERS if model_settings.pop("apply_lora_to_mlp", None) else ()
-        module_names += ["lm_head"] if model_settings.pop("apply_lora_to_output", None) else []
-        draft.set_recipe_key_unless_set_and_report(
-            "model.lora.target_modules",
-            attention_layers_node,
-            "model.lora_attn_modules",
-            module_names,
-        )
-        for key, lora_field in (("rank", "r"), ("alpha", "alpha"), ("dropout", "dropout")):
-            draft.set_recipe_key_unless_set_and_report(
-                f"model.lora.{lora_field}",
-                model_settings.pop(f"lora_{key}", None),
-                f"model.lora_{key}",
-            )
-        if ".qlora_" in component:
-            draft.report_dropped(
-                f"model.{_COMPONENT}", attention_layers_node, "the base weights are not quantized"
-            )
-    _drop_settings(draft, "model", model_settings)
+def _model_component(key: ConfigKey) -> Rule:
+    if "vision" in key.text:
+        return refused("images beside text cannot be trained here")
+    has_quantized_base = ".qlora_" in key.text and key.sibling("lora_attn_modules")
+    return dropped("the base weights are not quantized") if has_quantized_base else ()
 
 
-def _convert_dataset_component_or_refuse(
-    draft: Draft, section_key: str, dataset_node: Tree
-) -> None:
+def _data_set(key: ConfigKey) -> Rule:
     """Convert a data set: a component of torchtune, with its arguments."""
-    settings = {
-        str(hub_name): child
-        for hub_name, child in dataset_node.children.items()
-        if not is_empty(child)
-    }
-    component = one_line_text(settings.pop(_COMPONENT, dataset_node)).rpartition(".")[2]
-    default_hub_name, fields = _DATASETS.get(component, (None, {}))
-    hub_name = one_line_text(settings.pop("source")) if "source" in settings else default_hub_name
-    if component not in _DATASETS or hub_name is None:
-        raise refusal_error(
-            section_key, dataset_node, "its component is none of " + ", ".join(_DATASETS)
-        )
-    packed_node = settings.pop("packed", None)
-    split_node = settings.pop("split", None)
-    files_node = settings.pop("data_files", None)
-    source: dict[str, object] = {"format": "hub", "name": hub_name, **fields}
-    source |= {"split": one_line_text(split_node)} if split_node is not None else {}
-    source |= {"files": [one_line_text(files_node)]} if files_node is not None else {}
-    remark = (
-        "" if "text_column" in fields else "torchtune writes the model's marks of a chat around it"
-    )
-    draft.set_recipe_key_unless_set_and_report(
-        "data.train" if section_key == "dataset" else "data.evaluation",
-        dataset_node,
-        section_key,
-        source,
-        remark,
-    )
-    if packed_node is not None and "text_column" in fields:
-        draft.report_needless(f"{section_key}.packed", packed_node, "text is always packed")
-    elif packed_node is not None and section_key == "dataset":
-        draft.set_recipe_key_unless_set_and_report("data.packing", packed_node, "dataset.packed")
-    _drop_settings(draft, section_key, settings)
+    component = str(key.child(_COMPONENT)).rpartition(".")[2]
+    hub_name, fields = _DATASETS.get(component, (None, {}))
+    if component not in _DATASETS or not (key.child("source") or hub_name):
+        return refused("its component is none of " + ", ".join(_DATASETS))
+    source = {"format": "hub", "name": hub_name, **fields}
+    source.update(section_values_by_rules(key, _SOURCE_RULES))
+    if "text_column" in fields:
+        key.convert_child("packed", needless("text is always packed"))
+        return put(_CORPORA[key.path], source)
+    if key.path == "dataset":
+        key.convert_child("packed", put("data.packing"))
+    marks_remark = "torchtune writes the model's marks of a chat around it"
+    return put(_CORPORA[key.path], source, marks_remark)
 
 
-def _convert_tokenizer_length_or_assume_2048(draft: Draft) -> None:
-    _, settings = _take_component_name_and_settings(draft, "tokenizer")
-    draft.set_recipe_key_unless_set_and_report(
-        "data.sequence_length", settings.pop("max_seq_len", None), "tokenizer.max_seq_len"
+def _optimizer_component(key: ConfigKey) -> Rule:
+    recipe_optimizer = _OPTIMIZERS.get(key.text)
+    if recipe_optimizer is None:
+        return put("optimizer.name", "adamw", OTHER_OPTIMIZER)
+    if key.sibling("fused") and recipe_optimizer == "adamw":
+        recipe_optimizer = "fused_adam"
+    return put(
+        "optimizer.name",
+        recipe_optimizer,
+        "with its state not paged" if "Paged" in key.text else "",
     )
-    draft.assume_default(
-        "data.sequence_length", 2048, "torchtune cuts nothing by itself; longer samples are cut"
-    )
-    # Files of the folder of weights, which has the same tokenizer in transformers' form.
-    for setting_name, node in settings.items():
-        if re.search("path|file", setting_name) and Path(one_line_text(node)).name:
-            draft.report_needless(
-                f"tokenizer.{setting_name}", node, "data.tokenizer is the folder of the weights"
-            )
-        else:
-            draft.report_dropped(f"tokenizer.{setting_name}", node, "no counterpart")
 
 
-def _convert_optimizer_component_or_use_adamw(draft: Draft) -> None:
-    node = draft.unconverted["optimizer"]
-    component, settings = _take_component_name_and_settings(draft, "optimizer")
-    recipe_optimizer = _OPTIMIZERS.get(component)
-    fused_node = settings.pop("fused", None)
-    remark = "" if recipe_optimizer else "another optimizer: there is none of that name here"
-    remark = "with its state not paged" if "Paged" in component else remark
-    optimizer_name = (
-        "fused_adam"
-        if fused_node is not None and recipe_optimizer == "adamw"
-        else recipe_optimizer or "adamw"
-    )
-    draft.set_recipe_key_unless_set_and_report(
-        "optimizer.name", node, f"optimizer.{_COMPONENT}", optimizer_name, remark
-    )
-    for config_field, recipe_field in _OPTIMIZER_SETTINGS.items():
-        draft.set_recipe_key_unless_set_and_report(
-            f"optimizer.{recipe_field}",
-            settings.pop(config_field, None),
-            f"optimizer.{config_field}",
-        )
-    _drop_settings(draft, "optimizer", settings)
+def _metric_logger(key: ConfigKey) -> Rule:
+    trackers = [name for name in ("wandb", "tensorboard") if name in key.text.lower()]
+    return assume("log.trackers", trackers, key.text) if trackers else ()
 
 
-def _convert_schedule_to_cosine_or_linear_or_constant(draft: Draft) -> None:
-    node = draft.unconverted.get("lr_scheduler")
-    component, settings = _take_component_name_and_settings(draft, "lr_scheduler")
-    if node is None or not component:
-        return draft.assume_default("schedule.name", "constant", "torchtune's default")
-    schedule_name = "cosine" if "cosine" in component else "linear"
-    remark = (
-        "" if schedule_name == "cosine" else "another schedule: there is none of that name here"
-    )
-    draft.set_recipe_key_unless_set_and_report(
-        "schedule.name", node, f"lr_scheduler.{_COMPONENT}", schedule_name, remark
-    )
-    draft.set_recipe_key_unless_set_and_report(
-        "schedule.warmup_steps",
-        settings.pop("num_warmup_steps", None),
-        "lr_scheduler.num_warmup_steps",
-    )
-    return _drop_settings(draft, "lr_scheduler", settings)
-
-
-def _convert_precision_compile_logger_and_profiler(draft: Draft) -> None:
-    """Convert precision, compiler, memory and logs."""
-    draft.set_recipe_key_from_config_key_if_present("precision", "dtype")
-    trainer.convert_activation_offload_and_assume_eager(draft, "enable_activation_offloading")
-    draft.set_recipe_key_from_config_key_if_present("engine.name", "compile", "inductor")
-    logger_component, settings = _take_component_name_and_settings(draft, "metric_logger")
-    logged_tracker = next(
-        (
-            tracker_name
-            for tracker_name in ("wandb", "tensorboard")
-            if tracker_name in logger_component.lower()
+_REFUSED: Rules = {
+    "teacher_model": refused("there is no distillation here"),
+    "ref_checkpointer": _NO_PREFERENCES,
+    **dict.fromkeys(
+        ("reward_functions", "reward_and_value_model"),
+        refused("there is no reinforcement learning here"),
+    ),
+    "loss": lambda key: _NO_PREFERENCES if "rlhf" in key.text else None,
+}
+_CORPORA = {"dataset": "data.train", "dataset_val": "data.evaluation"}
+_SOURCE_RULES: Rules = {
+    _COMPONENT: (),
+    "source": put("name"),
+    "split": put("split"),
+    "data_files": lambda key: put("files", [key.text]),
+    "packed": (),
+}
+_RULES: Rules = {
+    "checkpointer": {
+        "checkpoint_dir": (put("model.pretrained"), put("data.tokenizer")),
+        "keep_last_n_checkpoints": put("checkpoint.keep"),
+        ANY_KEY: needless("it is of torchtune's own files"),
+    },
+    "model": {
+        _COMPONENT: _model_component,
+        "lora_attn_modules": _lora_target_modules,
+        **dict.fromkeys(
+            ("apply_lora_to_mlp", "apply_lora_to_output"),
+            _adapter_rule(needless("model.lora.target_modules has it")),
         ),
-        None,
-    )
-    if logged_tracker is not None:
-        draft.assume_default("log.trackers", [logged_tracker], logger_component)
-    draft.set_recipe_key_unless_set_and_report(
-        "log.project", settings.pop("project", None), "metric_logger.project"
-    )
-    profiler_node = draft.take_key("profiler")
-    if profiler_node is not None:
-        enabled = profiler_node.find_subtree(("enabled",))
-        is_enabled = enabled is not None and not is_empty(enabled)
-        (draft.report_dropped if is_enabled else draft.report_needless)(
-            "profiler", profiler_node, "log.profile_steps profiles"
-        )
-    draft.report_dropped("quantizer", draft.take_key("quantizer"), "there is no quantized training")
-
-
-def _convert_fsdp_and_report_tensor_parallelism(draft: Draft) -> None:
-    offload_node = draft.take_key("fsdp_cpu_offload")
-    layers_node = draft.take_key("custom_sharded_layers")
-    if offload_node is not None or layers_node is not None:
-        sharding.assume_zero_stage_and_eager_for_stage_3(draft, 3, "torchtune's FSDP")
-    if offload_node is not None:
-        offload = {"optimizer": "cpu", "parameters": "cpu"}
-        draft.set_recipe_key_unless_set_and_report(
-            "zero.offload", offload_node, "fsdp_cpu_offload", offload
-        )
-    draft.report_needless("custom_sharded_layers", layers_node, "zero.stage 3 shards all layers")
-    parallel_plan_node = draft.take_key("tensor_parallel_plan")
-    if draft.config_value("tensor_parallel_dim") in (None, 1):
-        draft.report_needless(
-            "tensor_parallel_plan", parallel_plan_node, "tensor_parallel_dim is 1: no parallelism"
-        )
-    else:
-        draft.report_dropped(
-            "tensor_parallel_plan", parallel_plan_node, "there is no tensor parallelism"
-        )
-    fsdp_node = draft.take_key("fsdp")
-    if fsdp_node is not None and fsdp_node.value_without_locations() == {"cpu_offload": False}:
-        draft.report_needless("fsdp", fsdp_node, "nothing is offloaded by itself")
-    else:
-        draft.report_dropped("fsdp", fsdp_node, "give zero.offload")
+        "lora_rank": _adapter_rule(put("model.lora.r")),
+        "lora_alpha": _adapter_rule(put("model.lora.alpha")),
+        "lora_dropout": _adapter_rule(put("model.lora.dropout")),
+    },
+    "dataset": _data_set,
+    "dataset_val": _data_set,
+    "tokenizer": {
+        _COMPONENT: (),
+        "max_seq_len": put("data.sequence_length"),
+        # Files of the folder of weights, which has the same tokenizer in transformers' form.
+        ANY_KEY: lambda key: (
+            needless("data.tokenizer is the folder of the weights")
+            if re.search("path|file", key.name)
+            else NO_COUNTERPART
+        ),
+    },
+    "optimizer": {
+        _COMPONENT: _optimizer_component,
+        "fused": needless("optimizer.name has it"),
+        "lr": put("optimizer.learning_rate"),
+        "weight_decay": put("optimizer.weight_decay"),
+        "eps": put("optimizer.epsilon"),
+        "betas": put("optimizer.betas"),
+    },
+    "lr_scheduler": {
+        _COMPONENT: lambda key: (
+            put("schedule.name", "cosine")
+            if "cosine" in key.text
+            else put("schedule.name", "linear", OTHER_SCHEDULE)
+        ),
+        "num_warmup_steps": put("schedule.warmup_steps"),
+    },
+    "dtype": put("precision"),
+    "enable_activation_offloading": trainer.offload_activations,
+    "compile": put("engine.name", "inductor"),
+    "metric_logger": {
+        _COMPONENT: _metric_logger,
+        "project": put("log.project"),
+        ANY_KEY: needless("it is of torchtune's own files"),
+    },
+    "profiler": lambda key: (dropped if key.child("enabled") else needless)(
+        "log.profile_steps profiles"
+    ),
+    "quantizer": dropped("there is no quantized training"),
+    "fsdp_cpu_offload": (
+        sharding.zero_stage_rule(3, "torchtune's FSDP"),
+        put("zero.offload", {"optimizer": "cpu", "parameters": "cpu"}),
+    ),
+    "custom_sharded_layers": (
+        sharding.zero_stage_rule(3, "torchtune's FSDP"),
+        needless("zero.stage 3 shards all layers"),
+    ),
+    "tensor_parallel_plan": lambda key: (
+        needless("tensor_parallel_dim is 1: no parallelism")
+        if key.sibling("tensor_parallel_dim") in (None, 1)
+        else dropped("there is no tensor parallelism")
+    ),
+    "fsdp": lambda key: (
+        needless("nothing is offloaded by itself")
+        if key.value == {"cpu_offload": False}
+        else dropped("give zero.offload")
+    ),
+    **trainer.RUN_NAME_RULES,
+    "batch_size": put("batch.micro_size"),
+    "max_steps_per_epoch": lambda key: put(
+        "train.max_steps", int((key.number or 1) * (number_or_none(key.sibling("epochs")) or 1))
+    ),
+    "epochs": lambda key: (
+        needless("train.max_steps has it")
+        if key.sibling("max_steps_per_epoch")
+        else put("train.epochs")
+    ),
+    "save_adapter_weights_only": put("model.lora.merge", False),
+}

@@ -18,6 +18,15 @@ from ortlaunch.importers.draft import (
     one_line_text,
     recipe_value_tree_located_at_node,
 )
+from ortlaunch.importers.rules import (
+    ConfigKey,
+    Rule,
+    Rules,
+    assume,
+    convert_keys_by_rules,
+    needless,
+    put,
+)
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.tables.model_tasks import MODEL_TASKS, ModelTask
 
@@ -93,16 +102,15 @@ def convert_shared_trainer_arguments(draft: Draft) -> None:
     _convert_grouping_by_length_to_longest_padding(draft)
     for key in ("use_cpu", "no_cuda"):
         draft.set_recipe_key_from_config_key_if_present("launch.device", key, "cpu")
-    convert_first_valid_run_name(draft)
+    convert_keys_by_rules(draft, RUN_NAME_RULES)
     convert_known_trackers(draft)
     intervals.convert_evaluation_save_and_log_intervals(draft)
     draft.report_if_needless(
         "log_level", "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's"
     )
-    deepspeed_node = draft.take_key("deepspeed")
-    if deepspeed_node is not None:
-        deepspeed.convert_deepspeed_file_or_mapping(draft, deepspeed_node)
-    sharding.convert_fsdp_keys_to_zero(draft)
+    convert_keys_by_rules(
+        draft, {"deepspeed": deepspeed.deepspeed_file_or_mapping, **sharding.FSDP_RULES}
+    )
     _disable_zero_for_muon_and_8bit_state_for_zero(draft)
 
 
@@ -451,16 +459,14 @@ def _convert_named_gradient_checkpointing(draft: Draft) -> None:
         )
 
 
-def convert_activation_offload_and_assume_eager(draft: Draft, config_key: str) -> None:
-    """Convert activations in host memory, which engine eager alone has."""
-    node = draft.take_key(config_key)
-    if node is not None:
-        # Another name chooses a way to copy, or a disk.
-        remark = "" if node.scalar is True else "in host memory, by copies that the step waits for"
-        draft.set_recipe_key_unless_set_and_report(
-            "model.offload_activations", node, config_key, True, remark
-        )
-        draft.assume_default("engine.name", "eager", f"{config_key} requires it")
+def offload_activations(key: ConfigKey) -> Rule:
+    """Return the rule of activations in host memory, which engine eager alone has."""
+    # Another name chooses a way to copy, or a disk.
+    remark = "" if key.value is True else "in host memory, by copies that the step waits for"
+    return (
+        put("model.offload_activations", True, remark),
+        assume("engine.name", "eager", f"{key.path} requires it"),
+    )
 
 
 def _convert_grouping_by_length_to_longest_padding(draft: Draft) -> None:
@@ -490,26 +496,17 @@ def _convert_grouping_by_length_to_longest_padding(draft: Draft) -> None:
         )
 
 
-def convert_first_valid_run_name(draft: Draft) -> None:
+def _run_name(key: ConfigKey) -> Rule:
     """Convert the run's name; the command determines its folder."""
-    # The first key that gives a valid name wins.
-    for key in ("run_name", "wandb_name", "output_dir"):
-        node = draft.take_key(key)
-        valid_name = (
-            re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(node.scalar)).name).strip("-._")[:100]
-            if node is not None
-            else ""
-        )
-        if node is not None and valid_name and draft.recipe_tree.find_subtree(("name",)) is None:
-            draft.set_recipe_key_unless_set_and_report(
-                "name",
-                node,
-                key,
-                valid_name,
-                "the run's folder is given by --run-dir" if key == "output_dir" else "",
-            )
-        else:
-            draft.report_needless(key, node, "the run has a name, and --run-dir says its folder")
+    valid_name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(key.value)).name).strip("-._")[:100]
+    if not valid_name or key.draft.recipe_tree.find_subtree(("name",)) is not None:
+        return needless("the run has a name, and --run-dir says its folder")
+    is_folder = key.path == "output_dir"
+    return put("name", valid_name, "the run's folder is given by --run-dir" if is_folder else "")
+
+
+# The first key that gives a valid name wins.
+RUN_NAME_RULES: Rules = dict.fromkeys(("run_name", "wandb_name", "output_dir"), _run_name)
 
 
 def convert_known_trackers(draft: Draft) -> None:

@@ -1,0 +1,216 @@
+"""The form of a tool's table: a rule for each key.
+
+A rule is an outcome, several rules, a table for the keys of a section, or a function of the key
+that returns one of these. A key that is only renamed needs no rule: it is a row of a table in
+recipe/hints/keys_of_other_tools.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ortlaunch.base.json_types import Json
+from ortlaunch.importers.draft import (
+    OWN_VALUE,
+    Draft,
+    is_empty,
+    number_or_none,
+    one_line_text,
+    refusal_error,
+)
+from ortlaunch.recipe.text.tree import Tree
+
+# In a table of a section: the rule of all keys that have none of their own.
+ANY_KEY = "*"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result for a key, which the report has, and perhaps a key of the recipe."""
+
+    result: Literal["put", "assumed", "changed", "dropped", "needless", "empty", "refused"]
+    text: str = ""
+    """How the meaning differs here, or the reason."""
+    recipe_key: str = ""
+    recipe_value: object = OWN_VALUE
+
+
+@dataclass(frozen=True)
+class EvenIfEmpty:
+    """A rule for a key whose null, false or empty value asks for something."""
+
+    rule: Rule
+
+
+Rule: TypeAlias = "Outcome | EvenIfEmpty | Sequence[Rule] | Mapping[str, Rule] | Callable[[ConfigKey], Rule | None]"
+Rules: TypeAlias = Mapping[str, Rule]
+
+
+def put(recipe_key: str, recipe_value: object = OWN_VALUE, difference: str = "") -> Outcome:
+    """Set a key of the recipe, to the config's own value by default."""
+    return Outcome("put", difference, recipe_key, recipe_value)
+
+
+def assume(recipe_key: str, recipe_value: object, reason: str) -> Outcome:
+    """Set a key of the recipe at the end, unless the config sets it."""
+    return Outcome("assumed", reason, recipe_key, recipe_value)
+
+
+def altered(difference: str) -> Outcome:
+    """Report a key whose counterpart is set by other keys and differs slightly."""
+    return Outcome("changed", difference)
+
+
+def dropped(reason: str) -> Outcome:
+    """Report a key without a counterpart."""
+    return Outcome("dropped", reason)
+
+
+def needless(reason: str) -> Outcome:
+    """Report a key for which nothing needs to be set."""
+    return Outcome("needless", reason)
+
+
+def refused(reason: str) -> Outcome:
+    """Refuse a config with this key: ortlaunch has no such training."""
+    return Outcome("refused", reason)
+
+
+OTHER_OPTIMIZER = "another optimizer: there is none of that name here"
+OTHER_SCHEDULE = "another schedule: there is none of that name here"
+NO_COUNTERPART = dropped("no counterpart")
+WITHOUT_EFFECT = Outcome("empty")  # as a key that is null, false or empty
+
+
+class ConfigKey(NamedTuple):
+    """A key of a config with its value, as a rule sees it."""
+
+    draft: Draft
+    path: str
+    node: Tree
+    siblings: Mapping[str, Tree]
+    """All keys of its section, converted or not."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def value(self) -> Any:
+        """The value, without locations."""
+        return self.node.value_without_locations()
+
+    @property
+    def text(self) -> str:
+        """The value as one line of text."""
+        return one_line_text(self.node)
+
+    @property
+    def number(self) -> float | None:
+        """The value if it is a number."""
+        return number_or_none(self.value)
+
+    def sibling(self, name: str) -> Any:
+        """Return the value of another key of the section; None if it is absent."""
+        node = self.siblings.get(name)
+        return None if node is None else node.value_without_locations()
+
+    def child(self, name: str) -> Any:
+        """Return the value of a key of this section; None if it is absent."""
+        node = self.node.children.get(name)
+        return None if node is None else node.value_without_locations()
+
+    def child_keys(self) -> dict[str, ConfigKey]:
+        """Return the keys of this section."""
+        nodes = {str(name): node for name, node in self.node.children.items()}
+        return {
+            name: ConfigKey(self.draft, f"{self.path}.{name}".lstrip("."), node, nodes)
+            for name, node in nodes.items()
+        }
+
+    def convert_child(self, name: str, rule: Rule) -> None:
+        """Apply a rule to a key of this section, if it is there and not empty."""
+        child_key = self.child_keys().get(name)
+        if child_key is not None and not is_empty(child_key.node):
+            apply_rule_and_tell_if_converted(child_key, rule)
+
+    def recipe_value(self, recipe_key: str) -> Any:
+        """Return the value that the recipe will have, as far as it is known."""
+        return self.draft.expected_recipe_value_or_none(recipe_key)
+
+
+def convert_keys_by_rules(draft: Draft, rules: Rules) -> None:
+    """Convert the keys of a config that have a rule, in the order of the rules."""
+    for name, rule in rules.items():
+        node = draft.unconverted.get(name)
+        if node is None or (is_empty(node) and not isinstance(rule, EvenIfEmpty)):
+            continue
+        if apply_rule_and_tell_if_converted(ConfigKey(draft, name, node, draft.config), rule):
+            draft.unconverted.pop(name, None)
+
+
+def apply_rule_and_tell_if_converted(key: ConfigKey, rule: Rule | None) -> bool:
+    """Apply a rule to a key; without a rule it is left to the tables of renamed keys."""
+    while callable(rule) or isinstance(rule, EvenIfEmpty):
+        rule = rule.rule if isinstance(rule, EvenIfEmpty) else rule(key)
+    if isinstance(rule, Outcome):
+        _record_outcome(key, rule)
+    elif isinstance(rule, Mapping):
+        convert_section_by_rules(key, rule)
+    elif isinstance(rule, Sequence):
+        for part in rule:
+            apply_rule_and_tell_if_converted(key, part)
+    return rule is not None
+
+
+def convert_section_by_rules(key: ConfigKey, rules: Rules) -> None:
+    """Convert all keys of a section: first those with a rule, in the order of the rules."""
+    child_keys = key.child_keys()
+    for name in dict.fromkeys((*(name for name in rules if name in child_keys), *child_keys)):
+        child_key = child_keys[name]
+        rule = rules.get(name, rules.get(ANY_KEY, NO_COUNTERPART))
+        if reason := key.draft.reason_against_false_or_none(name, child_key.node):
+            apply_rule_and_tell_if_converted(child_key, dropped(reason))
+        elif is_empty(child_key.node) and not isinstance(rule, EvenIfEmpty):
+            key.draft.import_report.empty.append(child_key.path)
+        else:
+            apply_rule_and_tell_if_converted(child_key, rule)
+
+
+def section_values_by_rules(key: ConfigKey, rules: Rules) -> Json:
+    """Return the values that a section becomes; its rules put keys of the result.
+
+    The report has those keys of the section that do not become a value.
+    """
+    draft = copy(key.draft)
+    draft.recipe_tree = Tree(key.node.location, node_type="mapping")
+    draft.import_report = replace(draft.import_report, taken=[])
+    convert_section_by_rules(key._replace(draft=draft), rules)
+    return dict(draft.recipe_tree.value_without_locations())
+
+
+def assume_defaults(draft: Draft, recipe_values: Mapping[str, object], reason: str) -> None:
+    """Set the tool's defaults, of keys of the recipe, unless the config sets them."""
+    for recipe_key, recipe_value in recipe_values.items():
+        draft.assume_default(recipe_key, recipe_value, reason)
+
+
+def _record_outcome(key: ConfigKey, outcome: Outcome) -> None:
+    if outcome.result == "put":
+        key.draft.put_recipe_value(
+            outcome.recipe_key, key.node, key.path, outcome.recipe_value, outcome.text
+        )
+    elif outcome.result == "assumed":
+        key.draft.assume_default(outcome.recipe_key, outcome.recipe_value, outcome.text)
+    elif outcome.result == "empty":
+        key.draft.import_report.empty.append(key.path)
+    elif outcome.result == "refused":
+        raise refusal_error(key.path, key.node, outcome.text)
+    else:
+        key.draft.add_remark_if_set(
+            getattr(key.draft.import_report, outcome.result), key.path, key.node, outcome.text
+        )
