@@ -5,7 +5,7 @@ Every key ends in exactly one list of the report; none is dropped silently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -102,15 +102,13 @@ class Draft:
         # known which keys the config sets.
         self._assumed_values: list[tuple[str, object, str]] = []
 
-    def take_key(self, config_key: str) -> Tree | None:
-        """Remove and return a key that needs a conversion; None if it is absent or empty."""
-        node = self.unconverted.get(config_key)
-        # An empty key stays, so that it is reported at the end.
-        return None if node is None or is_empty(node) else self.unconverted.pop(config_key)
+    def add_key(self, config_key: str, node: Tree) -> None:
+        """Add a key to the config, as of an older form or from a part of it."""
+        self.config[config_key] = self.unconverted[config_key] = node
 
     def config_value(self, config_key: str) -> Any:
-        """Return the value of a key without removing it."""
-        node = self.unconverted.get(config_key)
+        """Return the value of a key, converted or not; None if it is absent."""
+        node = self.config.get(config_key)
         return None if node is None else node.value_without_locations()
 
     def expected_recipe_value_or_none(self, recipe_key: str) -> Any:
@@ -130,24 +128,6 @@ class Draft:
             if assumed_values
             else None
         )
-
-    def set_recipe_key_unless_set_and_report(
-        self,
-        recipe_key: str,
-        value_node: Tree | None,
-        config_key: str,
-        recipe_value: object = None,
-        difference: str = "",
-    ) -> None:
-        """Set a key of the recipe, if the config has a value; as `put_recipe_value`."""
-        if value_node is not None:
-            self.put_recipe_value(
-                recipe_key,
-                value_node,
-                config_key,
-                OWN_VALUE if recipe_value is None else recipe_value,
-                difference,
-            )
 
     def put_recipe_value(
         self,
@@ -190,7 +170,7 @@ class Draft:
             if recipe_value is OWN_VALUE
             else f"{recipe_key}: {one_line_text(new_subtree)}"
         )
-        self.add_remark_if_set(
+        self.add_remark(
             self.import_report.changed if difference else self.import_report.taken,
             config_key,
             value_node,
@@ -198,52 +178,29 @@ class Draft:
         )
         return None
 
-    def set_recipe_key_from_config_key_if_present(
-        self, recipe_key: str, config_key: str, recipe_value: object = None, difference: str = ""
-    ) -> None:
-        """Set a key of the recipe by one of the config, if the config has it; as `put`."""
-        self.set_recipe_key_unless_set_and_report(
-            recipe_key, self.take_key(config_key), config_key, recipe_value, difference
-        )
-
-    def report_if_needless(self, config_key: str, reason: str) -> None:
-        """Report a key for which nothing needs to be set, if the config has it."""
-        self.report_needless(config_key, self.take_key(config_key), reason)
-
     def assume_default(self, recipe_key: str, recipe_value: object, reason: str) -> None:
         """Set a key at the end, unless the config sets it."""
         self._assumed_values.append((recipe_key, recipe_value, reason))
 
-    # In the reports below, a node that is None is of a key that the config lacks: nothing is reported.
-
-    def report_altered(self, config_key: str, node: Tree | None, difference: str) -> None:
+    def report_altered(self, config_key: str, node: Tree, difference: str) -> None:
         """Report a key whose counterpart is set by other keys and differs slightly."""
-        self.add_remark_if_set(self.import_report.changed, config_key, node, difference)
+        self.add_remark(self.import_report.changed, config_key, node, difference)
 
-    def report_dropped(self, config_key: str, node: Tree | None, reason: str) -> None:
+    def report_dropped(self, config_key: str, node: Tree, reason: str) -> None:
         """Report a key without a counterpart."""
-        self.add_remark_if_set(self.import_report.dropped, config_key, node, reason)
+        self.add_remark(self.import_report.dropped, config_key, node, reason)
 
-    def report_needless(self, config_key: str, node: Tree | None, reason: str) -> None:
+    def report_needless(self, config_key: str, node: Tree, reason: str) -> None:
         """Report a key for which nothing needs to be set."""
-        self.add_remark_if_set(self.import_report.needless, config_key, node, reason)
-
-    def refuse_config_with_keys(self, reason_by_key: Mapping[str, str]) -> None:
-        """Refuse a config with one of these keys, of kinds of training that ortlaunch does not have.
-
-        Raises:
-            InputError: it has one.
-        """
-        for config_key, reason in reason_by_key.items():
-            if node := self.take_key(config_key):
-                raise refusal_error(config_key, node, reason)
+        self.add_remark(self.import_report.needless, config_key, node, reason)
 
     def report_adapters_unused(self, reason: str) -> None:
         """Report the keys of LoRA as unused, because all weights are trained."""
-        for config_key in [
-            lora_key for lora_key in self.unconverted if lora_key.startswith("lora_")
-        ]:
-            self.report_if_needless(config_key, f"of no effect there: {reason}")
+        for config_key in [key for key in self.unconverted if key.startswith("lora_")]:
+            node = self.unconverted[config_key]
+            if not is_empty(node):
+                self.report_needless(config_key, node, f"of no effect there: {reason}")
+                del self.unconverted[config_key]
 
     def reason_against_false_or_none(self, config_key: str, node: Tree) -> str | None:
         """Return what is done here in any case, if the config turns it off."""
@@ -291,7 +248,7 @@ class Draft:
         )
         if recipe_key.startswith(NOT_NEEDED_PREFIX):
             self.report_needless(config_key, value_node, recipe_key.removeprefix(NOT_NEEDED_PREFIX))
-        elif recipe_key == NO_MODEL_PARALLELISM and number_of_node(value_node) == 1:
+        elif recipe_key == NO_MODEL_PARALLELISM and number_or_none(value_node.scalar) == 1:
             self.report_needless(config_key, value_node, "1 stands for none")
         elif not is_recipe_key(recipe_key):
             self.report_dropped(
@@ -304,7 +261,7 @@ class Draft:
         ):
             self._set_closest_accepted_word_or_report_dropped(config_key, value_node, recipe_key)
         else:
-            self.set_recipe_key_unless_set_and_report(recipe_key, value_node, config_key)
+            self.put_recipe_value(recipe_key, value_node, config_key)
 
     def _set_closest_accepted_word_or_report_dropped(
         self, config_key: str, value_node: Tree, recipe_key: str
@@ -315,15 +272,11 @@ class Draft:
             return self.report_dropped(
                 config_key, value_node, f"{recipe_key} has {', '.join(accepted_words)}"
             )
-        return self.set_recipe_key_unless_set_and_report(
-            recipe_key, value_node, config_key, closest_word
-        )
+        return self.put_recipe_value(recipe_key, value_node, config_key, closest_word)
 
-    def add_remark_if_set(
-        self, remarks: list[Remark], config_key: str, value_node: Tree | None, result_text: str
+    def add_remark(
+        self, remarks: list[Remark], config_key: str, value_node: Tree, result_text: str
     ) -> None:
-        if value_node is None:
-            return
         # The report is printed and written into the recipe, so it must not have secrets.
         value = (
             HIDDEN_VALUE
@@ -410,22 +363,12 @@ def recipe_value_tree_located_at_node(recipe_value: object, located_node: Tree) 
     )
 
 
-def null_at_node(node: Tree) -> Tree:
-    """Return an explicit null of the recipe, with the location of another tool's value."""
-    return Tree(node.location, raw="null", key_location=node.key_location)
-
-
 def one_line_text(node: Tree) -> str:
     """Return a value as one line of text, without secrets."""
     if node.node_type == "scalar":
         return str(node.raw if node.raw is not None else node.scalar)
     text = one_line_yaml_text(values_with_hidden_secrets(node.value_without_locations()))
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def number_of_node(node: Tree | None) -> float | None:
-    """Return the number of a scalar; None for anything else."""
-    return number_or_none(None if node is None else node.scalar)
 
 
 def number_or_none(value: object) -> float | None:

@@ -11,14 +11,19 @@ from typing import NamedTuple
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.importers import llama_v1
-from ortlaunch.importers.draft import (
-    Draft,
-    number_of_node,
-    one_line_text,
-    recipe_value_tree_located_at_node,
+from ortlaunch.importers.draft import Draft, number_or_none
+from ortlaunch.importers.llama_v1 import DescribedSets
+from ortlaunch.importers.rules import (
+    NO_COUNTERPART,
+    ConfigKey,
+    Rule,
+    apply_rule_and_tell_if_converted,
+    convert_keys_by_rules,
+    dropped,
+    needless,
+    put,
 )
 from ortlaunch.importers.trainer import FORMATS
-from ortlaunch.recipe.text.tree import Tree
 
 _DESCRIPTION_FILE = "dataset_info.json"
 _FORMATTINGS = ("alpaca", "sharegpt", "openai")
@@ -59,11 +64,12 @@ _MIRROR_KEYS = ("ms_hub_url", "om_hub_url")
 _MIXTURE_REMARK = "sources are mixed by their sizes; LLaMA-Factory shuffles all rows together"
 
 
-class _DescribedSets(NamedTuple):
-    """The data sets of a dataset_info.json."""
+class _SourceForm(NamedTuple):
+    """The form of all sources of a config."""
 
-    folder: Path
-    data_sets: Json
+    has_chats: bool
+    loss_fields: Json
+    row_limit: float | None
 
 
 class _RefusedDataSet(Exception):
@@ -78,54 +84,43 @@ def convert_data_sets_by_dataset_info(draft: Draft, has_chats: bool, loss_fields
         has_chats: whether the rows are chats, not those of pre-training.
         loss_fields: fields of each source for the loss of chats.
     """
-    folder_node = draft.take_key("dataset_dir")
-    max_samples_node = draft.take_key("max_samples")
-    described_sets = _read_dataset_info_file_or_none(
-        draft.recipe_tree.location.source,
-        one_line_text(folder_node) if folder_node is not None else "data",
+    data_folder = str(draft.config_value("dataset_dir") or "data")
+    sets = _read_dataset_info_file_or_none(draft.recipe_tree.location.source, data_folder)
+    source_form = _SourceForm(
+        has_chats, loss_fields, number_or_none(draft.config_value("max_samples"))
     )
-    has_source = False
-    train_node = draft.take_key("train_dataset")
-    listed_sets = (
-        llama_v1.read_parent_folder_and_listed_data_sets_or_none(train_node)
-        if train_node is not None
-        else None
+    listed_form = source_form._replace(row_limit=None)
+    convert_keys_by_rules(
+        draft,
+        {
+            "train_dataset": lambda key: _data_sets_rule(
+                llama_v1.read_parent_folder_and_listed_data_sets_or_none(key.node),
+                "train",
+                listed_form,
+                "there is no such file; give data.train",
+            ),
+            **{
+                name: _data_sets_rule(
+                    sets,
+                    recipe_part,
+                    source_form,
+                    f"no {_DESCRIPTION_FILE} is in the folder, nor in the config's folders; "
+                    f"give data.{recipe_part}",
+                )
+                for name, recipe_part in (("dataset", "train"), ("eval_dataset", "evaluation"))
+            },
+        },
     )
-    if train_node is not None and listed_sets is not None:
-        names_node = recipe_value_tree_located_at_node([*listed_sets[1]], train_node)
-        has_source = _convert_data_sets_of_key_and_tell_if_any(
-            draft,
-            ("train_dataset", "train"),
-            names_node,
-            _DescribedSets(*listed_sets),
-            (has_chats, None, loss_fields),
-        )
-    else:
-        draft.report_dropped("train_dataset", train_node, "there is no such file; give data.train")
-    for key, recipe_part in (("dataset", "train"), ("eval_dataset", "evaluation")):
-        node = draft.take_key(key)
-        if described_sets is None:
-            reason = f"no {_DESCRIPTION_FILE} is in the folder, nor in the config's folders; give data.{recipe_part}"
-            draft.report_dropped(key, node, reason)
-        elif node is not None:
-            has_source |= _convert_data_sets_of_key_and_tell_if_any(
-                draft,
-                (key, recipe_part),
-                node,
-                described_sets,
-                (has_chats, number_of_node(max_samples_node), loss_fields),
-            )
-    for key, node, reason in (
-        ("dataset_dir", folder_node, "data.train.path"),
-        ("max_samples", max_samples_node, "most_rows of each source"),
+    has_source = draft.recipe_tree.find_subtree(("data", "train")) is not None
+    for name, recipe_text in (
+        ("dataset_dir", "data.train.path"),
+        ("max_samples", "most_rows of each source"),
     ):
-        if has_source:
-            draft.report_needless(key, node, f"{reason} has it")
-        else:
-            draft.report_dropped(key, node, f"give {reason}")
+        rule = needless(f"{recipe_text} has it") if has_source else dropped(f"give {recipe_text}")
+        convert_keys_by_rules(draft, {name: rule})
 
 
-def _read_dataset_info_file_or_none(config_path: str, folder_name: str) -> _DescribedSets | None:
+def _read_dataset_info_file_or_none(config_path: str, folder_name: str) -> DescribedSets | None:
     """Return the data sets of a folder: from the current folder, or from one above the config.
 
     Raises:
@@ -145,91 +140,69 @@ def _read_dataset_info_file_or_none(config_path: str, folder_name: str) -> _Desc
         except json.JSONDecodeError as error:
             error_location = f"{description_path}:{error.lineno}:{error.colno}"
             raise InputError(f"{error_location}: is not JSON: {error.msg}") from None
-        return _DescribedSets(folder / folder_name, content) if isinstance(content, dict) else None
+        return DescribedSets(folder / folder_name, content) if isinstance(content, dict) else None
     return None
 
 
-def _convert_data_sets_of_key_and_tell_if_any(
-    draft: Draft,
-    config_key_and_recipe_part: tuple[str, str],
-    set_names_node: Tree,
-    described_sets: _DescribedSets,
-    has_chats_row_limit_and_loss_fields: tuple[bool, float | None, Json],
-) -> bool:
-    """Convert the data sets of one key; return whether the recipe has at least one of them."""
-    config_key, recipe_part = config_key_and_recipe_part
-    names = (
-        set_names_node.value_without_locations()
-        if set_names_node.node_type == "list"
-        else str(set_names_node.scalar).split(",")
-    )
-    sources = []
-    for set_name in (str(name_text).strip() for name_text in names):
-        try:
-            set_description = described_sets.data_sets.get(set_name)
-            if not isinstance(set_description, dict):
-                raise _RefusedDataSet(
-                    f"{described_sets.folder / _DESCRIPTION_FILE} has no {set_name}"
-                )
-            sources.append(
-                _recipe_source_of_data_set(
-                    set_description, described_sets.folder, *has_chats_row_limit_and_loss_fields
-                )
-            )
-        except _RefusedDataSet as error:
-            draft.report_dropped(
-                f"{config_key} {set_name}",
-                set_names_node,
-                f"{error}; give a source of data.{recipe_part}",
-            )
-            continue
-        if media_columns := [
-            name_text for name_text in _MEDIA if name_text in (set_description.get("columns") or {})
-        ]:
-            location = set_names_node.key_location or set_names_node.location
-            reason = "beside text they cannot be trained here"
-            raise InputError(
-                f"{location}: {config_key}: the rows of {set_name} have {media_columns[0]}: {reason}"
-            )
-        for lost_key in _keys_without_counterpart(set_description):
-            draft.report_dropped(
-                f"{config_key} {set_name}.{lost_key}", set_names_node, "no counterpart"
-            )
-    origin_text = f"as {described_sets.folder / _DESCRIPTION_FILE} has it"
-    if len(sources) > 1 and recipe_part == "train":
-        weighted_sources = [{"source": name_text, "weight": None} for name_text in sources]
-        draft.set_recipe_key_unless_set_and_report(
-            "data.train", set_names_node, config_key, weighted_sources, _MIXTURE_REMARK
-        )
-    elif sources:
-        draft.set_recipe_key_unless_set_and_report(
-            f"data.{recipe_part}", set_names_node, f"{config_key}, {origin_text}", sources[0]
-        )
-        for name_text in sources[1:]:
-            draft.report_dropped(
-                f"{config_key} {name_text}", set_names_node, "data.evaluation is one corpus"
-            )
-    return bool(sources)
+def _data_sets_rule(
+    sets: DescribedSets | None, recipe_part: str, form: _SourceForm, reason_without_sets: str
+) -> Rule:
+    """Return the rule of a key with names of data sets, or with a file of them."""
+
+    def data_sets_rule(key: ConfigKey) -> Rule:
+        if sets is None:
+            return dropped(reason_without_sets)
+        names = key.value if isinstance(key.value, list) else str(key.value).split(",")
+        if key.path == "train_dataset":
+            names = [*sets.descriptions]
+        found_sources = [
+            _source_or_none(key, str(name).strip(), sets, recipe_part, form) for name in names
+        ]
+        sources = [source for source in found_sources if source is not None]
+        if len(sources) > 1 and recipe_part == "train":
+            weighted_sources = [{"source": source, "weight": None} for source in sources]
+            return put("data.train", weighted_sources, _MIXTURE_REMARK)
+        rest = dropped("data.evaluation is one corpus") if len(sources) > 1 else ()
+        return (put(f"data.{recipe_part}", sources[0]), rest) if sources else ()
+
+    return data_sets_rule
 
 
-def _recipe_source_of_data_set(
-    set_description: Json,
-    data_folder: Path,
-    has_chats: bool,
-    row_limit: float | None,
-    loss_fields: Json,
-) -> Json:
-    columns = set_description.get("columns") or {}
+def _source_or_none(
+    key: ConfigKey, set_name: str, sets: DescribedSets, recipe_part: str, form: _SourceForm
+) -> Json | None:
+    """Return a data set's source, and report its settings without a counterpart; None: refused."""
+    description = sets.descriptions.get(set_name)
+    set_key = key._replace(path=f"{key.path} {set_name}")
+    try:
+        if not isinstance(description, dict):
+            raise _RefusedDataSet(f"{sets.folder / _DESCRIPTION_FILE} has no {set_name}")
+        source = _source_of_data_set(description, sets.folder, form)
+    except _RefusedDataSet as error:
+        reason = f"{error}; give a source of data.{recipe_part}"
+        apply_rule_and_tell_if_converted(set_key, dropped(reason))
+        return None
+    media_names = [name for name in _MEDIA if name in (description.get("columns") or {})]
+    if media_names:
+        reason = f"have {media_names[0]}: beside text they cannot be trained here"
+        location = key.node.key_location or key.node.location
+        raise InputError(f"{location}: {key.path}: the rows of {set_name} {reason}")
+    for lost_key in _keys_without_counterpart(description):
+        lost = set_key._replace(path=f"{set_key.path}.{lost_key}")
+        apply_rule_and_tell_if_converted(lost, NO_COUNTERPART)
+    return source
+
+
+def _source_of_data_set(description: Json, data_folder: Path, form: _SourceForm) -> Json:
+    columns = description.get("columns") or {}
     source = {
-        **_hub_or_file_fields_of_source_or_refuse(set_description, data_folder),
-        **(_chat_columns_keys_and_roles(set_description, columns) if has_chats else {}),
-        **loss_fields,
+        **_hub_or_file_fields_of_source_or_refuse(description, data_folder),
+        **(_chat_columns_keys_and_roles(description, columns) if form.has_chats else {}),
+        **form.loss_fields,
     }
-    if not has_chats and source["format"] != "text":
+    if not form.has_chats and source["format"] != "text":
         source["text_column"] = columns.get("prompt", "instruction")
-    row_limits = [
-        row_count for row_count in (set_description.get("num_samples"), row_limit) if row_count
-    ]
+    row_limits = [*filter(None, (description.get("num_samples"), form.row_limit))]
     return {**source, "most_rows": int(min(row_limits))} if row_limits else source
 
 

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from ortlaunch.base.errors import RecipeError
 from ortlaunch.base.json_types import Json
 from ortlaunch.importers import sharding
-from ortlaunch.importers.draft import Draft, one_line_text, recipe_value_tree_located_at_node
+from ortlaunch.importers.draft import Draft, recipe_value_tree_located_at_node
 from ortlaunch.importers.reading import read_config_tree_or_refuse
+from ortlaunch.importers.rules import (
+    NO_COUNTERPART,
+    ConfigKey,
+    Rule,
+    Rules,
+    altered,
+    convert_keys_by_rules,
+    dropped,
+    needless,
+    put,
+)
 from ortlaunch.recipe.text.tree import Tree
+
+
+class DescribedSets(NamedTuple):
+    """The data sets of a file that describes them, by name."""
+
+    folder: Path
+    descriptions: Json
+
 
 # Keys that identify the schema; its configs have no stage.
 SECOND_SCHEMA_KEYS = ("model_class", "peft_config", "train_dataset")
-_RENAMED_KEYS = {"model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size"}
-_PEFT_KEYS = {
-    "name": "finetuning_type",
-    "r": "lora_rank",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "target_modules": "lora_target",
-    "export_dir": "export_dir",
-}
-_OPTIMIZER_KEYS = {
-    "name": "optim",
-    "wd": "weight_decay",
-    "adamw_eps": "adam_epsilon",
-}
-# Values that torch's Muon has by itself.
-_MUON_DEFAULTS = {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
          "assistant_tag": "assistant"}  # fmt: skip
 _OPENAI_COLUMNS: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
@@ -36,59 +40,75 @@ _OPENAI_COLUMNS: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
 
 def rename_second_schema_keys_and_split_sections(draft: Draft) -> None:
     """Rename keys, and take sections apart; keys without a counterpart stay as they are."""
-    unconverted = draft.unconverted
-    unconverted.setdefault("stage", recipe_value_tree_located_at_node("sft", draft.recipe_tree))
-    for config_key, first_schema_key in _RENAMED_KEYS.items():
-        if config_key in unconverted:
-            unconverted[first_schema_key] = unconverted.pop(config_key)
-    if "peft_config" not in unconverted:
-        unconverted["finetuning_type"] = recipe_value_tree_located_at_node(
-            "full", draft.recipe_tree
-        )
-    for section, renamed_keys in (("peft_config", _PEFT_KEYS), ("optim_config", _OPTIMIZER_KEYS)):
-        node = draft.take_key(section)
-        for key, child in node.children.items() if node is not None else ():
-            if key in renamed_keys:
-                unconverted[renamed_keys[str(key)]] = child
-            elif key == "adamw_betas":
-                draft.set_recipe_key_unless_set_and_report(
-                    "optimizer.betas", child, f"{section}.{key}"
-                )
-            elif _MUON_DEFAULTS.get(str(key)) == child.value_without_locations():
-                draft.report_needless(f"{section}.{key}", child, "torch's Muon has it")
-            elif child.scalar is not None or child.children:
-                draft.report_dropped(f"{section}.{key}", child, "no counterpart")
-    _convert_dist_config_to_deepspeed_or_zero_3(draft)
-    batching_node = unconverted.get("batching_strategy")
-    if batching_node is not None and batching_node.scalar == "normal":
-        draft.report_needless(
-            "batching_strategy", unconverted.pop("batching_strategy"), "it is so by itself"
-        )
+    implied_keys = {"stage": "sft"} | (
+        {} if "peft_config" in draft.config else {"finetuning_type": "full"}
+    )
+    for name, value in implied_keys.items():
+        if name not in draft.config:
+            draft.add_key(name, recipe_value_tree_located_at_node(value, draft.recipe_tree))
+    convert_keys_by_rules(draft, _RULES)
 
 
-def _convert_dist_config_to_deepspeed_or_zero_3(draft: Draft) -> None:
-    node = draft.take_key("dist_config")
-    name_node = node.find_subtree(("name",)) if node is not None else None
-    file_node = node.find_subtree(("config_file",)) if node is not None else None
-    if file_node is not None:
-        draft.unconverted["deepspeed"] = file_node
-    elif node is not None and name_node is not None and one_line_text(name_node).startswith("fsdp"):
-        sharding.assume_zero_stage_and_eager_for_stage_3(draft, 3, "by dist_config")
-        draft.report_altered(
-            "dist_config", node, "zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"
+def _renamed(first_schema_key: str) -> Rule:
+    def rename_key(key: ConfigKey) -> Rule:
+        key.draft.add_key(first_schema_key, key.node)
+        return ()
+
+    return rename_key
+
+
+def _muon_default(value: object) -> Rule:
+    """Return the rule of a setting of Muon that torch's has by itself."""
+    return lambda key: needless("torch's Muon has it") if key.value == value else NO_COUNTERPART
+
+
+def _dist_config(key: ConfigKey) -> Rule:
+    if "config_file" in key.node.children:
+        key.draft.add_key("deepspeed", key.node.children["config_file"])
+        return ()
+    if str(key.child("name")).startswith("fsdp"):
+        return (
+            sharding.zero_stage_rule(3, "by dist_config"),
+            altered("zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"),
         )
-    else:
-        draft.report_dropped("dist_config", node, "no counterpart; give zero.stage")
+    return dropped("no counterpart; give zero.stage")
+
+
+_RULES: Rules = {
+    "model": _renamed("model_name_or_path"),
+    "micro_batch_size": _renamed("per_device_train_batch_size"),
+    "peft_config": {
+        "name": _renamed("finetuning_type"),
+        "r": _renamed("lora_rank"),
+        "lora_alpha": _renamed("lora_alpha"),
+        "lora_dropout": _renamed("lora_dropout"),
+        "target_modules": _renamed("lora_target"),
+        "export_dir": _renamed("export_dir"),
+    },
+    "optim_config": {
+        "name": _renamed("optim"),
+        "wd": _renamed("weight_decay"),
+        "adamw_eps": _renamed("adam_epsilon"),
+        "adamw_betas": put("optimizer.betas"),
+        "momentum": _muon_default(0.95),
+        "nesterov": _muon_default(True),
+        "ns_steps": _muon_default(5),
+    },
+    "dist_config": _dist_config,
+    "batching_strategy": lambda key: (
+        needless("it is so by itself") if key.value == "normal" else None
+    ),
+}
 
 
 def read_parent_folder_and_listed_data_sets_or_none(
     file_name_node: Tree,
-) -> tuple[Path, Json] | None:
+) -> DescribedSets | None:
     """Return a file of data sets as the first schema has them, and its folder's parent.
 
     The paths in it are relative to the folder in which the tool is started.
     """
-    file_name = one_line_text(file_name_node)
+    file_name = str(file_name_node.scalar)
     folders = (Path(), *Path(file_name_node.location.source).absolute().parents)
     data_sets_path = next(
         (set_name / file_name for set_name in folders if (set_name / file_name).is_file()), None
@@ -112,4 +132,4 @@ def read_parent_folder_and_listed_data_sets_or_none(
         for set_name, set_description in content.items()
         if isinstance(set_description, dict)
     }
-    return Path(str(data_sets_path).removesuffix(file_name)), converted_sets
+    return DescribedSets(Path(str(data_sets_path).removesuffix(file_name)), converted_sets)

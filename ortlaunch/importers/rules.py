@@ -110,6 +110,11 @@ class ConfigKey(NamedTuple):
         return one_line_text(self.node)
 
     @property
+    def items(self) -> list[Any]:
+        """The values of a list; of another value this value alone."""
+        return self.value if isinstance(self.value, list) else [self.value]
+
+    @property
     def number(self) -> float | None:
         """The value if it is a number."""
         return number_or_none(self.value)
@@ -211,6 +216,6 @@ def _record_outcome(key: ConfigKey, outcome: Outcome) -> None:
     elif outcome.result == "refused":
         raise refusal_error(key.path, key.node, outcome.text)
     else:
-        key.draft.add_remark_if_set(
+        key.draft.add_remark(
             getattr(key.draft.import_report, outcome.result), key.path, key.node, outcome.text
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ortlaunch.base.json_types import Json
-from ortlaunch.importers.draft import Draft
 from ortlaunch.importers.rules import ConfigKey, Rule, Rules, altered, assume, needless, put
 
 # FSDP's strategies (FSDP 1 by name, FSDP 2 by `reshard_after_forward`) -> ZeRO's stage.
@@ -78,10 +77,3 @@ FSDP_RULES: Rules = {
     "fsdp_version": _fsdp_detail,
     "fsdp_transformer_layer_cls_to_wrap": _fsdp_detail,
 }
-
-
-def assume_zero_stage_and_eager_for_stage_3(draft: Draft, zero_stage: int, reason: str) -> None:
-    """Set ZeRO's stage, and for stage 3 an engine that has it, unless the config sets them."""
-    draft.assume_default("zero.stage", zero_stage, reason)
-    if zero_stage == 3:
-        draft.assume_default(_EAGER_FOR_STAGE_3.recipe_key, "eager", _EAGER_FOR_STAGE_3.text)
