@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ortlaunch.importers import (
 )
 from ortlaunch.importers.draft import Draft, ImportReport, Remark
 from ortlaunch.importers.reading import read_config_tree_or_refuse
+from ortlaunch.importers.renamed_keys import convert_remaining_keys
 from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.text.source import (
@@ -35,43 +36,59 @@ from ortlaunch.recipe.text.source_location import (
 from ortlaunch.recipe.text.tree import Tree, merge_trees_of_same_format
 from ortlaunch.recipe.text.yaml_text import dump_yaml
 
-# The converter of each tool, and its tables in recipe/hints/keys_of_other_tools.py, by priority.
+
+class _Tool(NamedTuple):
+    """A tool whose configs can be converted."""
+
+    convert: Callable[[Draft], None]
+    dialects: tuple[str, ...]
+    """Its tables in recipe/hints/keys_of_other_tools.py, by priority."""
+    identifying_keys: tuple[str, ...]
+
+
 _TOOLS = {
-    "axolotl": (axolotl.convert_axolotl_config, ("Axolotl", "Hugging Face")),
-    "llama-factory": (
+    "axolotl": _Tool(
+        axolotl.convert_axolotl_config,
+        ("Axolotl", "Hugging Face"),
+        ("base_model", "sequence_len", "micro_batch_size", "datasets"),
+    ),
+    "llama-factory": _Tool(
         llama_factory.convert_llama_factory_config,
         ("LLaMA-Factory", "Hugging Face"),
+        (
+            *("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
+            *("export_dir", "infer_backend", *llama_v1.SECOND_SCHEMA_KEYS),
+        ),
     ),
-    "deepspeed": (deepspeed.convert_deepspeed_config, ("DeepSpeed",)),
-    "torchtune": (torchtune.convert_torchtune_config, ("torchtune", "Hugging Face")),
-    "accelerate": (accelerate.convert_accelerate_config, ("accelerate", "Hugging Face")),
-    "hf-trainer": (trainer.convert_trainer_config, ("Hugging Face",)),
+    "deepspeed": _Tool(
+        deepspeed.convert_deepspeed_config,
+        ("DeepSpeed",),
+        (
+            *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"),
+            "gradient_clipping",
+        ),
+    ),
+    "torchtune": _Tool(
+        torchtune.convert_torchtune_config,
+        ("torchtune", "Hugging Face"),
+        ("checkpointer", "metric_logger", "enable_activation_checkpointing"),
+    ),
+    "accelerate": _Tool(
+        accelerate.convert_accelerate_config,
+        ("accelerate", "Hugging Face"),
+        ("compute_environment", "distributed_type", "main_training_function"),
+    ),
+    # Last: other tools have keys of Trainer, too, so it counts only if no other tool matches.
+    "hf-trainer": _Tool(
+        trainer.convert_trainer_config,
+        ("Hugging Face",),
+        (
+            *("per_device_train_batch_size", "num_train_epochs", "output_dir"),
+            *("model_name_or_path", "train_file"),
+        ),
+    ),
 }
 TOOLS = tuple(_TOOLS)
-# Keys that identify a tool. LLaMA-Factory's configs have keys of Trainer, too, so Trainer counts
-# only if no other tool matches.
-_KEYS_OF_TOOL = {
-    "axolotl": ("base_model", "sequence_len", "micro_batch_size", "datasets"),
-    "llama-factory": (
-        *("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
-        *("export_dir", "infer_backend", *llama_v1.SECOND_SCHEMA_KEYS),
-    ),
-    "accelerate": ("compute_environment", "distributed_type", "main_training_function"),
-    "deepspeed": (
-        "zero_optimization",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_clipping",
-    ),
-    "torchtune": ("checkpointer", "metric_logger", "enable_activation_checkpointing"),
-    "hf-trainer": (
-        "per_device_train_batch_size",
-        "num_train_epochs",
-        "output_dir",
-        "model_name_or_path",
-        "train_file",
-    ),
-}
 
 # What the config sets replaces all of such a group in --base: parts of both would have no meaning.
 _EXCLUSIVE_PATHS: tuple[tuple[str, ...], ...] = (
@@ -144,22 +161,23 @@ def convert_config_to_recipe(
     )
     if tool_name not in _TOOLS:
         raise InputError(f"--from: got {tool_name}; one of {', '.join(TOOLS)}")
-    convert, dialects = _TOOLS[tool_name]
+    tool = _TOOLS[tool_name]
     base_tree = _read_base_recipe_or_empty(base_path, tree.location)
     draft = Draft(
         tree,
-        dialects,
+        tool.dialects,
         tree_with_overrides_or_problems(Tree(tree.location, node_type="mapping"), overrides, []),
         base_tree,
     )
-    convert(draft)
+    tool.convert(draft)
     draft.assume_default(
         "name",
         re.sub(r"[^A-Za-z0-9._-]+", "-", config_path.stem).strip("-._") or "imported",
         "the file's name",
     )
     # Last: the converters above have taken the keys that need more than a table.
-    draft.convert_remaining_keys_and_set_assumed_values()
+    convert_remaining_keys(draft)
+    draft.set_assumed_values()
     recipe_values = _check_overridden_recipe_and_return_values(
         _merge_draft_over_base_without_exclusive_keys(base_tree, draft),
         overrides,
@@ -183,8 +201,8 @@ def _guess_tool_and_identifying_keys_or_refuse(
     config_tree: Tree, config_path: Path
 ) -> tuple[str, tuple[str, ...]]:
     keys_by_tool = {
-        tool: tuple(key for key in tool_keys if key in config_tree.children)
-        for tool, tool_keys in _KEYS_OF_TOOL.items()
+        name: tuple(key for key in tool.identifying_keys if key in config_tree.children)
+        for name, tool in _TOOLS.items()
     }
     # Its second schema has a key of axolotl's.
     if set(keys_by_tool["llama-factory"]) & set(llama_v1.SECOND_SCHEMA_KEYS):
@@ -227,41 +245,23 @@ def _read_base_recipe_or_empty(base_path: Path | None, config_location: SourceLo
 
 def _merge_draft_over_base_without_exclusive_keys(base_tree: Tree, draft: Draft) -> Tree:
     """Return the recipe merged over a base."""
-    recipe_tree, remaining_base = draft.recipe_tree, base_tree
-    for key_names in _EXCLUSIVE_PATHS:
-        if any(
-            recipe_tree.find_subtree(parse_key_path(key_name)) is not None for key_name in key_names
-        ):
-            for key_name in key_names:
-                remaining_base = remaining_base.remove_key(parse_key_path(key_name))
-    for key_names in draft.keys_left_to_base:
+    recipe_tree, merged_base = draft.recipe_tree, base_tree
+    for paths in _EXCLUSIVE_PATHS:
+        if any(map(recipe_tree.find_subtree, map(parse_key_path, paths))):
+            for path in paths:
+                merged_base = merged_base.remove_key(parse_key_path(path))
+    for paths in draft.keys_left_to_base:
         # What the config sets takes precedence over its alternatives in the base.
-        if all(
-            recipe_tree.find_subtree(parse_key_path(key_name)) is None for key_name in key_names
-        ):
-            for key_name in key_names:
-                base_subtree = base_tree.find_subtree(parse_key_path(key_name))
-                remaining_base = (
-                    remaining_base
-                    if base_subtree is None
-                    else remaining_base.copy_with_subtree(parse_key_path(key_name), base_subtree)
-                )
-    merged_tree = merge_trees_of_same_format(remaining_base, recipe_tree)
+        if not any(map(recipe_tree.find_subtree, map(parse_key_path, paths))):
+            for key_path in map(parse_key_path, paths):
+                if base_subtree := base_tree.find_subtree(key_path):
+                    merged_base = merged_base.copy_with_subtree(key_path, base_subtree)
+    merged_tree = merge_trees_of_same_format(merged_base, recipe_tree)
     # Two sizes of a batch decide the third.
-    if all(
-        merged_tree.find_subtree(parse_key_path(key_name)) is not None
-        for key_name in _BATCH_SIZE_PATHS
-    ):
-        unset_size_paths = [
-            key_name
-            for key_name in _BATCH_SIZE_PATHS
-            if recipe_tree.find_subtree(parse_key_path(key_name)) is None
-        ]
-        merged_tree = (
-            merged_tree.remove_key(parse_key_path(unset_size_paths[0]))
-            if unset_size_paths
-            else merged_tree
-        )
+    size_paths = [*map(parse_key_path, _BATCH_SIZE_PATHS)]
+    unset_paths = [path for path in size_paths if recipe_tree.find_subtree(path) is None]
+    if all(map(merged_tree.find_subtree, size_paths)) and unset_paths:
+        merged_tree = merged_tree.remove_key(unset_paths[0])
     return merged_tree
 
 

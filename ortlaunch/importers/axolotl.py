@@ -25,6 +25,7 @@ from ortlaunch.importers.rules import (
     needless,
     put,
     refused,
+    report_adapters_unused,
     section_values_by_rules,
 )
 from ortlaunch.recipe.fields.data import SpecialToken
@@ -83,7 +84,7 @@ def convert_axolotl_config(draft: Draft) -> None:
     if draft.config_value("adapter"):
         assume_defaults(draft, {"model.lora.r": 8, "model.lora.alpha": 8}, "peft's default")
     else:
-        draft.report_adapters_unused("there is no adapter")
+        report_adapters_unused(draft, "there is no adapter")
     convert_keys_by_rules(draft, _RULES)
     has_warmup = any(
         draft.config_value(key) is not None for key in ("warmup_steps", "warmup_ratio")

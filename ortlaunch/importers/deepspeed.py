@@ -28,9 +28,9 @@ from ortlaunch.importers.rules import (
     dropped,
     needless,
     put,
+    whole_config_key,
 )
 from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED_KEYS, TOP_LEVEL_KEYS
-from ortlaunch.recipe.text.tree import Tree
 
 _OPTIMIZERS = {
     "adam": "adamw",
@@ -61,17 +61,14 @@ _BATCH_SIZES = (
 
 def convert_deepspeed_config(draft: Draft) -> None:
     """Convert a whole config, which has no model and no data."""
-    _convert_deepspeed_tree(
-        draft,
-        Tree(draft.recipe_tree.location, node_type="mapping", children=dict(draft.config.items())),
-    )
+    _convert_deepspeed_keys(whole_config_key(draft, draft.config))
     draft.unconverted = {}
 
 
 def deepspeed_file_or_mapping(key: ConfigKey) -> Rule:
     """Convert the DeepSpeed config of another tool's config: a path, or a mapping."""
     if key.node.node_type == "mapping":
-        _convert_deepspeed_tree(key.draft, key.node)
+        _convert_deepspeed_keys(key._replace(path=""))
         return needless("each of its settings is converted")
     # Beside the config, and relative to the current folder. An absolute path replaces the folder.
     candidate_paths = (Path(key.node.location.source).parent / key.text, Path(key.text))
@@ -83,12 +80,12 @@ def deepspeed_file_or_mapping(key: ConfigKey) -> Rule:
             dropped("there is no such file here; give zero.stage, and zero.deepspeed"),
             sharding.zero_stage_rule(zero_stage, "by that file's name"),
         )
-    _convert_deepspeed_tree(key.draft, read_config_tree_or_refuse(config_path))
+    file_tree = read_config_tree_or_refuse(config_path)
+    _convert_deepspeed_keys(key._replace(path="", node=file_tree))
     return needless(f"{config_path} is read")
 
 
-def _convert_deepspeed_tree(draft: Draft, config_tree: Tree) -> None:
-    config_key = ConfigKey(draft, "", config_tree, {})
+def _convert_deepspeed_keys(config_key: ConfigKey) -> None:
     zero = config_key.child("zero_optimization")
     # `true` is an older form of stage 1.
     zero_stage = zero.get("stage") if isinstance(zero, dict) else zero is True
@@ -100,7 +97,7 @@ def _convert_deepspeed_tree(draft: Draft, config_tree: Tree) -> None:
         number_or_none(config_key.child(name)) for name in _BATCH_SIZES
     )
     if micro_size and not global_size and not accumulation_steps:
-        draft.assume_default("batch.accumulation_steps", 1, "DeepSpeed's default")
+        config_key.draft.assume_default("batch.accumulation_steps", 1, "DeepSpeed's default")
     convert_section_by_rules(config_key, _RULES)
 
 

@@ -10,22 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.recipe.fields.field_lookup import (
-    first_model_at_path,
-    keys_accepted_by_section,
-    names_accepted_by_field,
-    path_by_unambiguous_field_name,
-)
-from ortlaunch.recipe.hints.keys_of_other_tools import (
-    DIALECTS,
-    NO_MODEL_PARALLELISM,
-    TRUE_BY_ITSELF,
-    USUAL,
-)
-from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none, normalize_word
 from ortlaunch.recipe.text.source_location import (
     HIDDEN_VALUE,
     SECRET_NAME,
+    Key,
     SourceLocation,
     parse_key_path,
     values_with_hidden_secrets,
@@ -35,8 +23,6 @@ from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
 
 # Stands for the value that the config itself gives.
 OWN_VALUE = object()
-# Prefix of dialect entries for keys that need no setting here; the reason follows.
-NOT_NEEDED_PREFIX = "none: "
 # Assumed with bf16: path, value and reason, as `Draft.assume_default` accepts them.
 _ENGINE_FOR_BF16 = (
     "engine.name",
@@ -98,8 +84,7 @@ class Draft:
         self.recipe_tree = Tree(config_tree.location, node_type="mapping")
         # Keys that the config leaves to the base; those of one tuple are alternatives.
         self.keys_left_to_base: list[tuple[str, ...]] = []
-        # Applied at the end by `convert_remaining_keys_and_set_assumed_values`, for only then is it
-        # known which keys the config sets.
+        # Set at the end, for only then is it known which keys the config sets.
         self._assumed_values: list[tuple[str, object, str]] = []
 
     def add_key(self, config_key: str, node: Tree) -> None:
@@ -118,16 +103,9 @@ class Draft:
             for tree in (self.command_tree, self.recipe_tree, self.base_tree)
         )
         subtree = next((tree for tree in trees if tree is not None), None)
-        assumed_values = [
-            value for assumed_key, value, _ in self._assumed_values if assumed_key == recipe_key
-        ]
-        return (
-            subtree.value_without_locations()
-            if subtree is not None
-            else assumed_values[0]
-            if assumed_values
-            else None
-        )
+        if subtree is not None:
+            return subtree.value_without_locations()
+        return next((value for key, value, _ in self._assumed_values if key == recipe_key), None)
 
     def put_recipe_value(
         self,
@@ -146,81 +124,35 @@ class Draft:
             recipe_value: the recipe's value; by default that of `value_node`.
             difference: how the meaning differs here; "": it is the same.
         """
+        is_own = recipe_value is OWN_VALUE
         new_subtree = (
-            value_node
-            if recipe_value is OWN_VALUE
-            else recipe_value_tree_located_at_node(recipe_value, value_node)
+            value_node if is_own else recipe_value_tree_located_at_node(recipe_value, value_node)
         )
-        earlier_subtree = self.recipe_tree.find_subtree(parse_key_path(recipe_key))
-        # Two keys of the config with one counterpart: equal values are fine.
-        if (
-            earlier_subtree is not None
-            and earlier_subtree.value_without_locations() == new_subtree.value_without_locations()
-        ):
-            return self.report_needless(config_key, value_node, f"{recipe_key} has it")
-        if earlier_subtree is not None:
-            return self.report_dropped(
-                config_key, value_node, f"{recipe_key} is set by another key already"
+        key_path = parse_key_path(recipe_key)
+        earlier_subtree = self.recipe_tree.find_subtree(key_path)
+        if earlier_subtree is None:
+            self.recipe_tree = self.recipe_tree.copy_with_subtree(key_path, new_subtree)
+            value_text = "" if is_own else f": {one_line_text(new_subtree)}"
+            difference_text = f"; {difference}" if difference else ""
+            self.add_remark(
+                "changed" if difference else "taken",
+                config_key,
+                value_node,
+                f"{recipe_key}{value_text}{difference_text}",
             )
-        self.recipe_tree = self.recipe_tree.copy_with_subtree(
-            parse_key_path(recipe_key), new_subtree
-        )
-        result_text = (
-            recipe_key
-            if recipe_value is OWN_VALUE
-            else f"{recipe_key}: {one_line_text(new_subtree)}"
-        )
-        self.add_remark(
-            self.import_report.changed if difference else self.import_report.taken,
-            config_key,
-            value_node,
-            f"{result_text}; {difference}" if difference else result_text,
-        )
-        return None
+        # Two keys of the config with one counterpart: equal values are fine.
+        elif earlier_subtree.value_without_locations() == new_subtree.value_without_locations():
+            self.add_remark("needless", config_key, value_node, f"{recipe_key} has it")
+        else:
+            reason = f"{recipe_key} is set by another key already"
+            self.add_remark("dropped", config_key, value_node, reason)
 
     def assume_default(self, recipe_key: str, recipe_value: object, reason: str) -> None:
         """Set a key at the end, unless the config sets it."""
         self._assumed_values.append((recipe_key, recipe_value, reason))
 
-    def report_altered(self, config_key: str, node: Tree, difference: str) -> None:
-        """Report a key whose counterpart is set by other keys and differs slightly."""
-        self.add_remark(self.import_report.changed, config_key, node, difference)
-
-    def report_dropped(self, config_key: str, node: Tree, reason: str) -> None:
-        """Report a key without a counterpart."""
-        self.add_remark(self.import_report.dropped, config_key, node, reason)
-
-    def report_needless(self, config_key: str, node: Tree, reason: str) -> None:
-        """Report a key for which nothing needs to be set."""
-        self.add_remark(self.import_report.needless, config_key, node, reason)
-
-    def report_adapters_unused(self, reason: str) -> None:
-        """Report the keys of LoRA as unused, because all weights are trained."""
-        for config_key in [key for key in self.unconverted if key.startswith("lora_")]:
-            node = self.unconverted[config_key]
-            if not is_empty(node):
-                self.report_needless(config_key, node, f"of no effect there: {reason}")
-                del self.unconverted[config_key]
-
-    def reason_against_false_or_none(self, config_key: str, node: Tree) -> str | None:
-        """Return what is done here in any case, if the config turns it off."""
-        does_always = TRUE_BY_ITSELF.get(normalize_word(config_key))
-        return (
-            f"here it is always so: {does_always}" if does_always and node.scalar is False else None
-        )
-
-    def convert_remaining_keys_and_set_assumed_values(self) -> None:
-        """Convert all other keys by the dialects and the recipe's names, then set the defaults."""
-        for config_key, node in self.unconverted.items():
-            if reason := self.reason_against_false_or_none(config_key, node):
-                self.report_dropped(config_key, node, reason)
-            elif is_empty(node):
-                self.import_report.empty.append(config_key)
-            elif _is_default_without_counterpart(config_key, node):
-                self.report_needless(config_key, node, "the tool's default, which asks for nothing")
-            else:
-                self._convert_key_by_dialect_tables_or_report_dropped(config_key, node)
-        self.unconverted = {}
+    def set_assumed_values(self) -> None:
+        """Set the defaults of those keys that the config does not set."""
         if self.expected_recipe_value_or_none("precision") == "bf16":
             self.assume_default(*_ENGINE_FOR_BF16)
         for recipe_key, recipe_value, reason in self._assumed_values:
@@ -231,59 +163,17 @@ class Draft:
                 )
                 self.import_report.assumed.append(f"{recipe_key}: {recipe_value} ({reason})")
 
-    def _convert_key_by_dialect_tables_or_report_dropped(
-        self, config_key: str, value_node: Tree
-    ) -> None:
-        # The tool's own dialect first: the same key may mean something else in another tool.
-        recipe_key = next(
-            (
-                DIALECTS[tool][normalize_word(config_key)]
-                for tool in self.tools
-                if normalize_word(config_key) in DIALECTS[tool]
-            ),
-            None,
-        )
-        recipe_key = (
-            recipe_key or path_by_unambiguous_field_name().get(normalize_word(config_key)) or ""
-        )
-        if recipe_key.startswith(NOT_NEEDED_PREFIX):
-            self.report_needless(config_key, value_node, recipe_key.removeprefix(NOT_NEEDED_PREFIX))
-        elif recipe_key == NO_MODEL_PARALLELISM and number_or_none(value_node.scalar) == 1:
-            self.report_needless(config_key, value_node, "1 stands for none")
-        elif not is_recipe_key(recipe_key):
-            self.report_dropped(
-                config_key,
-                value_node,
-                f"no counterpart; nearest: {recipe_key}" if recipe_key else "no counterpart",
-            )
-        elif names_accepted_by_field(parse_key_path(recipe_key)) and isinstance(
-            value_node.scalar, str
-        ):
-            self._set_closest_accepted_word_or_report_dropped(config_key, value_node, recipe_key)
-        else:
-            self.put_recipe_value(recipe_key, value_node, config_key)
-
-    def _set_closest_accepted_word_or_report_dropped(
-        self, config_key: str, value_node: Tree, recipe_key: str
-    ) -> None:
-        accepted_words = names_accepted_by_field(parse_key_path(recipe_key))
-        closest_word = closest_or_translated_name_or_none(value_node.scalar, accepted_words)
-        if closest_word is None:
-            return self.report_dropped(
-                config_key, value_node, f"{recipe_key} has {', '.join(accepted_words)}"
-            )
-        return self.put_recipe_value(recipe_key, value_node, config_key, closest_word)
-
     def add_remark(
-        self, remarks: list[Remark], config_key: str, value_node: Tree, result_text: str
+        self, list_name: str, config_key: str, value_node: Tree, result_text: str
     ) -> None:
+        """Add a key to a list of the report."""
         # The report is printed and written into the recipe, so it must not have secrets.
         value = (
             HIDDEN_VALUE
             if SECRET_NAME.search(config_key)
             else " ".join(one_line_text(value_node).split())
         )
-        remarks.append(
+        getattr(self.import_report, list_name).append(
             Remark(
                 value_node.key_location or value_node.location,
                 config_key,
@@ -300,17 +190,6 @@ def refusal_error(config_key: str, node: Tree, reason: str) -> InputError:
     )
 
 
-def is_recipe_key(key_text: str) -> bool:
-    """Return whether a text is exactly a key of the recipe."""
-    # Some dialect entries are sentences.
-    key_path = parse_key_path(key_text) if key_text and " " not in key_text else ()
-    return (
-        bool(key_path)
-        and first_model_at_path(key_path[:-1]) is not None
-        and str(key_path[-1]) in keys_accepted_by_section(key_path[:-1])
-    )
-
-
 def is_empty(node: Tree) -> bool:
     """Return whether a value is null, false or empty."""
     # 0 is a value: a warm-up of 0 steps differs from the default.
@@ -319,47 +198,24 @@ def is_empty(node: Tree) -> bool:
     return node.scalar is None or node.scalar is False or node.scalar == ""
 
 
-def _is_default_without_counterpart(config_key: str, value_node: Tree) -> bool:
-    """Return whether a value is the default of a key that has no counterpart."""
-    usual_value, value = USUAL.get(normalize_word(config_key)), value_node.value_without_locations()
-    # Of a mapping each setting that is given counts.
-    if isinstance(usual_value, dict) and isinstance(value, dict):
-        return all(
-            setting_name in usual_value and usual_value[setting_name] == value[setting_name]
-            for setting_name in value
-        )
-    return usual_value is not None and value == usual_value
-
-
 def recipe_value_tree_located_at_node(recipe_value: object, located_node: Tree) -> Tree:
     """Return a tree of a recipe's value, with the location of another tool's value."""
-    if isinstance(recipe_value, Tree):
-        return recipe_value
+    node_type, items = "scalar", dict[Key, object]()
     if isinstance(recipe_value, dict):
-        return Tree(
-            located_node.location,
-            node_type="mapping",
-            key_location=located_node.key_location,
-            children={
-                key: recipe_value_tree_located_at_node(inner_value, located_node)
-                for key, inner_value in recipe_value.items()
-            },
-        )
-    if isinstance(recipe_value, (list, tuple)):
-        return Tree(
-            located_node.location,
-            node_type="list",
-            key_location=located_node.key_location,
-            children={
-                i: recipe_value_tree_located_at_node(inner_value, located_node)
-                for i, inner_value in enumerate(recipe_value)
-            },
-        )
+        node_type, items = "mapping", recipe_value
+    elif isinstance(recipe_value, (list, tuple)):
+        node_type, items = "list", dict(enumerate(recipe_value))
+    is_scalar = node_type == "scalar"
     return Tree(
         located_node.location,
-        recipe_value,
-        "null" if recipe_value is None else str(recipe_value),
+        recipe_value if is_scalar else None,
+        ("null" if recipe_value is None else str(recipe_value)) if is_scalar else None,
+        node_type=node_type,
         key_location=located_node.key_location,
+        children={
+            key: recipe_value_tree_located_at_node(value, located_node)
+            for key, value in items.items()
+        },
     )
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.importers import llama_v1
-from ortlaunch.importers.draft import Draft, number_or_none
+from ortlaunch.importers.draft import (
+    Draft,
+    number_or_none,
+    recipe_value_tree_located_at_node,
+)
 from ortlaunch.importers.llama_v1 import DescribedSets
 from ortlaunch.importers.rules import (
-    NO_COUNTERPART,
     ConfigKey,
     Rule,
+    Rules,
     apply_rule_and_tell_if_converted,
     convert_keys_by_rules,
+    convert_section_by_rules,
     dropped,
     needless,
     put,
@@ -49,18 +53,13 @@ _ROLES = {
     "function_tag": ("function_call", "assistant"),
     "system_tag": ("system", "system"),
 }
-_READ_KEYS = (
-    "hf_hub_url",
-    "file_name",
-    "formatting",
-    "subset",
-    "split",
-    "columns",
-    "tags",
-    "num_samples",
-)
-# Other names of the same data, which LLaMA-Factory reads where the hub cannot be reached.
-_MIRROR_KEYS = ("ms_hub_url", "om_hub_url")
+# Keys of a data set that are read, and other names of the same data, which LLaMA-Factory reads where
+# the hub cannot be reached.
+_SET_RULES: Rules = {
+    **dict.fromkeys(("hf_hub_url", "file_name", "formatting", "subset", "split"), ()),
+    **dict.fromkeys(("tags", "num_samples", "ms_hub_url", "om_hub_url"), ()),
+    "columns": dict.fromkeys((*_PROMPT_COLUMNS, *_MESSAGE_COLUMNS), ()),
+}
 _MIXTURE_REMARK = "sources are mixed by their sizes; LLaMA-Factory shuffles all rows together"
 
 
@@ -70,10 +69,6 @@ class _SourceForm(NamedTuple):
     has_chats: bool
     loss_fields: Json
     row_limit: float | None
-
-
-class _RefusedDataSet(Exception):
-    """A data set that no source of the recipe can be."""
 
 
 def convert_data_sets_by_dataset_info(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
@@ -172,31 +167,24 @@ def _source_or_none(
     key: ConfigKey, set_name: str, sets: DescribedSets, recipe_part: str, form: _SourceForm
 ) -> Json | None:
     """Return a data set's source, and report its settings without a counterpart; None: refused."""
-    description = sets.descriptions.get(set_name)
+    description: Any = sets.descriptions.get(set_name)
     set_key = key._replace(path=f"{key.path} {set_name}")
-    try:
-        if not isinstance(description, dict):
-            raise _RefusedDataSet(f"{sets.folder / _DESCRIPTION_FILE} has no {set_name}")
-        source = _source_of_data_set(description, sets.folder, form)
-    except _RefusedDataSet as error:
-        reason = f"{error}; give a source of data.{recipe_part}"
-        apply_rule_and_tell_if_converted(set_key, dropped(reason))
+    if reason := _reason_against_data_set(description, sets.folder):
+        reason = reason.format(set_name)
+        apply_rule_and_tell_if_converted(
+            set_key, dropped(f"{reason}; give a source of data.{recipe_part}")
+        )
         return None
-    media_names = [name for name in _MEDIA if name in (description.get("columns") or {})]
+    columns = description.get("columns") or {}
+    media_names = [name for name in _MEDIA if name in columns]
     if media_names:
         reason = f"have {media_names[0]}: beside text they cannot be trained here"
         location = key.node.key_location or key.node.location
         raise InputError(f"{location}: {key.path}: the rows of {set_name} {reason}")
-    for lost_key in _keys_without_counterpart(description):
-        lost = set_key._replace(path=f"{set_key.path}.{lost_key}")
-        apply_rule_and_tell_if_converted(lost, NO_COUNTERPART)
-    return source
-
-
-def _source_of_data_set(description: Json, data_folder: Path, form: _SourceForm) -> Json:
-    columns = description.get("columns") or {}
+    set_node = recipe_value_tree_located_at_node(description, key.node)
+    convert_section_by_rules(set_key._replace(node=set_node), _SET_RULES)
     source = {
-        **_hub_or_file_fields_of_source_or_refuse(description, data_folder),
+        **_hub_or_file_fields(description, sets.folder),
         **(_chat_columns_keys_and_roles(description, columns) if form.has_chats else {}),
         **form.loss_fields,
     }
@@ -206,27 +194,31 @@ def _source_of_data_set(description: Json, data_folder: Path, form: _SourceForm)
     return {**source, "most_rows": int(min(row_limits))} if row_limits else source
 
 
-def _hub_or_file_fields_of_source_or_refuse(set_description: Json, data_folder: Path) -> Json:
+def _reason_against_data_set(description: object, data_folder: Path) -> str:
+    """Return the reason why no source of the recipe can be a data set; "": one can."""
+    if not isinstance(description, dict):
+        return f"{data_folder / _DESCRIPTION_FILE} has no {{}}"
+    formatting = description.get("formatting", "alpaca")
+    if formatting not in _FORMATTINGS:
+        return f"its format is {formatting}, none of {', '.join(_FORMATTINGS)}"
+    if description.get("ranking"):
+        return "it has preferences, and there is no preference training here"
+    file_name = str(description.get("file_name") or "")
+    if description.get("hf_hub_url") or Path(file_name).suffix in FORMATS:
+        return ""
+    return (
+        f"its file {file_name!r} is none of {', '.join(FORMATS)}" if file_name else "it has no file"
+    )
+
+
+def _hub_or_file_fields(description: Json, data_folder: Path) -> Json:
     """Return where the rows are: on the hub, or in a file."""
-    if set_description.get("formatting", "alpaca") not in _FORMATTINGS:
-        raise _RefusedDataSet(
-            f"its format is {set_description['formatting']}, none of {', '.join(_FORMATTINGS)}"
-        )
-    if set_description.get("ranking"):
-        raise _RefusedDataSet("it has preferences, and there is no preference training here")
-    if set_description.get("hf_hub_url"):
-        hub_fields = {
-            key: set_description[key] for key in ("subset", "split") if set_description.get(key)
-        }
-        return {"format": "hub", "name": set_description["hf_hub_url"], **hub_fields}
-    file_name = str(set_description.get("file_name") or "")
-    file_format = FORMATS.get(Path(file_name).suffix)
-    if file_format is None:
-        suffixes_text = ", ".join(FORMATS)
-        raise _RefusedDataSet(
-            f"its file {file_name!r} is none of {suffixes_text}" if file_name else "it has no file"
-        )
-    return {"format": file_format, "path": str(data_folder / file_name)}
+    if description.get("hf_hub_url"):
+        names = [name for name in ("subset", "split") if description.get(name)]
+        hub_fields = {name: description[name] for name in names}
+        return {"format": "hub", "name": description["hf_hub_url"], **hub_fields}
+    file_name = str(description["file_name"])
+    return {"format": FORMATS[Path(file_name).suffix], "path": str(data_folder / file_name)}
 
 
 def _chat_columns_keys_and_roles(set_description: Json, columns: Json) -> Json:
@@ -253,16 +245,3 @@ def _chat_columns_keys_and_roles(set_description: Json, columns: Json) -> Json:
         **key_fields,
         "roles": {name: role for name, role in role_by_tag.items() if name != role},
     }
-
-
-def _keys_without_counterpart(set_description: Json) -> Iterator[str]:
-    """Yield the keys of a data set that have no counterpart."""
-    read_columns = {*_PROMPT_COLUMNS, *_MESSAGE_COLUMNS}
-    yield from (
-        f"columns.{key}" for key in set_description.get("columns") or {} if key not in read_columns
-    )
-    yield from (
-        key
-        for key in set_description
-        if key not in (*_READ_KEYS, *_MIRROR_KEYS) and set_description[key]
-    )

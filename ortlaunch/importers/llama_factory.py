@@ -16,6 +16,7 @@ from ortlaunch.importers.rules import (
     needless,
     put,
     refused,
+    report_adapters_unused,
 )
 
 # Pre-training and supervised fine-tuning; the others train with preferences or rewards.
@@ -33,7 +34,7 @@ def convert_llama_factory_config(draft: Draft) -> None:
         llama_v1.rename_second_schema_keys_and_split_sections(draft)
     assume_defaults(draft, {"model.task": "causal-lm"}, "LLaMA-Factory's default, sft")
     if draft.config_value("finetuning_type") == "full":
-        draft.report_adapters_unused("finetuning_type is full")
+        report_adapters_unused(draft, "finetuning_type is full")
     convert_keys_by_rules(draft, {**_METHOD_RULES, **trainer.MODEL_RULES})
     llama_data.convert_data_sets_by_dataset_info(draft, _has_chats(draft), _loss_fields(draft))
     convert_keys_by_rules(draft, _RULES)

@@ -21,6 +21,9 @@ from ortlaunch.importers.draft import (
     one_line_text,
     refusal_error,
 )
+from ortlaunch.recipe.hints.keys_of_other_tools import TRUE_BY_ITSELF
+from ortlaunch.recipe.text.closest_names import normalize_word
+from ortlaunch.recipe.text.source_location import Key
 from ortlaunch.recipe.text.tree import Tree
 
 # In a table of a section: the rule of all keys that have none of their own.
@@ -148,6 +151,13 @@ class ConfigKey(NamedTuple):
         return self.draft.expected_recipe_value_or_none(recipe_key)
 
 
+def whole_config_key(draft: Draft, nodes: Mapping[str, Tree]) -> ConfigKey:
+    """Return a section of all keys of a config, whose paths are their names."""
+    children: dict[Key, Tree] = dict(nodes.items())
+    config_tree = Tree(draft.recipe_tree.location, node_type="mapping", children=children)
+    return ConfigKey(draft, "", config_tree, nodes)
+
+
 def convert_keys_by_rules(draft: Draft, rules: Rules) -> None:
     """Convert the keys of a config that have a rule, in the order of the rules."""
     for name, rule in rules.items():
@@ -178,8 +188,10 @@ def convert_section_by_rules(key: ConfigKey, rules: Rules) -> None:
     for name in dict.fromkeys((*(name for name in rules if name in child_keys), *child_keys)):
         child_key = child_keys[name]
         rule = rules.get(name, rules.get(ANY_KEY, NO_COUNTERPART))
-        if reason := key.draft.reason_against_false_or_none(name, child_key.node):
-            apply_rule_and_tell_if_converted(child_key, dropped(reason))
+        always = TRUE_BY_ITSELF.get(normalize_word(name))
+        if always and child_key.value is False:
+            rule = dropped(f"here it is always so: {always}")
+            apply_rule_and_tell_if_converted(child_key, rule)
         elif is_empty(child_key.node) and not isinstance(rule, EvenIfEmpty):
             key.draft.import_report.empty.append(child_key.path)
         else:
@@ -196,6 +208,12 @@ def section_values_by_rules(key: ConfigKey, rules: Rules) -> Json:
     draft.import_report = replace(draft.import_report, taken=[])
     convert_section_by_rules(key._replace(draft=draft), rules)
     return dict(draft.recipe_tree.value_without_locations())
+
+
+def report_adapters_unused(draft: Draft, reason: str) -> None:
+    """Report the keys of LoRA as unused, because all weights are trained."""
+    rule = needless(f"of no effect there: {reason}")
+    convert_keys_by_rules(draft, {name: rule for name in draft.config if name.startswith("lora_")})
 
 
 def assume_defaults(draft: Draft, recipe_values: Mapping[str, object], reason: str) -> None:
@@ -216,6 +234,4 @@ def _record_outcome(key: ConfigKey, outcome: Outcome) -> None:
     elif outcome.result == "refused":
         raise refusal_error(key.path, key.node, outcome.text)
     else:
-        key.draft.add_remark(
-            getattr(key.draft.import_report, outcome.result), key.path, key.node, outcome.text
-        )
+        key.draft.add_remark(outcome.result, key.path, key.node, outcome.text)

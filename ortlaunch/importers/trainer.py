@@ -107,8 +107,8 @@ def _disable_zero_for_muon_and_8bit_state_for_zero(draft: Draft) -> None:
         draft.recipe_tree = draft.recipe_tree.copy_with_subtree(
             ("optimizer", "name"), recipe_value_tree_located_at_node("adamw", node)
         )
-        draft.report_altered(
-            "optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits"
+        draft.add_remark(
+            "changed", "optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits"
         )
 
 

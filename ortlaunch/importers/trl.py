@@ -14,6 +14,7 @@ from ortlaunch.importers.rules import (
     dropped,
     needless,
     put,
+    report_adapters_unused,
 )
 
 # Keys of SFTTrainer that Trainer lacks.
@@ -51,7 +52,7 @@ def convert_sft_keys(draft: Draft) -> None:
     if draft.config_value("use_peft"):
         defaults |= {"model.lora.r": 16, "model.lora.alpha": 32, "model.lora.dropout": 0.05}
     else:
-        draft.report_adapters_unused("use_peft is not true")
+        report_adapters_unused(draft, "use_peft is not true")
     assume_defaults(draft, defaults, "TRL's default")
     convert_keys_by_rules(draft, _RULES)
 

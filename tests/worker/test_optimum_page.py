@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from ortlaunch.importers.draft import is_recipe_key
+from ortlaunch.importers.renamed_keys import is_recipe_key
 from ortlaunch.recipe.fields.field_lookup import keys_accepted_by_section
 
 PAGE = (Path(__file__).parents[2] / "docs/optimum.md").read_text(encoding="utf-8")
