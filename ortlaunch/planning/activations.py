@@ -11,7 +11,7 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.recipe import Recipe
-from ortlaunch.tables.families import DECODERS, DecoderTraits
+from ortlaunch.tables.families import FAMILIES
 
 # Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.
 _FLOAT32_BYTES = 4
@@ -94,24 +94,18 @@ def _activation_bytes_per_layer_and_token(
     inner_size = int(model_config["intermediate_size"])
     head_count = int(model_config["num_attention_heads"])
     attention_values = _attention_values_per_token(model_config)
+    family = FAMILIES[model_config["model_type"]]
+    is_on_ort = recipe.engine.name == "ort"
+    inner_tensor_count = family.inner_tensors_on_ort if is_on_ort else family.inner_tensors
     # Llama: norms with their inputs and outputs; gate, its SiLU, up, their product. BERT: two norms,
     # GELU's input and output.
-    # Tensors of the inner width: ReLU keeps its output alone, GPT-2's GELU is a formula of tensors
-    # in PyTorch.
-    inner_tensor_count = {"gpt2": 2 if recipe.engine.name == "ort" else 5, "opt": 1}.get(
-        model_config["model_type"], 2
-    )
-    is_gated = model_config["model_type"] in (*DECODERS, "modernbert")
     value_count = attention_values + (
         6 * hidden_size + 4 * inner_size
-        if is_gated
+        if family.is_gated
         else 4 * hidden_size + inner_tensor_count * inner_size
     )
     # Norms of queries and keys, and Gemma's two norms more.
-    decoder_traits = DECODERS.get(model_config["model_type"], DecoderTraits())
-    value_count += (
-        attention_values // 2 * decoder_traits.head_norms + 2 * hidden_size * decoder_traits.norms
-    )
+    value_count += attention_values // 2 * family.head_norms + 2 * hidden_size * family.norms
     dropped_values = 2 * hidden_size if model_config.get("hidden_dropout_prob") else 0
     # Scores grow with the square of the length, so a token's share grows with the length.
     score_bytes = (
@@ -162,9 +156,8 @@ def _kept_bytes_per_attention_score(
     Kept are the softmax and, with dropout, its mask and its output.
     """
     has_dropout = _has_attention_dropout(model_config)
-    if model_config["model_type"] == "deberta-v2":
-        # No fused kernel: scores of contents and of positions are summed step by step. Measured.
-        return 4 * value_bytes
+    if score_tensors := FAMILIES[model_config["model_type"]].score_tensors:
+        return score_tensors * value_bytes
     if not _uses_fused_attention(recipe, model_config, sequence_tokens, device):
         return value_bytes + (
             value_bytes + _dropout_mask_bytes(recipe, value_bytes, device) if has_dropout else 0

@@ -13,7 +13,7 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
 from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
-from ortlaunch.planning.model_sizes import SHAPE_BY_MODEL_TYPE, ModelShape, build_model_shape
+from ortlaunch.planning.model_sizes import ModelShape, build_model_shape
 from ortlaunch.planning.startup import (
     peak_device_bytes_before_first_step,
     planned_host_memory_of_rank,
@@ -25,13 +25,7 @@ from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.inputs import rounded_vocabulary_size
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
-from ortlaunch.tables.families import (
-    DECODERS,
-    SIZE_FIELDS,
-    SIZE_FIELDS_BY_TYPE,
-    config_with_family_defaults_or_none,
-    config_with_planned_size_names_or_none,
-)
+from ortlaunch.tables.families import FAMILIES, Family, planned_config_or_none
 
 # Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
 # sum of a number of bytes and of three shares: of the model's bytes, of the activations that are
@@ -75,13 +69,13 @@ def model_config_with_defaults_or_none(recipe: Recipe) -> Json | None:
         read_local_model_config_or_none(recipe.model.pretrained) if recipe.model.pretrained else {}
     )
     merged_config = _model_config_fields_known_before_loading(recipe)
+    family = FAMILIES.get(str(merged_config.get("model_type")))
     # If the model's own config is not known, the recipe must have all sizes.
-    filled_config = (
-        None
-        if pretrained_config is None and not set(recipe_config) >= SIZE_FIELDS
-        else config_with_family_defaults_or_none(merged_config)
-    )
-    return filled_config or config_with_planned_size_names_or_none(merged_config)
+    if family is None or (
+        pretrained_config is None and not set(recipe_config) >= set(family.size_fields)
+    ):
+        return None
+    return planned_config_or_none(merged_config)
 
 
 def _model_config_fields_known_before_loading(recipe: Recipe) -> Json:
@@ -139,9 +133,10 @@ def estimate_rank_memory_or_none(
         None for models that are not known here.
     """
     config = model_config_with_defaults_or_none(recipe)
-    if config is None or (
-        config["model_type"] in DECODERS and recipe.model.traits.predicts == "masked"
-    ):
+    if config is None:
+        return None
+    family = FAMILIES[config["model_type"]]
+    if not family.can_predict(recipe.model.traits.predicts):
         return None
     compared_step_count = parity_step_count_and_reason(recipe, config["model_type"]).steps
     model_shape = build_model_shape(config, recipe.model.task)
@@ -208,7 +203,6 @@ def estimate_rank_memory_or_none(
                 eager_recipe, config, micro_samples, _bytes_per_value(recipe), device
             )
             compared_bytes += int(_COMPARED_SHARE * eager_activation_bytes)
-    model_family = "llama" if config["model_type"] in DECODERS else "bert"
     gpu_library_bytes = _gpu_library_bytes(recipe, rank_count)
     bytes_by_stage = [
         (
@@ -217,7 +211,7 @@ def estimate_rank_memory_or_none(
                 overhead=compared_bytes
                 + (
                     _process_overhead_bytes_of_costliest_engine(
-                        recipe, stage_bytes, model_family, all_activations
+                        recipe, stage_bytes, family, all_activations
                     )
                     if device == "cpu"
                     else gpu_library_bytes
@@ -264,7 +258,7 @@ def _gpu_library_bytes(recipe: Recipe, rank_count: int) -> int:
 def _process_overhead_bytes_of_costliest_engine(
     recipe: Recipe,
     counted_bytes: Bytes,
-    model_family: str,
+    family: Family,
     activation_bytes_without_recomputation: int,
 ) -> int:
     """Return the bytes of a process beside the counted tensors (see _OVERHEAD).
@@ -274,7 +268,7 @@ def _process_overhead_bytes_of_costliest_engine(
     Args:
         recipe: the recipe.
         counted_bytes: the counted bytes.
-        model_family: llama or bert.
+        family: the model's row of the table.
         activation_bytes_without_recomputation: bytes of activations, recomputed ones included.
     """
     engine_names = _OVERHEAD_BY_ENGINE if recipe.engine.name == "auto" else [recipe.engine.name]
@@ -290,7 +284,7 @@ def _process_overhead_bytes_of_costliest_engine(
             + all_factor * activation_bytes_without_recomputation
         )
         + (
-            _MORE_NODES_BYTES * ((model_family == "llama") + (recipe.model.lora is not None))
+            _MORE_NODES_BYTES * (family.has_rms_norms + (recipe.model.lora is not None))
             if engine_name == "ort"
             else 0
         )
@@ -315,11 +309,11 @@ def reason_rank_memory_cannot_be_estimated(recipe: Recipe) -> str:
             f"config.json{f' --revision {revision}' if revision else ''}"
         )
     model_type = {**pretrained_config, **(model.config or {})}.get("model_type")
-    if model_type not in SHAPE_BY_MODEL_TYPE:
+    if model_type not in FAMILIES:
         return f"models of type {model_type} have no estimate; a training records its memory in memory.json"
     if model_config_with_defaults_or_none(recipe) is None:
         fields = _model_config_fields_known_before_loading(recipe)
-        needed = SIZE_FIELDS_BY_TYPE.get(str(model_type), sorted(SIZE_FIELDS))
+        needed = FAMILIES[model_type].size_fields
         missing = ", ".join(name for name in needed if fields.get(name) is None)
         return (
             f"a plan needs {missing or 'other sizes'} of a {model_type} in model.config, as its "

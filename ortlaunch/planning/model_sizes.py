@@ -1,18 +1,18 @@
 """Tensors of model families, from the fields of their configs.
 
-The config is one that `families.config_with_family_defaults_or_none` or
-`families.config_with_planned_size_names_or_none` returned. A
-test compares the counts
-with transformers, and those of adapters with peft.
+The config is one that `families.planned_config_or_none` returned. A row of the table of families
+names its function here. A test compares the counts with transformers, and those of adapters with
+peft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ortlaunch.base.json_types import Json
-from ortlaunch.tables.families import DECODERS
+from ortlaunch.tables.families import FAMILIES
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 
 # Name, inputs and outputs of a linear layer.
@@ -78,28 +78,33 @@ def _label_head_tensor_sizes(model_config: Json, task_name: str, hidden_size: in
     return [hidden_size * class_count, class_count] if traits.has_new_head else []
 
 
+def _named_layers(model_config: Json, sizes: list[tuple[int, int]]) -> list[LinearLayer]:
+    """Return linear layers with their family's names."""
+    names = FAMILIES[model_config["model_type"]].layer_names
+    return [(name, a, b) for name, (a, b) in zip(names, sizes)]
+
+
 def _linear_layers_and_vectors_of_bert_layer(
-    hidden_size: int, inner_size: int, layer_names: tuple[str, ...]
+    model_config: Json, inner_size: int
 ) -> tuple[list[LinearLayer], list[int]]:
     """Return the linear layers of BERT's layer, with biases, and its two norms."""
-    sizes = [(hidden_size, hidden_size)] * 4 + [
-        (hidden_size, inner_size),
-        (inner_size, hidden_size),
-    ]
-    linear_layers = [(name, a, b) for name, (a, b) in zip(layer_names, sizes)]
-    return linear_layers, [*(b for _, _, b in linear_layers), *[hidden_size] * 4]
+    width: int = model_config["hidden_size"]
+    sizes = [(width, width)] * 4 + [(width, inner_size), (inner_size, width)]
+    linear_layers = _named_layers(model_config, sizes)
+    return linear_layers, [*(b for _, _, b in linear_layers), *[width] * 4]
 
 
-def _bert_shape(model_config: Json, task_name: str) -> ModelShape:
+def _equal_layers_of_bert(model_config: Json) -> EqualLayers:
+    """Return all layers of a model whose layers are BERT's."""
+    return EqualLayers(
+        model_config["num_hidden_layers"],
+        *_linear_layers_and_vectors_of_bert_layer(model_config, model_config["intermediate_size"]),
+    )
+
+
+def bert_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     traits = MODEL_TASKS[task_name]
-    layer_names = ("query", "key", "value", "dense", "dense", "dense")
-    layer_group = EqualLayers(
-        model_config["num_hidden_layers"],
-        *_linear_layers_and_vectors_of_bert_layer(
-            hidden_size, model_config["intermediate_size"], layer_names
-        ),
-    )
     head_layers = [("dense", hidden_size, hidden_size)] * (traits.pools + bool(traits.predicts))
     head_layers += [("seq_relationship", hidden_size, 2)] * traits.pairs
     other_sizes = [
@@ -123,40 +128,36 @@ def _bert_shape(model_config: Json, task_name: str) -> ModelShape:
             ),
         ]
     return ModelShape(
-        [layer_group],
+        [_equal_layers_of_bert(model_config)],
         [*other_sizes, *_label_head_tensor_sizes(model_config, task_name, hidden_size)],
         head_layers,
     )
 
 
-def _llama_shape(model_config: Json, task_name: str) -> ModelShape:
+def llama_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     inner_size = model_config["intermediate_size"]
     head_count = model_config["num_attention_heads"]
     head_size = model_config["head_dim"] or hidden_size // head_count
     query_size = head_count * head_size
     key_value_size = (model_config["num_key_value_heads"] or head_count) * head_size
-    decoder_traits = DECODERS[model_config["model_type"]]
-    linear_layers = [
-        ("q_proj", hidden_size, query_size),
-        ("k_proj", hidden_size, key_value_size),
-        ("v_proj", hidden_size, key_value_size),
-        ("o_proj", query_size, hidden_size),
-        ("gate_proj", hidden_size, inner_size),
-        ("up_proj", hidden_size, inner_size),
-        ("down_proj", inner_size, hidden_size),
-    ]
-    if model_config["model_type"] == "phi3":
-        linear_layers = [
-            ("qkv_proj", hidden_size, query_size + 2 * key_value_size),
-            ("o_proj", query_size, hidden_size),
-            ("gate_up_proj", hidden_size, 2 * inner_size),
-            ("down_proj", inner_size, hidden_size),
-        ]
-    vector_sizes = [hidden_size] * (2 + decoder_traits.norms) + [
+    family = FAMILIES[model_config["model_type"]]
+    sizes_by_name = {
+        "q_proj": (hidden_size, query_size),
+        "k_proj": (hidden_size, key_value_size),
+        "v_proj": (hidden_size, key_value_size),
+        "qkv_proj": (hidden_size, query_size + 2 * key_value_size),
+        "o_proj": (query_size, hidden_size),
+        "gate_proj": (hidden_size, inner_size),
+        "up_proj": (hidden_size, inner_size),
+        "gate_up_proj": (hidden_size, 2 * inner_size),
+        "down_proj": (inner_size, hidden_size),
+    }
+    linear_layers = [(name, *sizes_by_name[name]) for name in family.layer_names]
+    vector_sizes = [hidden_size] * (2 + family.norms) + [
         head_size,
         head_size,
-    ] * decoder_traits.head_norms
+    ] * family.head_norms
     vector_sizes += (
         [query_size, key_value_size, key_value_size, hidden_size]
         if model_config["attention_bias"]
@@ -183,15 +184,8 @@ def _last_token_head_tensor_sizes(
     return head_sizes[:1] if MODEL_TASKS[task_name].pools else head_sizes
 
 
-def _deberta_shape(model_config: Json, task_name: str) -> ModelShape:
+def deberta_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
-    layer_names = ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense")
-    layer_group = EqualLayers(
-        model_config["num_hidden_layers"],
-        *_linear_layers_and_vectors_of_bert_layer(
-            hidden_size, model_config["intermediate_size"], layer_names
-        ),
-    )
     # Of version 3: no absolute positions, one table of relative ones with a norm, shared projections.
     embedding_sizes = [
         model_config["vocab_size"] * hidden_size,
@@ -205,7 +199,7 @@ def _deberta_shape(model_config: Json, task_name: str) -> ModelShape:
         model_config, task_name, hidden_size, hidden_size
     )
     return ModelShape(
-        [layer_group],
+        [_equal_layers_of_bert(model_config)],
         [*embedding_sizes, *head_sizes],
         [("dense", hidden_size, hidden_size)] * (len(head_sizes) > 2),
     )
@@ -238,16 +232,17 @@ def _bert_word_or_label_head_tensor_sizes(
     ]
 
 
-def _modernbert_shape(model_config: Json, task_name: str) -> ModelShape:
+def modernbert_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     inner_size = model_config["intermediate_size"]
     layer_count = model_config["num_hidden_layers"]
-    linear_layers = [
-        ("Wqkv", hidden_size, 3 * hidden_size),
-        ("Wo", hidden_size, hidden_size),
-        ("Wi", hidden_size, 2 * inner_size),
-        ("Wo", inner_size, hidden_size),
+    sizes = [
+        (hidden_size, 3 * hidden_size),
+        (hidden_size, hidden_size),
+        (hidden_size, 2 * inner_size),
+        (inner_size, hidden_size),
     ]
+    linear_layers = _named_layers(model_config, sizes)
     # The first layer has one norm, the others two; norms of embeddings, of the end, of the head.
     other_sizes = [
         model_config["vocab_size"] * hidden_size,
@@ -270,17 +265,10 @@ def _modernbert_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def _roberta_shape(model_config: Json, task_name: str) -> ModelShape:
+def roberta_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     # ELECTRA's embeddings may be narrower than its layers.
     embedding_size: int = model_config.get("embedding_size") or hidden_size
-    layer_names = ("query", "key", "value", "dense", "dense", "dense")
-    layer_group = EqualLayers(
-        model_config["num_hidden_layers"],
-        *_linear_layers_and_vectors_of_bert_layer(
-            hidden_size, model_config["intermediate_size"], layer_names
-        ),
-    )
     table_rows = (
         model_config["vocab_size"]
         + model_config["max_position_embeddings"]
@@ -299,7 +287,7 @@ def _roberta_shape(model_config: Json, task_name: str) -> ModelShape:
         MODEL_TASKS[task_name].predicts
     )
     return ModelShape(
-        [layer_group],
+        [_equal_layers_of_bert(model_config)],
         [
             *other_sizes,
             *_bert_word_or_label_head_tensor_sizes(
@@ -310,15 +298,8 @@ def _roberta_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def _distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
+def distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
-    layer_names = ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2")
-    layer_group = EqualLayers(
-        model_config["num_hidden_layers"],
-        *_linear_layers_and_vectors_of_bert_layer(
-            hidden_size, model_config["intermediate_size"], layer_names
-        ),
-    )
     other_sizes = [
         (model_config["vocab_size"] + model_config["max_position_embeddings"]) * hidden_size,
         hidden_size,
@@ -328,7 +309,7 @@ def _distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
         MODEL_TASKS[task_name].predicts
     )
     return ModelShape(
-        [layer_group],
+        [_equal_layers_of_bert(model_config)],
         [
             *other_sizes,
             *_bert_word_or_label_head_tensor_sizes(
@@ -339,15 +320,16 @@ def _distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def _gpt2_shape(model_config: Json, task_name: str) -> ModelShape:
+def gpt2_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     inner_size = model_config["intermediate_size"]
-    linear_layers = [
-        ("c_attn", hidden_size, 3 * hidden_size),
-        ("c_proj", hidden_size, hidden_size),
-        ("c_fc", hidden_size, inner_size),
-        ("c_proj", inner_size, hidden_size),
+    sizes = [
+        (hidden_size, 3 * hidden_size),
+        (hidden_size, hidden_size),
+        (hidden_size, inner_size),
+        (inner_size, hidden_size),
     ]
+    linear_layers = _named_layers(model_config, sizes)
     layer_group = EqualLayers(
         model_config["num_hidden_layers"],
         linear_layers,
@@ -358,18 +340,13 @@ def _gpt2_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def _opt_shape(model_config: Json, task_name: str) -> ModelShape:
-    hidden_size = model_config["hidden_size"]
-    layer_names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-    layer_group = EqualLayers(
-        model_config["num_hidden_layers"],
-        *_linear_layers_and_vectors_of_bert_layer(
-            hidden_size, model_config["intermediate_size"], layer_names
-        ),
-    )
+def opt_shape(model_config: Json, task_name: str) -> ModelShape:
     # Its first two positions are those of padding.
     return _tied_decoder_shape_with_positions(
-        model_config, task_name, layer_group, model_config["max_position_embeddings"] + 2
+        model_config,
+        task_name,
+        _equal_layers_of_bert(model_config),
+        model_config["max_position_embeddings"] + 2,
     )
 
 
@@ -389,18 +366,11 @@ def _tied_decoder_shape_with_positions(
     )
 
 
-def _vit_shape(model_config: Json, task_name: str) -> ModelShape:
+def vit_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
-    layer_names = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
-    layer_group = EqualLayers(
-        model_config["num_hidden_layers"],
-        *_linear_layers_and_vectors_of_bert_layer(
-            hidden_size, model_config["intermediate_size"], layer_names
-        ),
-    )
     patch_size = 3 * model_config["patch_size"] ** 2 * hidden_size
     return ModelShape(
-        [layer_group],
+        [_equal_layers_of_bert(model_config)],
         [
             patch_size,
             hidden_size,
@@ -413,15 +383,14 @@ def _vit_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def _whisper_shape(model_config: Json, task_name: str) -> ModelShape:
+def whisper_shape(model_config: Json, task_name: str) -> ModelShape:
     hidden_size = model_config["d_model"]
-    attention_names = ("q_proj", "k_proj", "v_proj", "out_proj")
     linear_layers, vector_sizes = _linear_layers_and_vectors_of_bert_layer(
-        hidden_size, model_config["encoder_ffn_dim"], (*attention_names, "fc1", "fc2")
+        model_config, model_config["encoder_ffn_dim"]
     )
     # Keys have no bias. Cross attention has a norm of its own.
     encoder_layers = EqualLayers(model_config["encoder_layers"], linear_layers, vector_sizes[1:])
-    cross_layers = [(name, hidden_size, hidden_size) for name in attention_names]
+    cross_layers = linear_layers[:4]
     decoder_layers = EqualLayers(
         model_config["decoder_layers"],
         [*linear_layers, *cross_layers],
@@ -445,22 +414,9 @@ def _whisper_shape(model_config: Json, task_name: str) -> ModelShape:
     return ModelShape([encoder_layers, decoder_layers], [*audio_sizes, *word_sizes])
 
 
-# The function that returns a family's shape.
-SHAPE_BY_MODEL_TYPE: dict[str, Callable[[Json, str], ModelShape]] = {
-    "bert": _bert_shape,
-    **dict.fromkeys(DECODERS, _llama_shape),
-    "deberta-v2": _deberta_shape,
-    "distilbert": _distilbert_shape,
-    "electra": _roberta_shape,
-    "gpt2": _gpt2_shape,
-    "modernbert": _modernbert_shape,
-    "opt": _opt_shape,
-    "roberta": _roberta_shape,
-    "vit": _vit_shape,
-    "whisper": _whisper_shape,
-}
-
-
 def build_model_shape(model_config: Json, task_name: str) -> ModelShape:
     """Return the tensors of a model with the head of `task_name`; tied weights are counted once."""
-    return SHAPE_BY_MODEL_TYPE[model_config["model_type"]](model_config, task_name)
+    module_name, _, function_name = FAMILIES[model_config["model_type"]].shape.partition(":")
+    shape_function = getattr(importlib.import_module(module_name), function_name)
+    model_shape: ModelShape = shape_function(model_config, task_name)
+    return model_shape

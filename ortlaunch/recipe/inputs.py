@@ -19,7 +19,7 @@ from ortlaunch.recipe.first_rows import missing_column_and_media_file_problems
 from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 from ortlaunch.recipe.text.paths import EXPANDED_VARIABLES
 from ortlaunch.recipe.text.source_location import Problem
-from ortlaunch.tables.families import FAMILIES
+from ortlaunch.tables.families import FAMILIES, family_with_all_fields_or_none
 from ortlaunch.tables.tasks import TASKS
 
 LEARNING_RATE_KEY = "optimizer.learning_rate"
@@ -146,7 +146,7 @@ def model_type_unknown_to_library_problems(recipe: Recipe) -> Iterator[Problem]:
     model_type = (recipe.model.config or {}).get("model_type")
     spec = (
         importlib.util.find_spec("transformers")
-        if model_type is not None and model_type not in FAMILIES
+        if model_type is not None and family_with_all_fields_or_none(model_type) is None
         else None
     )
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -1,14 +1,15 @@
-"""Config fields of the model families that ortlaunch counts without transformers.
+"""The table of model families that ortlaunch counts without transformers, by model type.
 
-All fields and defaults of BERT, Llama and some decoders like Llama; of others the sizes alone.
-
-Typo checks, memory estimates and FLOP counts on the control side use them; a test compares them
-with transformers. The worker checks other model types against transformers itself.
+Typo checks, memory estimates and FLOP counts on the control side use it; a test compares it with
+transformers. The worker checks other model types against transformers itself. Code reads a property
+of the row, not the family's name.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Fields of every transformers config (PretrainedConfig).
 COMMON_FIELDS = {
@@ -64,152 +65,226 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "mlp_bias": False,
     "head_dim": None,
 }
-FAMILIES = {"bert": BERT_DEFAULTS, "llama": LLAMA_DEFAULTS}
+_SIZE_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"),
+)
+_TABLES = ("max_position_embeddings", "type_vocab_size")
 
 
-class DecoderTraits(NamedTuple):
-    """Parameters of a model type beside those of Llama."""
+@dataclass(frozen=True)
+class Family:
+    """One row of the table."""
 
+    shape: str
+    """`module:function` that counts the tensors of a model."""
+    layer_names: tuple[str, ...]
+    """The linear layers of a layer, by the last part of their name, in the order of `shape`."""
+    size_fields: tuple[str, ...] = _SIZE_FIELDS
+    """Fields that a config must have for a plan."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the fields beside sizes that a plan reads, under the plan's names."""
+    has_all_fields: bool = False
+    """Whether `defaults` has all fields, with sizes: others are typos, and adapters have no other
+    linear layers. Tests compare the family on engine ort with plain PyTorch in many forms."""
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of fields that a plan reads -> the family's own."""
+    more_sizes: Callable[[Mapping[str, Any]], Mapping[str, Any] | None] = lambda config: {}
+    """Sizes that a plan reads and that follow from others; None: they cannot be counted."""
+    sees_later_tokens: bool | None = None
+    """Whether attention sees the tokens behind a token; None: the model's input is no text."""
+    is_gated: bool = False
+    """Whether a layer multiplies its inner values by a gate."""
+    has_rms_norms: bool = False
+    """Whether the layers are Llama's, with RMSNorm and rotary positions: many nodes in a graph."""
     norms: int = 0
-    """Norms of a layer beside Llama's two."""
+    """Norms of a layer beside two."""
     head_norms: bool = False
     """Whether queries and keys of each head have a norm."""
-    tied: bool = False
-    """Whether the head has the weights of the embeddings by default."""
+    inner_tensors: int = 2
+    """Tensors of the inner width that a layer without a gate keeps for the backward pass."""
+    inner_tensors_on_ort: int = 2
+    """The same on engine ort."""
+    score_tensors: int = 0
+    """Tensors of attention scores that are kept whatever the kernel; 0: those of the kernel."""
+
+    def can_predict(self, tokens: str) -> bool:
+        """Return whether a model of the family predicts `masked` or `next` tokens; "": no tokens."""
+        if tokens == "masked":
+            return self.sees_later_tokens is True
+        return not tokens or self.sees_later_tokens is not None
 
 
-# Their plans count memory; only transformers knows their other fields.
-DECODERS = {
-    "llama": DecoderTraits(),
-    "mistral": DecoderTraits(),
-    "phi3": DecoderTraits(),
-    "qwen3": DecoderTraits(head_norms=True),
-    "gemma3_text": DecoderTraits(norms=2, head_norms=True, tied=True),
-}
-SIZE_FIELDS = {
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
-}  # fmt: skip
-_ENCODER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-_TABLES = ("vocab_size", "max_position_embeddings", "type_vocab_size")
-_WHISPER = ("d_model", "encoder_ffn_dim", "encoder_layers", "decoder_layers", "num_mel_bins", "vocab_size",
-            "encoder_attention_heads", "max_source_positions", "max_target_positions")  # fmt: skip
-# Families whose tensors planning/model_sizes.py counts, with the fields that a config must have.
-SIZE_FIELDS_BY_TYPE: dict[str, tuple[str, ...]] = {
-    "deberta-v2": (*_ENCODER, "vocab_size", "position_buckets"),
-    "distilbert": (
-        "dim",
-        "hidden_dim",
-        "n_heads",
-        "n_layers",
-        "vocab_size",
-        "max_position_embeddings",
+def _image_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    # The tokens of an image, with the one of its class.
+    positions = int((config["image_size"] // config["patch_size"]) ** 2 + 1)
+    return {"vocab_size": 0, "positions": positions}
+
+
+def _unprojected_sizes_or_none(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    # OPT's embeddings are projected in one published size.
+    width = config["hidden_size"]
+    return {} if config.get("word_embed_proj_dim", width) == width else None
+
+
+_MODULE = "ortlaunch.planning.model_sizes"
+_QKV = ("q_proj", "k_proj", "v_proj")
+_DROPOUTS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+_BERT = Family(
+    f"{_MODULE}:bert_shape",
+    ("query", "key", "value", "dense", "dense", "dense"),
+    defaults=BERT_DEFAULTS,
+    has_all_fields=True,
+    sees_later_tokens=True,
+)
+_ROBERTA = Family(
+    f"{_MODULE}:roberta_shape",
+    _BERT.layer_names,
+    (*_SIZE_FIELDS, *_TABLES),
+    _DROPOUTS,
+    sees_later_tokens=True,
+)
+_LLAMA = Family(
+    f"{_MODULE}:llama_shape",
+    (*_QKV, "o_proj", "gate_proj", "up_proj", "down_proj"),
+    defaults=LLAMA_DEFAULTS,
+    has_all_fields=True,
+    sees_later_tokens=False,
+    is_gated=True,
+    has_rms_norms=True,
+)
+# Decoders like Llama, of which only transformers knows the other fields.
+_LIKE_LLAMA = replace(
+    _LLAMA, defaults={**LLAMA_DEFAULTS, "tie_word_embeddings": False}, has_all_fields=False
+)
+_TIED = {**LLAMA_DEFAULTS, "tie_word_embeddings": True}
+FAMILIES = {
+    "bert": _BERT,
+    "llama": _LLAMA,
+    "mistral": _LIKE_LLAMA,
+    "phi3": replace(_LIKE_LLAMA, layer_names=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "qwen3": replace(_LIKE_LLAMA, head_norms=True),
+    "gemma3_text": replace(_LIKE_LLAMA, defaults=_TIED, norms=2, head_norms=True),
+    "deberta-v2": Family(
+        f"{_MODULE}:deberta_shape",
+        ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense"),
+        (*_SIZE_FIELDS, "position_buckets"),
+        sees_later_tokens=True,
+        # No fused kernel: scores of contents and of positions are summed step by step. Measured.
+        score_tensors=4,
     ),
-    "electra": (*_ENCODER, *_TABLES, "embedding_size"),
-    "gpt2": ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size"),
-    "modernbert": (*_ENCODER, "vocab_size"),
-    "opt": (
-        "hidden_size",
-        "ffn_dim",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "vocab_size",
-        "max_position_embeddings",
+    "distilbert": Family(
+        f"{_MODULE}:distilbert_shape",
+        ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"),
+        ("dim", "hidden_dim", "n_heads", "n_layers", "vocab_size", "max_position_embeddings"),
+        _DROPOUTS,
+        own_names={
+            "hidden_size": "dim",
+            "intermediate_size": "hidden_dim",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+        },
+        sees_later_tokens=True,
     ),
-    "roberta": (*_ENCODER, *_TABLES),
-    "vit": (*_ENCODER, "image_size", "patch_size"),
-    "whisper": _WHISPER,
-}
-# Names of sizes that a plan reads, with a family's own names.
-_FIELD_NAMES_BY_TYPE = {
-    "distilbert": {
-        "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_attention_heads": "n_heads",
-        "num_hidden_layers": "n_layers", "hidden_dropout_prob": "dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
-    },
-    "gpt2": {
-        "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer", "positions": "n_positions",
-        "hidden_dropout_prob": "resid_pdrop", "attention_probs_dropout_prob": "attn_pdrop",
-    },
-    "opt": {
-        "intermediate_size": "ffn_dim", "hidden_dropout_prob": "dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
-    },
-}  # fmt: skip
-_DROPOUT_OF_ONE_TENTH = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-# Their defaults in transformers, of families without a table of all fields.
-_DROPOUTS = {
-    **dict.fromkeys(("distilbert", "electra", "gpt2", "roberta"), _DROPOUT_OF_ONE_TENTH),
-    "opt": {"hidden_dropout_prob": 0.1},
+    # Its embeddings may be narrower than its layers.
+    "electra": replace(_ROBERTA, size_fields=(*_SIZE_FIELDS, *_TABLES, "embedding_size")),
+    "gpt2": Family(
+        f"{_MODULE}:gpt2_shape",
+        ("c_attn", "c_proj", "c_fc", "c_proj"),
+        ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size"),
+        _DROPOUTS,
+        own_names={
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "positions": "n_positions",
+            "hidden_dropout_prob": "resid_pdrop",
+            "attention_probs_dropout_prob": "attn_pdrop",
+        },
+        more_sizes=lambda config: {
+            "intermediate_size": config.get("n_inner") or 4 * config["n_embd"]
+        },
+        sees_later_tokens=False,
+        # Its GELU is a formula of tensors in PyTorch.
+        inner_tensors=5,
+    ),
+    "modernbert": Family(
+        f"{_MODULE}:modernbert_shape",
+        ("Wqkv", "Wo", "Wi", "Wo"),
+        sees_later_tokens=True,
+        is_gated=True,
+    ),
+    "opt": Family(
+        f"{_MODULE}:opt_shape",
+        (*_QKV, "out_proj", "fc1", "fc2"),
+        (
+            *("hidden_size", "ffn_dim", "num_attention_heads", "num_hidden_layers"),
+            *("vocab_size", "max_position_embeddings"),
+        ),
+        {"hidden_dropout_prob": 0.1},
+        own_names={
+            "intermediate_size": "ffn_dim",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+        },
+        more_sizes=_unprojected_sizes_or_none,
+        sees_later_tokens=False,
+        # ReLU keeps its output alone.
+        inner_tensors=1,
+        inner_tensors_on_ort=1,
+    ),
+    "roberta": _ROBERTA,
+    "vit": Family(
+        f"{_MODULE}:vit_shape",
+        (*_QKV, "o_proj", "fc1", "fc2"),
+        (*_SIZE_FIELDS[:-1], "image_size", "patch_size"),
+        more_sizes=_image_sizes,
+    ),
+    "whisper": Family(
+        f"{_MODULE}:whisper_shape",
+        (*_QKV, "out_proj", "fc1", "fc2"),
+        (
+            *("d_model", "encoder_ffn_dim", "encoder_layers", "decoder_layers", "num_mel_bins"),
+            *("vocab_size", "encoder_attention_heads", "max_source_positions"),
+            "max_target_positions",
+        ),
+        own_names={
+            "hidden_size": "d_model",
+            "intermediate_size": "encoder_ffn_dim",
+            "num_attention_heads": "encoder_attention_heads",
+            "positions": "max_source_positions",
+        },
+        more_sizes=lambda config: {
+            "num_hidden_layers": config["encoder_layers"] + config["decoder_layers"]
+        },
+    ),
 }
 CONFIG_FIELDS = COMMON_FIELDS | set(BERT_DEFAULTS) | set(LLAMA_DEFAULTS)
-# Linear layers that can get a low-rank adapter, by the last part of their name.
-LINEAR_LAYERS = {
-    "bert": ("query", "key", "value", "dense"),
-    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-}
 
 
-def known_fields(model_type: object) -> set[str] | None:
-    """Return the field names of a config of this type; None where only transformers knows them."""
+def family_with_all_fields_or_none(model_type: object) -> Family | None:
+    """Return the row of a model type whose config fields are all known here."""
     family = FAMILIES.get(str(model_type))
-    return None if family is None else COMMON_FIELDS | set(family)
+    return family if family is not None and family.has_all_fields else None
 
 
-def config_with_family_defaults_or_none(
-    model_config: dict[str, Any] | None,
-) -> dict[str, Any] | None:
-    """Return the config with the family's defaults filled in, or None for other model types.
+def planned_config_or_none(model_config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a config with the names of sizes that a plan reads, and with its family's defaults.
 
-    Types like Llama have Llama's defaults, but none for their sizes.
+    None for other model types, or if a size is unknown: only families whose fields are all known
+    have defaults of sizes.
     """
-    model_type = str((model_config or {}).get("model_type"))
-    if model_config is None or model_type not in (*FAMILIES, *DECODERS):
-        return None
-    if model_type in FAMILIES:
-        return {**FAMILIES[model_type], **model_config}
-    defaults = {**LLAMA_DEFAULTS, "tie_word_embeddings": DECODERS[model_type].tied}
-    return {**defaults, **model_config} if set(model_config) >= SIZE_FIELDS else None
-
-
-def config_with_planned_size_names_or_none(model_config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a config of a family of `SIZE_FIELDS_BY_TYPE` with the names of sizes that a plan reads.
-
-    None for other model types, or if a size is unknown: nothing is filled in.
-    """
-    model_type = model_config.get("model_type")
-    if model_type not in SIZE_FIELDS_BY_TYPE or not all(
-        model_config.get(name) is not None for name in SIZE_FIELDS_BY_TYPE[model_type]
+    config = model_config or {}
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not (
+        family.has_all_fields or all(config.get(name) is not None for name in family.size_fields)
     ):
         return None
-    if model_type == "vit":
-        # The tokens of an image, with the one of its class.
-        positions = int((model_config["image_size"] // model_config["patch_size"]) ** 2 + 1)
-        return {**model_config, "vocab_size": 0, "positions": positions}
-    if model_type != "whisper":
-        own_names = _FIELD_NAMES_BY_TYPE.get(str(model_type), {})
-        renamed_sizes = {
-            name: model_config[own_name]
-            for name, own_name in own_names.items()
-            if own_name in model_config
-        }
-        if model_type == "gpt2":
-            renamed_sizes["intermediate_size"] = (
-                model_config.get("n_inner") or 4 * model_config["n_embd"]
-            )
-        # Its embeddings are projected, as those of one published size are.
-        if (
-            model_type == "opt"
-            and model_config.get("word_embed_proj_dim", model_config["hidden_size"])
-            != model_config["hidden_size"]
-        ):
-            return None
-        return {**_DROPOUTS.get(str(model_type), {}), **model_config, **renamed_sizes}
-    return {
-        **model_config,
-        "hidden_size": model_config["d_model"],
-        "intermediate_size": model_config["encoder_ffn_dim"],
-        "num_attention_heads": model_config["encoder_attention_heads"],
-        "num_hidden_layers": model_config["encoder_layers"] + model_config["decoder_layers"],
-        "positions": model_config["max_source_positions"],
+    renamed_fields = {
+        name: config[own_name] for name, own_name in family.own_names.items() if own_name in config
     }
+    more_sizes = family.more_sizes(config)
+    if more_sizes is None:
+        return None
+    return {**family.defaults, **config, **renamed_fields, **more_sizes}

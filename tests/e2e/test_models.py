@@ -15,7 +15,7 @@ from PIL import Image
 
 from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.resolve import shipped
-from ortlaunch.tables.families import DECODERS
+from ortlaunch.tables.families import FAMILIES
 from tests.ort import needs_ort
 from tests.training import records, run_here
 
@@ -113,7 +113,7 @@ def reduced(name: str, data: Path) -> Recipe:
         changes["model.pretrained"] = None
         changes["data.evaluation"] = {"share": 0.25}
         changes["train.evaluate_every_steps"] = 3
-    elif family in DECODERS:
+    elif FAMILIES[family].has_rms_norms:
         changes["model.config"] = {"model_type": family, **SMALL}
         changes["data.train"] = {
             "format": "jsonl", "path": str(data / "rows.jsonl"), "prompt": "alpaca"

@@ -14,10 +14,11 @@ from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_no
 from ortlaunch.recipe.text.source_location import Problem
 from ortlaunch.tables.families import (
     COMMON_DEFAULTS,
+    COMMON_FIELDS,
     FAMILIES,
-    LINEAR_LAYERS,
-    config_with_family_defaults_or_none,
-    known_fields,
+    Family,
+    family_with_all_fields_or_none,
+    planned_config_or_none,
 )
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -103,22 +104,23 @@ def _model_config_key_rules(model_config: dict[str, Any], is_pretrained: bool) -
             (_CONFIG, f"{_CONFIG}.model_type"),
             "lacks model_type (as bert or llama), which defines the other keys",
         )
-    elif model_type not in FAMILIES and isinstance(model_type, str):
-        # transformers' names of model types are in lower case.
-        family = next((name for name in FAMILIES if name == model_type.lower()), None)
-        if family:
-            yield (f"{_CONFIG}.model_type",), f"got {model_type}; transformers writes {family}"
-    for key, value in model_config.items():
-        yield from _model_config_value_rules(key, value, str(model_type))
+    # transformers' names of model types are in lower case.
+    elif model_type not in FAMILIES and str(model_type).lower() in FAMILIES:
+        yield (
+            (f"{_CONFIG}.model_type",),
+            f"got {model_type}; transformers writes {str(model_type).lower()}",
+        )
+    family = family_with_all_fields_or_none(model_type)
+    # The worker checks other families against transformers.
+    if family is not None:
+        for key, value in model_config.items():
+            yield from _model_config_value_rules(key, value, str(model_type), family)
 
 
 def _model_config_value_rules(
-    field_name: str, field_value: object, model_type: str
+    field_name: str, field_value: object, model_type: str, family: Family
 ) -> Iterator[Problem]:
-    known_names = known_fields(model_type)
-    # The worker checks other families against transformers.
-    if known_names is None:
-        return
+    known_names = {*COMMON_FIELDS, *family.defaults}
     if field_name not in known_names:
         closest_field = closest_or_translated_name_or_none(field_name, known_names)
         advice = (
@@ -129,7 +131,7 @@ def _model_config_value_rules(
         yield (f"{_CONFIG}.{field_name}",), f"unknown key; {advice}"
         return
     if expectation := _accepted_config_values_text_or_none(
-        field_name, field_value, {**COMMON_DEFAULTS, **FAMILIES[model_type]}.get(field_name)
+        field_name, field_value, {**COMMON_DEFAULTS, **family.defaults}.get(field_name)
     ):
         yield (
             (f"{_CONFIG}.{field_name}",),
@@ -175,30 +177,37 @@ def _value_text(value: object) -> str:
 def _task_and_model_type_rules(model: Model) -> Iterator[Problem]:
     config = model.config or {}
     traits = model.traits
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
+    family = FAMILIES.get(model_type)
+    sees_later_tokens = family.sees_later_tokens if family is not None else None
     key_names = ("model.task", f"{_CONFIG}.model_type")
-    if model_type == "llama" and traits.predicts == "masked":
+    if sees_later_tokens is False and traits.predicts == "masked":
         yield (
             key_names,
-            f"got {model.task} with llama, which predicts the next token; use causal-lm",
+            f"got {model.task} with {model_type}, which predicts the next token; use causal-lm",
         )
     if traits.label == "number" and config.get("num_labels", 1) != 1:
         yield (
             (f"{_CONFIG}.num_labels", "model.task"),
             f"got {config['num_labels']}; {model.task} has one output",
         )
-    if model_type == "bert" and traits.predicts == "next" and not config.get("is_decoder"):
+    if sees_later_tokens and traits.predicts == "next" and not config.get("is_decoder"):
         yield (
             key_names,
-            "got causal-lm with bert, whose attention sees the tokens to predict; use "
-            "masked-lm or pretraining",
+            f"got {model.task} with {model_type}, whose attention sees the tokens to predict; use "
+            "masked-lm",
         )
 
 
 def _head_count_and_length_rules(recipe: Recipe) -> Iterator[Problem]:
-    full_config = config_with_family_defaults_or_none(recipe.model.config)
+    full_config = planned_config_or_none(recipe.model.config)
     # With `pretrained`, `config` has only the changed fields: the defaults are not the model's.
-    if full_config is None or recipe.model.pretrained:
+    # Not all families have the names of these fields and count positions from 0.
+    if (
+        full_config is None
+        or recipe.model.pretrained
+        or "max_position_embeddings" not in FAMILIES[full_config["model_type"]].defaults
+    ):
         return
     hidden = full_config["hidden_size"]
     heads = full_config["num_attention_heads"]
@@ -240,9 +249,10 @@ def _length_and_vocabulary_rules(recipe: Recipe, full_config: dict[str, Any]) ->
 
 
 def _lora_target_module_rules(model: Model) -> Iterator[Problem]:
-    linear_layers = LINEAR_LAYERS.get(str((model.config or {}).get("model_type")))
-    if model.lora is None or linear_layers is None:
+    family = family_with_all_fields_or_none((model.config or {}).get("model_type"))
+    if model.lora is None or family is None:
         return
+    linear_layers = tuple(dict.fromkeys(family.layer_names))
     unknown_modules = [
         name
         for name in model.lora.target_modules

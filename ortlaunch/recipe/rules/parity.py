@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.tables.families import FAMILIES
+from ortlaunch.tables.families import family_with_all_fields_or_none
 
 
 class ParityStepCount(NamedTuple):
@@ -36,7 +36,7 @@ def parity_step_count_and_reason(recipe: Recipe, model_type: str | None = None) 
     if recipe.model.factory:
         return ParityStepCount(1, "your own model")
     known_type = model_type or _local_model_type_or_none(recipe)
-    if known_type in FAMILIES:
+    if family_with_all_fields_or_none(known_type) is not None:
         return ParityStepCount(0, f"every release of ortlaunch compares {known_type} with it")
     return ParityStepCount(1, "as every model but BERT and Llama")
 

@@ -18,7 +18,7 @@ from ortlaunch.planning.model_sizes import build_model_shape
 from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.recipe.inputs import rounded_vocabulary_size
 from ortlaunch.resolve import shipped
-from ortlaunch.tables.families import config_with_family_defaults_or_none
+from ortlaunch.tables.families import planned_config_or_none
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 from tests.makers import BERT, WORDS, bert
 
@@ -71,9 +71,7 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """The count of BERT's parameters equals transformers', with each head."""
     config = {**BERT, **fields}
     assert sum(
-        build_model_shape(
-            config_with_family_defaults_or_none(config) or {}, task
-        ).parameter_element_counts()
+        build_model_shape(planned_config_or_none(config) or {}, task).parameter_element_counts()
     ) == parameters(transformers_model(config, task))
 
 
@@ -95,9 +93,7 @@ def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None
     """The count of Llama's parameters equals transformers', with all options of the config."""
     config = {**LLAMA, **fields}
     assert sum(
-        build_model_shape(
-            config_with_family_defaults_or_none(config) or {}, task
-        ).parameter_element_counts()
+        build_model_shape(planned_config_or_none(config) or {}, task).parameter_element_counts()
     ) == parameters(transformers_model(config, task))
 
 
@@ -122,7 +118,7 @@ def test_curated_models_have_their_sizes(name: str, published: int) -> None:
     assert (
         sum(
             build_model_shape(
-                config_with_family_defaults_or_none(config) or {}, "causal-lm"
+                planned_config_or_none(config) or {}, "causal-lm"
             ).parameter_element_counts()
         )
         == published
@@ -151,9 +147,7 @@ def test_published_sizes(config: dict[str, Any], task: str, published: int) -> N
     """The models of the shipped recipes have their published sizes, here and in transformers."""
     assert (
         sum(
-            build_model_shape(
-                config_with_family_defaults_or_none(config) or {}, task
-            ).parameter_element_counts()
+            build_model_shape(planned_config_or_none(config) or {}, task).parameter_element_counts()
         )
         == published
     )
@@ -318,7 +312,7 @@ def test_zero_3_keeps_small_tensors_whole() -> None:
     # With the default threshold biases and norms stay whole, then none, then all tensors.
     config = {**BERT, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
     sizes = build_model_shape(
-        config_with_family_defaults_or_none(config) or {}, "masked-lm"
+        planned_config_or_none(config) or {}, "masked-lm"
     ).parameter_element_counts()
     # By hand: each of 2 layers has 4 biases of 512, biases of 1024 and 512, and 4 vectors of norms.
     # Outside the layers are type embeddings (2 x 512) and their norm, and the head's bias, norm and

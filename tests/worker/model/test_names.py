@@ -11,7 +11,7 @@ from ortlaunch.tables.families import (
     BERT_DEFAULTS,
     COMMON_DEFAULTS,
     COMMON_FIELDS,
-    LINEAR_LAYERS,
+    FAMILIES,
     LLAMA_DEFAULTS,
 )
 
@@ -70,7 +70,7 @@ def test_linear_layers_are_those_of_transformers() -> None:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear)
         }
-        assert linear == set(LINEAR_LAYERS[family])
+        assert linear == set(FAMILIES[family].layer_names)
 
 
 def test_deepspeed_keys_are_those_of_deepspeed() -> None:
