@@ -1,15 +1,15 @@
 """Fields about the best evaluation: `checkpoint.keep_best`, `train.stop_after`, `sweep.metrics`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from ortlaunch.recipe.fields.section import Positive, Section, Text
+from ortlaunch.recipe.fields.section import APPLIED, Positive, Section, Text, applied
 from ortlaunch.tables.metrics import METRICS
 
 # The metric decides where it is None, so that `{metric: loss}` alone is a complete section.
 Mode = Literal["min", "max"] | None
 
 
-class DirectedMetric(Section):
+class DirectedMetric(Section, resume_rule=applied("the best is determined from now on")):
     """A metric of an evaluation, and which of its values are better."""
 
     metric: Text = "loss"
@@ -36,12 +36,12 @@ class KeepBest(DirectedMetric):
     mode: Mode = None
     """`min`: less is better, `max`: more is better. null: the direction that run-folder.md lists
     for the metric; required for metrics of your own."""
-    export: bool = False
+    export: Annotated[bool, APPLIED] = False
     """Write the run's export/ from this checkpoint instead of the last step."""
 
 
 class StopAfter(DirectedMetric):
     """Condition that ends a training before its last step."""
 
-    evaluations: Positive
+    evaluations: Annotated[Positive, APPLIED]
     """Number of successive evaluations without a new best value after which the training ends."""

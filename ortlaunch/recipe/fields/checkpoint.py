@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ortlaunch.recipe.fields.best import KeepBest
-from ortlaunch.recipe.fields.section import Positive, Section, convert_list_to_tuple
+from ortlaunch.recipe.fields.section import APPLIED, Positive, Section, convert_list_to_tuple
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, resume_rule=APPLIED):
     """Checkpoints: saved state to continue from."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = 30

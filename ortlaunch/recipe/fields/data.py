@@ -12,9 +12,11 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from ortlaunch.recipe.fields.prompts import PromptName, PromptTemplate
 from ortlaunch.recipe.fields.section import (
+    APPLIED,
     LIST,
     MAPPING,
     MAX_COUNT,
+    OTHER_DATA,
     PART,
     WORD,
     OneOrMore,
@@ -22,6 +24,7 @@ from ortlaunch.recipe.fields.section import (
     Section,
     Text,
     Words,
+    applied,
     convert_list_to_tuple,
 )
 
@@ -56,10 +59,11 @@ PromptChoice = Annotated[
 
 # Micro batches that each of `data.workers` reads ahead.
 BATCHES_EACH_WORKER = 2
+_LESS_PADDING = applied("the same samples, with less padding")
 _UNITS = {"MiB": 20, "GiB": 30, "TiB": 40}
 
 
-class StreamSettings(Section):
+class StreamSettings(Section, resume_rule=OTHER_DATA):
     """Samples of a corpus that are fetched and tokenized while the training runs.
 
     The files of an epoch are read one after the other, in an order by the seed; the samples of a
@@ -69,7 +73,9 @@ class StreamSettings(Section):
     than a sample, are left out. Not for chats, texts with labels and pairs of sentences.
     """
 
-    buffer: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(MiB|GiB|TiB)$")] = "2GiB"
+    buffer: Annotated[
+        str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(MiB|GiB|TiB)$"), applied("the same samples")
+    ] = "2GiB"
     """Disk space for tokens (4 bytes each) that are waiting, in the run folder, with a unit: MiB,
     GiB or TiB. It has at least four windows."""
     shuffle: Positive = 4096
@@ -82,7 +88,7 @@ class StreamSettings(Section):
         return int(float(self.buffer[:-3]) * (1 << _UNITS[self.buffer[-3:]]))
 
 
-class Corpus(Section):
+class Corpus(Section, resume_rule=OTHER_DATA):
     """Source of samples."""
 
     format: Literal["text", "jsonl", "csv", "parquet", "folder", "hub", "custom"]
@@ -187,7 +193,7 @@ class Corpus(Section):
     """Keyword arguments for `factory`."""
 
 
-class TokenizerTraining(Section):
+class TokenizerTraining(Section, resume_rule=OTHER_DATA):
     """Tokenizer that is trained once on the training corpus, and cached by corpus and settings."""
 
     train: Literal["wordpiece", "bpe"]
@@ -196,7 +202,7 @@ class TokenizerTraining(Section):
     """Upper bound of the vocabulary; a small corpus may give fewer entries."""
 
 
-class MaskedLm(Section):
+class MaskedLm(Section, resume_rule=OTHER_DATA):
     """Masking as in BERT: 80 % [MASK], 10 % a random word, 10 % unchanged."""
 
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
@@ -263,7 +269,7 @@ TrainingSource = Annotated[
 ]
 
 
-class Data(Section):
+class Data(Section, resume_rule=OTHER_DATA):
     """Training and evaluation data."""
 
     train: TrainingSource
@@ -272,7 +278,8 @@ class Data(Section):
     mixture, a list as `[{source: python-docs, weight: 1}, {source: {format: text, path: a.txt},
     weight: 3}]`: in every 65,536 samples the weights hold exactly. An epoch of a mixture has as
     many samples as all its sources together."""
-    evaluation: EvaluationSource | None = None
+    # Nothing is trained on it.
+    evaluation: Annotated[EvaluationSource | None, APPLIED] = None
     """Held-out corpus for the evaluation loss, or a part of the training data, as `{share: 0.05}`
     or `{samples: 500}`; null: none."""
     tokenizer: TokenizerChoice | None = None
@@ -302,18 +309,19 @@ class Data(Section):
     only for custom data."""
     # Three at most, because every length is a graph of its own: one more compilation, one more
     # memory plan.
-    bucket_lengths: (
+    bucket_lengths: Annotated[
         Annotated[
             tuple[BucketLength, ...], BeforeValidator(convert_list_to_tuple), Field(max_length=3)
         ]
-        | None
-    ) = None
+        | None,
+        _LESS_PADDING,
+    ] = None
     """Up to three lengths below `sequence_length`, for chats and texts with labels, as [64, 128].
     The samples of a step are grouped by length into its passes and ranks, and each micro batch is
     padded to the shortest length that fits. Useful where padding costs more than additional shapes:
     inductor compiles each shape, ONNX Runtime and GPUs reserve memory for each. The step's samples
     are the same, and so are its loss and gradients. null: none."""
-    padding: Literal["fixed", "longest"] = "fixed"
+    padding: Annotated[Literal["fixed", "longest"], _LESS_PADDING] = "fixed"
     """`fixed`: to `sequence_length`, or to `bucket_lengths`. `longest`, for chats and texts with
     labels: samples are grouped as with `bucket_lengths`, and each micro batch is padded to its
     longest sample, rounded up to a multiple of 8. Least padding, most shapes: not suitable for
@@ -329,7 +337,7 @@ class Data(Section):
     `attend_across_documents: false`. A sample of a batch, or a weight of a mixture, is then such a
     pack; `evaluation: {share: ...}` still holds out rows. Text is always packed."""
     allow_findings: Annotated[
-        tuple[SevereFinding, ...], BeforeValidator(convert_list_to_tuple)
+        tuple[SevereFinding, ...], BeforeValidator(convert_list_to_tuple), APPLIED
     ] = ()
     """Severe findings of the data's audit that shall not end the training: `no_answers`, nearly all
     chats have no learned token; `unknown_tokens`, half of the tokens are unknown to the tokenizer;
@@ -342,7 +350,10 @@ class Data(Section):
     factory's object returns them) into a batch, a mapping from names to tensors, for example with
     padding of your own; evaluation uses it, too. null: samples are mappings to tensors of one
     shape, and are stacked."""
-    workers: Annotated[int, Field(ge=0, le=256)] | None = None
+    workers: Annotated[
+        Annotated[int, Field(ge=0, le=256)] | None,
+        applied("random values of the samples may differ"),
+    ] = None
     """Processes of each rank that read micro batches while earlier ones train, for text, or for
     custom data whose samples take time to make. Each sample is read with Python's, NumPy's and
     torch's random generators seeded by seed, epoch and sample, so that it does not depend on the

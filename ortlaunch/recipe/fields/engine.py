@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ortlaunch.recipe.fields.section import (
+    APPLIED,
     CountOrAuto,
     OperatorsOrWord,
     RowsOrWord,
@@ -22,7 +23,7 @@ from ortlaunch.recipe.fields.section import (
 
 # ORTModule's environment variables for these fields are in ort_variables.py. The fields that need
 # CUDA are listed in rules/engine_rules.py.
-class Engine(Section):
+class Engine(Section, resume_rule=APPLIED):
     """The engine that runs the model."""
 
     name: Literal["ort", "inductor", "eager", "auto"] = "ort"

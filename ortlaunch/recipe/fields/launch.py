@@ -9,11 +9,20 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from ortlaunch.recipe.fields.section import MAPPING, NUMBER, NameIn, Positive, Section, Text, Words
+from ortlaunch.recipe.fields.section import (
+    APPLIED,
+    MAPPING,
+    NUMBER,
+    NameIn,
+    Positive,
+    Section,
+    Text,
+    Words,
+)
 from ortlaunch.tables.launchers import LAUNCHERS
 
 
-class NodeRange(Section):
+class NodeRange(Section, resume_rule=APPLIED):
     """Number of hosts of an elastic run."""
 
     min: Positive
@@ -32,7 +41,7 @@ Nodes = Annotated[
 ]
 
 
-class Launch(Section):
+class Launch(Section, resume_rule=APPLIED):
     """Hosts and processes of the run."""
 
     # Names come from the table of launchers: a new row there is accepted here without a change.

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ortlaunch.recipe.fields.section import Positive, Section, convert_list_to_tuple
+from ortlaunch.recipe.fields.section import APPLIED, Positive, Section, convert_list_to_tuple
 
 
-class Log(Section):
+class Log(Section, resume_rule=APPLIED):
     """Output during training."""
 
     every_steps: Positive = 10

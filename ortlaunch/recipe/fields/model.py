@@ -6,11 +6,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ortlaunch.recipe.fields.section import Decay, NameIn, OneOrMore, Positive, Section, Text, Words
+from ortlaunch.recipe.fields.section import (
+    OTHER_MODEL,
+    Decay,
+    NameIn,
+    OneOrMore,
+    Positive,
+    Section,
+    Text,
+    Words,
+    applied,
+)
 from ortlaunch.tables.model_tasks import MODEL_TASKS, ModelTask
 
+_OTHER_MEMORY = applied("the same values with other memory use")
 
-class Lora(Section):
+
+class Lora(Section, resume_rule=OTHER_MODEL):
     """Low-rank adapters (peft): the base weights stay frozen."""
 
     r: Positive = 8
@@ -28,12 +40,12 @@ class Lora(Section):
     """Modules that are trained whole beside the adapters, as [embed_tokens, lm_head], and saved
     and exported with them. The embeddings of new tokens (`data.special_tokens`,
     `data.added_tokens`) must be among them."""
-    merge: bool = True
+    merge: Annotated[bool, applied("it affects only the export")] = True
     """Export the whole model with the adapters merged into its weights; false: only the adapters,
     in peft's format. Checkpoints contain only the adapters in any case."""
 
 
-class Model(Section):
+class Model(Section, resume_rule=OTHER_MODEL):
     """Model that is trained."""
 
     task: Annotated[str, NameIn(MODEL_TASKS)]
@@ -50,7 +62,7 @@ class Model(Section):
     """Fields of the transformers config, `model_type` first. With `pretrained`: fields to change;
     its vocabulary is resized to another `vocab_size`, with new words initialized near the mean of
     the others."""
-    allow_partial: bool = False
+    allow_partial: Annotated[bool, applied("a checkpoint has all weights")] = False
     """Start from `pretrained` even if some of its weights have no counterpart in the model, or if
     some of the model's weights are missing in it and start at random. False: only a head that is
     new for the task, or has another number of labels, may start at random or be left out."""
@@ -61,15 +73,17 @@ class Model(Section):
     run (docs/lightning.md). The module may be in the recipe's folder."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
-    attention: Literal["auto", "eager", "sdpa"] = "auto"
+    attention: Annotated[
+        Literal["auto", "eager", "sdpa"], applied("the same function with other kernels")
+    ] = "auto"
     """Attention implementation in transformers. `auto`: sdpa for the models that have it."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, _OTHER_MEMORY] = False
     """Keep only each layer's input and compute the layer again in the backward pass, on every
     engine: transformers' own, not reentrant, on eager and inductor; ONNX Runtime's recomputation
     (`engine.memory_optimization: 1`) on ort. Saves most of the activations, costs about a forward
     pass, a quarter to a third of a step; for models that do not fit otherwise. A custom model must
     have a method `gradient_checkpointing_enable`, which is called."""
-    offload_activations: bool = False
+    offload_activations: Annotated[bool, _OTHER_MEMORY] = False
     """Keep the tensors that wait for the backward pass in host memory: less GPU memory, for the
     time of two copies. With `gradient_checkpointing` these are the inputs of the layers. For engine
     eager on GPUs; the values are the same."""

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from ortlaunch.recipe.fields.section import (
+    APPLIED,
+    REFUSED,
+    ChangeRule,
     Decay,
     NameIn,
     OneOrMore,
     Section,
     Text,
     Words,
+    applied,
     convert_list_to_tuple,
 )
 from ortlaunch.tables.optimizers import OPTIMIZERS, OptimizerTraits
+
+
+def _rule_of_other_optimizer(old_name: Any, new_name: Any) -> ChangeRule:
+    # The same state under another name: the checkpoint's can be loaded.
+    states = [OPTIMIZERS[name].state for name in (old_name, new_name) if name in OPTIMIZERS]
+    if len(states) == 2 and states[0] == states[1]:
+        return applied("the same values from other code")
+    return ChangeRule(REFUSED, "optimizer", "its state is reset unless the checkpoint has it")
 
 
 class ParameterGroup(Section):
@@ -41,10 +53,10 @@ class ParameterGroup(Section):
     """Momentum (sgd, muon); null: the optimizer's."""
 
 
-class Optimizer(Section):
+class Optimizer(Section, resume_rule=APPLIED):
     """How weights change."""
 
-    name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
+    name: Annotated[str, NameIn(OPTIMIZERS), _rule_of_other_optimizer] = "adamw"
     """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (engine.json names it);
     both compute the same as torch's AdamW, with decay before the step by rate x weight_decay.
     `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from ortlaunch.recipe.fields.section import Section, Text
+from ortlaunch.recipe.fields.section import OTHER_DATA, Section, Text
 
 
-class PromptTemplate(Section):
+class PromptTemplate(Section, resume_rule=OTHER_DATA):
     """A text with places for the values of a row: {instruction}, {input} and {system}."""
 
     template: Text

@@ -20,15 +20,23 @@ from ortlaunch.recipe.fields.log import Log
 from ortlaunch.recipe.fields.model import Model
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.recipe.fields.schedule import Schedule
-from ortlaunch.recipe.fields.section import NameIn, Positive, PositiveOrAuto, Section
+from ortlaunch.recipe.fields.section import (
+    APPLIED,
+    REFUSED,
+    ChangeRule,
+    NameIn,
+    Positive,
+    PositiveOrAuto,
+    Section,
+)
 from ortlaunch.recipe.fields.submit import Submit
-from ortlaunch.recipe.fields.sweep import Search
+from ortlaunch.recipe.fields.sweep import SWEEP_ALONE, Search
 from ortlaunch.recipe.fields.train import Train
 from ortlaunch.recipe.fields.zero import Zero
 from ortlaunch.tables.precisions import PRECISIONS, Precision
 
 
-class Batch(Section):
+class Batch(Section, resume_rule=APPLIED):
     """global_size = micro_size x accumulation_steps x data-parallel ranks."""
 
     global_size: Positive | None = None
@@ -46,25 +54,34 @@ class Batch(Section):
 class Recipe(Section):
     """One training run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100), APPLIED]
     """Name of the run: at most 100 letters, digits, `.`, `_` and `-`."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**31),
+        ChangeRule(REFUSED, "data", "it determines order, masking and dropout"),
+    ] = 42
     """Seeds weights, masking, order and dropout."""
     model: Model
     data: Data
     batch: Batch
     optimizer: Optimizer
     schedule: Schedule = Schedule()
-    precision: Annotated[str, NameIn(PRECISIONS)] = "fp32"
+    # Weights in a checkpoint are float32 in every precision: loading works, but the steps differ.
+    precision: Annotated[
+        str,
+        NameIn(PRECISIONS),
+        ChangeRule(REFUSED, "precision", "the weights are float32 in each, but the steps differ"),
+    ] = "fp32"
     """Number format of the passes; weights keep a float32 copy."""
     engine: Engine = Engine()
-    zero: Zero | None = None
+    zero: Annotated[Zero | None, APPLIED] = None
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     launch: Launch = Launch()
     submit: Submit = Submit()
     log: Log = Log()
-    sweep: Search | None = None
+    sweep: Annotated[Search | None, SWEEP_ALONE] = None
     """A search over fields of this recipe, for `ortlaunch sweep`; null: none."""
     # Folder of the file from which the Python API loaded it: the user's own modules are there.
     _folder: str = PrivateAttr("")

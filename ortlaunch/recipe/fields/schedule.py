@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ortlaunch.recipe.fields.section import Decay, Fraction, Section
+from ortlaunch.recipe.fields.section import APPLIED, Decay, Fraction, Section
 
 # 0 is valid: no warm-up.
 Length = Annotated[int, Field(ge=0)]
 
 
-class Schedule(Section):
+class Schedule(Section, resume_rule=APPLIED):
     """Learning rate over the steps, after a warm-up."""
 
     name: Literal["linear", "cosine", "polynomial", "constant", "wsd"] = "linear"

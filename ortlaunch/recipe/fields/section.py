@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -124,8 +124,40 @@ class NameIn:
         )
 
 
+EFFECT = "applied"
+REFUSED = "refused"
+
+
+class ChangeRule(NamedTuple):
+    """The verdict on a change of a field."""
+
+    verdict: str
+    """`applied`, or `refused`: it is applied only with `allow`."""
+    allow_name: str = ""
+    """Name of `--allow` that lets the change take effect; "" if none does."""
+    explanation: str = ""
+    """Further information for the user."""
+
+
+RuleOrFunction = ChangeRule | Callable[[Any, Any], ChangeRule]
+
+APPLIED = ChangeRule(EFFECT)
+OTHER_MODEL = ChangeRule(REFUSED, "model")
+OTHER_DATA = ChangeRule(REFUSED, "data")
+
+
+def applied(explanation: str) -> ChangeRule:
+    """Return the rule of a change that takes effect, with an explanation."""
+    return ChangeRule(EFFECT, explanation=explanation)
+
+
 class Section(BaseModel):
-    """Base of all sections: frozen, strict types, unknown keys are errors."""
+    """Base of all sections: frozen, strict types, unknown keys are errors.
+
+    `resume_rule` of a class is the rule of its fields where they changed since a checkpoint was
+    written; a field of another kind has its own, as `Annotated[..., rule]`. A change that would make
+    the resumed run another training requires `--allow NAME`. All other changes take effect.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -137,6 +169,11 @@ class Section(BaseModel):
         # `--help` imports these models without validating anything; build them at their first use.
         defer_build=True,
     )
+    resume_rule: ClassVar[RuleOrFunction | None] = None
+
+    def __init_subclass__(cls, resume_rule: RuleOrFunction | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.resume_rule = resume_rule or cls.resume_rule
 
 
 # Format of rules' messages: (the choice that ignores the field, the fields that it uses).

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ortlaunch.recipe.fields.section import Positive, Section, Text, Words
+from ortlaunch.recipe.fields.section import APPLIED, Positive, Section, Text, Words
 
 # Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, each also after `days-`.
 SlurmTime = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]
@@ -44,7 +44,7 @@ Image = Annotated[
 Path = Annotated[str, Field(pattern=r"^/[^\s:,]*$")]
 
 
-class Container(Section):
+class Container(Section, resume_rule=APPLIED):
     """Image that the ranks run in; it must contain ortlaunch."""
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
@@ -57,7 +57,7 @@ class Container(Section):
     mounted."""
 
 
-class Kubernetes(Section):
+class Kubernetes(Section, resume_rule=APPLIED):
     """A run in pods, one for each node (`submit.scheduler: kubernetes`)."""
 
     kind: Literal["job", "trainjob"] = "job"
@@ -116,7 +116,7 @@ class Kubernetes(Section):
     activeDeadlineSeconds: 172800}`, merged in the same way."""
 
 
-class AzureMl(Section):
+class AzureMl(Section, resume_rule=APPLIED):
     """A command job of Azure Machine Learning (`submit.scheduler: azureml`)."""
 
     compute: Text
@@ -147,7 +147,7 @@ class AzureMl(Section):
     resources: {instance_type: Standard_ND96asr_v4}}`."""
 
 
-class Submit(Section):
+class Submit(Section, resume_rule=APPLIED):
     """Requests to a scheduler beside `launch.nodes`, `launch.processes_per_node` and the device."""
 
     scheduler: Literal["slurm", "kubernetes", "azureml"] = "slurm"

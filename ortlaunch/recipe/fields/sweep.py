@@ -10,7 +10,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ortlaunch.recipe.fields.best import DirectedMetric
-from ortlaunch.recipe.fields.section import MAX_COUNT, Positive, Section, convert_list_to_tuple
+from ortlaunch.recipe.fields.section import (
+    MAX_COUNT,
+    Positive,
+    Section,
+    applied,
+    convert_list_to_tuple,
+)
 
 _Range = Annotated[tuple[float, float], BeforeValidator(convert_list_to_tuple)]
 
@@ -76,7 +82,10 @@ VALUE_FIELDS = ("choice", "uniform", "log_uniform", "int")
 """The fields of Parameter that give its values."""
 
 
-class Search(Section):
+SWEEP_ALONE = applied("only `ortlaunch sweep` reads it")
+
+
+class Search(Section, resume_rule=SWEEP_ALONE):
     """A search over fields of this recipe, for `ortlaunch sweep`; each trial is a run (docs/sweep.md)."""
 
     space: Annotated[dict[str, Parameter], Field(min_length=1)]

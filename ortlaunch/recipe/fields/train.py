@@ -7,13 +7,23 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ortlaunch.recipe.fields.best import StopAfter
-from ortlaunch.recipe.fields.section import Positive, SecondsOrAuto, Section, Text
+from ortlaunch.recipe.fields.section import (
+    APPLIED,
+    REFUSED,
+    ChangeRule,
+    Positive,
+    SecondsOrAuto,
+    Section,
+    Text,
+    applied,
+)
 
 # Shared by `train.on_nonfinite` and `train.on_spike`.
 BadStepAction = Literal["stop", "skip", "rollback"]
+_NEW_LENGTH = applied("the schedule covers the new length")
 
 
-class Spike(Section):
+class Spike(Section, resume_rule=APPLIED):
     """Definition of a jump of the loss, and the response to it."""
 
     action: BadStepAction = "stop"
@@ -31,18 +41,20 @@ class Spike(Section):
     start has this many."""
 
 
-class Train(Section):
+class Train(Section, resume_rule=APPLIED):
     """Length of the training, and the handling of its steps."""
 
     # Either of the two is required; rules.py checks it, because pydantic sees single fields.
-    max_steps: Positive | None = None
+    max_steps: Annotated[Positive | None, _NEW_LENGTH] = None
     """Optimizer steps. Or give `epochs`."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[Annotated[float, Field(gt=0)] | None, _NEW_LENGTH] = None
     """Passes over the training data, instead of `max_steps`; the number of steps is computed when
     the data are read. 0.5 is half a pass."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Maximum of the global gradient norm, for clipping; null: no clipping."""
-    loss_weight: Text | None = None
+    loss_weight: Annotated[
+        Text | None, ChangeRule(REFUSED, "loss", "the loss becomes a different mean")
+    ] = None
     """Weight of a micro batch in the loss of a step and of an evaluation, for custom data:
     `samples`, `labels` (those that are not -100, without the first of each sample where the model
     predicts the next word), or a key of the batch, whose numbers are summed (one number for each

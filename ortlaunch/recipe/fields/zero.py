@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ortlaunch.recipe.fields.section import Section, Text
+from ortlaunch.recipe.fields.section import APPLIED, Section, Text
 
 
-class Offload(Section):
+class Offload(Section, resume_rule=APPLIED):
     """Optimizer state and weights that DeepSpeed keeps outside GPU memory."""
 
     optimizer: Literal["cpu", "nvme"] | None = None
@@ -26,7 +26,7 @@ class Offload(Section):
     out."""
 
 
-class Zero(Section):
+class Zero(Section, resume_rule=APPLIED):
     """DeepSpeed ZeRO. null instead of this section: no DeepSpeed, DistributedDataParallel."""
 
     # Not a Literal, which would accept true for 1 and 2.0 for 2.

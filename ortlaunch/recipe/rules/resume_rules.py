@@ -1,255 +1,72 @@
-"""Rules for fields that changed since a checkpoint was written, one for each field.
+"""Changes since a checkpoint was written, and what a resumption does with each.
 
-A test checks that no field lacks a rule. A change that would make the resumed run another training
-requires `--allow NAME`. All other changes take effect.
+The rules of the recipe's fields stand at the fields (recipe/fields/section.py). A test checks that no
+field lacks one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
+from ortlaunch.recipe.fields.field_lookup import section_models_in_annotation
+from ortlaunch.recipe.fields.recipe import Recipe
+from ortlaunch.recipe.fields.section import (
+    APPLIED,
+    EFFECT,
+    REFUSED,
+    ChangeRule,
+    RuleOrFunction,
+    applied,
+)
 from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
-from ortlaunch.tables.optimizers import OPTIMIZERS
 
 
-class ChangeRule(NamedTuple):
-    """The verdict on a change of a field."""
+def _rules_below_section(
+    model: type[BaseModel], section_path: str = ""
+) -> Iterator[tuple[str, RuleOrFunction]]:
+    """Yield the path of each field with its rule; a field without a rule is left out.
 
-    verdict: str
-    """`applied`, or `refused`: it is applied only with `allow`."""
-    allow_name: str = ""
-    """Name of `--allow` that lets the change take effect; "" if none does."""
-    explanation: str = ""
-    """Further information for the user."""
-
-
-EFFECT = "applied"
-REFUSED = "refused"
-_EFFECT = ChangeRule(EFFECT)
-_MODEL = ChangeRule(REFUSED, "model")
-_DATA = ChangeRule(REFUSED, "data")
-_AS_THE_GLOBAL_SIZE = ChangeRule(EFFECT, explanation="the next step uses the samples that follow")
-
-
-def _optimizer_rule(old_name: Any, new_name: Any) -> ChangeRule:
-    # The same state under another name: the checkpoint's can be loaded.
-    states = [OPTIMIZERS[name].state for name in (old_name, new_name) if name in OPTIMIZERS]
-    if len(states) == 2 and states[0] == states[1]:
-        return ChangeRule(EFFECT, explanation="the same values from other code")
-    return ChangeRule(REFUSED, "optimizer", "its state is reset unless the checkpoint has it")
+    A mapping of the user's own (model.config) is one field, and so is the held-out corpus.
+    """
+    for name, field in model.model_fields.items():
+        path = f"{section_path}{name}"
+        child_models = [*section_models_in_annotation(field.annotation)]
+        own_rules = (
+            part for part in field.metadata if isinstance(part, (ChangeRule, FunctionType))
+        )
+        rule = next(own_rules, getattr(model, "resume_rule", None))
+        # A section that can have no other value needs none.
+        if rule is not None and field.annotation not in child_models:
+            yield path, rule
+        for child_model in child_models if path != "data.evaluation" else ():
+            yield from _rules_below_section(child_model, f"{path}.")
 
 
-RuleOrFunction = ChangeRule | Callable[[Any, Any], ChangeRule]
-
-
-def _same_rule_for_fields(
-    rule: ChangeRule, field_names: str, section: str = ""
-) -> dict[str, RuleOrFunction]:
-    return {f"{section}.{name}" if section else name: rule for name in field_names.split()}
-
-
-# A mapping of the user's own (model.config) is one field. So is the held-out corpus, because nothing
-# is trained on it.
-RULES: dict[str, RuleOrFunction] = {
-    "name": _EFFECT,
-    "seed": ChangeRule(REFUSED, "data", "it determines order, masking and dropout"),
-    **_same_rule_for_fields(_MODEL, "task pretrained config factory arguments freeze", "model"),
-    "model.allow_partial": ChangeRule(EFFECT, explanation="a checkpoint has all weights"),
-    "model.attention": ChangeRule(EFFECT, explanation="the same function with other kernels"),
-    **_same_rule_for_fields(
-        ChangeRule(EFFECT, explanation="the same values with other memory use"),
-        "gradient_checkpointing offload_activations",
-        "model",
-    ),
-    **_same_rule_for_fields(
-        _MODEL, "lora lora.r lora.alpha lora.dropout lora.target_modules", "model"
-    ),
-    **_same_rule_for_fields(_MODEL, "target_parameters modules_to_save", "model.lora"),
-    "model.lora.merge": ChangeRule(EFFECT, explanation="it affects only the export"),
-    **_same_rule_for_fields(
-        _DATA,
-        "train train.format train.path train.name train.subset train.files train.revision train.split",
-        "data",
-    ),
-    **_same_rule_for_fields(
-        _DATA,
-        "train.document train.text_column train.label_column train.factory train.arguments",
-        "data",
-    ),
-    **_same_rule_for_fields(
-        _DATA,
-        "train.messages_column train.prompt_column train.response_column "
-        "train.file_column train.input_column train.system_column train.role_key train.content_key train.roles "
-        "train.most_rows train.prompt train.prompt.template train.prompt.without_input "
-        "train.train_on train.train_on_end train.train_key",
-        "data",
-    ),
-    "data.train.stream": _DATA,
-    "data.train.stream.shuffle": _DATA,
-    "data.train.stream.buffer": ChangeRule(EFFECT, explanation="the same samples"),
-    **_same_rule_for_fields(
-        _DATA, "chat_template special_tokens added_tokens attend_across_documents packing", "data"
-    ),
-    **dict.fromkeys(
-        ("data.bucket_lengths", "data.padding"),
-        ChangeRule(EFFECT, explanation="the same samples, with less padding"),
-    ),
-    **_same_rule_for_fields(_EFFECT, "evaluation allow_findings", "data"),
-    **_same_rule_for_fields(
-        _DATA,
-        "tokenizer tokenizer.train tokenizer.vocab_size sequence_length processor transcript_length",
-        "data",
-    ),
-    **_same_rule_for_fields(
-        _DATA,
-        "masked_lm masked_lm.probability masked_lm.max_predictions masked_lm.whole_words",
-        "data",
-    ),
-    "data.collate": _DATA,
-    "data.workers": ChangeRule(EFFECT, explanation="random values of the samples may differ"),
-    # world.global_samples reports the consequence.
-    **_same_rule_for_fields(_EFFECT, "global_size micro_size accumulation_steps", "batch"),
-    "optimizer.name": _optimizer_rule,
-    **_same_rule_for_fields(
-        _EFFECT,
-        "learning_rate betas epsilon momentum weight_decay no_decay always_adapt layer_decay groups "
-        "attributes",
-        "optimizer",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "name warmup_steps warmup_ratio warmup_power minimum_ratio power decay_ratio decay_type",
-        "schedule",
-    ),
-    # Weights in a checkpoint are float32 in every precision: loading works, but the steps differ.
-    "precision": ChangeRule(
-        REFUSED, "precision", "the weights are float32 in each, but the steps differ"
-    ),
-    **_same_rule_for_fields(
-        _EFFECT, "name allow_fallback memory_optimization memory_optimization_config", "engine"
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "memory_efficient_grad_management compute_optimizer sparsity_optimizer opset",
-        "engine",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT, "print_input_density custom_autograd allow_traced_values parity_steps", "engine"
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "parity_tolerance deepcopy_before_export log_level save_onnx ort_variables",
-        "engine",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules postprocess",
-        "engine",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed zero.offload"
-    ),
-    **_same_rule_for_fields(_EFFECT, "optimizer parameters nvme_path pin_memory", "zero.offload"),
-    **_same_rule_for_fields(
-        ChangeRule(EFFECT, explanation="the schedule covers the new length"),
-        "max_steps epochs",
-        "train",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "max_grad_norm evaluate_every_steps evaluate_every_epochs on_nonfinite max_skips "
-        "max_rollbacks stall_seconds",
-        "train",
-    ),
-    **_same_rule_for_fields(_EFFECT, "on_spike", "train"),
-    **_same_rule_for_fields(_EFFECT, "action deviations limit patience window", "train.on_spike"),
-    **_same_rule_for_fields(_EFFECT, "hook metric stop_after stop_after.evaluations", "train"),
-    **_same_rule_for_fields(
-        ChangeRule(EFFECT, explanation="the best is determined from now on"),
-        "stop_after.metric stop_after.mode",
-        "train",
-    ),
-    "train.loss_weight": ChangeRule(REFUSED, "loss", "the loss becomes a different mean"),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "every_minutes every_steps every_epochs keep keep_every export on_failure async",
-        "checkpoint",
-    ),
-    **_same_rule_for_fields(_EFFECT, "keep_best keep_best.export", "checkpoint"),
-    **_same_rule_for_fields(
-        ChangeRule(EFFECT, explanation="the best is determined from now on"),
-        "keep_best.metric keep_best.mode",
-        "checkpoint",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "launcher device nodes processes_per_node interface preflight max_restarts env forward",
-        "launch",
-    ),
-    **_same_rule_for_fields(_EFFECT, "grace_seconds nodes.min nodes.max binding", "launch"),
-    **_same_rule_for_fields(_EFFECT, "every_steps ranks trackers project profile_steps", "log"),
-    **_same_rule_for_fields(
-        ChangeRule(EFFECT, explanation="only `ortlaunch sweep` reads it"),
-        "sweep sweep.space sweep.metrics sweep.sampler sweep.pruner sweep.trials sweep.steps "
-        "sweep.hours sweep.parallel sweep.submit",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "scheduler partition account qos reservation time gpus gpu_type cpus_per_task memory",
-        "submit",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "constraint nodelist exclude exclusive dependency begin mail_user mail_type requeue",
-        "submit",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "signal_seconds container container.runtime container.image container.mounts",
-        "submit",
-    ),
-    **_same_rule_for_fields(_EFFECT, "setup options kubernetes azureml", "submit"),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "kind image runs volumes workdir namespace queue runtime secret gpu cpu",
-        "submit.kubernetes",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "memory shared_memory node_selector service_account trainer labels annotations pod job",
-        "submit.kubernetes",
-    ),
-    **_same_rule_for_fields(
-        _EFFECT,
-        "compute environment runs data code distribution experiment shared_memory",
-        "submit.azureml",
-    ),
-    **_same_rule_for_fields(_EFFECT, "workspace resource_group job", "submit.azureml"),
-}
+RULES: dict[str, RuleOrFunction] = dict(_rules_below_section(Recipe))
 # Values that are no fields of the recipe: the resolved world, the data as they were read, code and
 # packages.
 OTHER_RULES: dict[str, RuleOrFunction] = {
-    **_same_rule_for_fields(
-        _EFFECT, "ranks hosts device micro_samples accumulation_steps", "world"
-    ),
-    "world.global_samples": _AS_THE_GLOBAL_SIZE,
+    # What the global size of the recipe became.
+    "world": APPLIED,
+    "world.global_samples": applied("the next step uses the samples that follow"),
     "data.samples": ChangeRule(REFUSED, "data", "that many had been read"),
     "data.fingerprint": ChangeRule(REFUSED, "data", "the samples differ"),
     "data.held_out": ChangeRule(
         REFUSED, "data", "other samples are held out, and it trained on some of them"
     ),
     "data.order": ChangeRule(
-        REFUSED,
-        "data",
-        "in the current epoch some samples would repeat and others be skipped",
+        REFUSED, "data", "in the current epoch some samples would repeat and others be skipped"
     ),
     "weights.frozen": ChangeRule(
         REFUSED, "model", "a checkpoint lacks the frozen weights, and they were different"
     ),
-    **_same_rule_for_fields(_EFFECT, "ortlaunch commit dirty python", "code"),
-    "packages": _EFFECT,
+    "code": APPLIED,
+    "packages": APPLIED,
 }
 # Fields without effect on an evaluation, which trains no step.
 _TRAINING_FIELDS = (

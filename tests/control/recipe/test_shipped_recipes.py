@@ -360,7 +360,7 @@ def test_tiny_recipes_take_every_engine_and_sharding(name: str, engine: str, zer
 
 
 def test_every_field_says_what_a_resume_does_with_it() -> None:
-    """Every field has a rule in recipe/rules/resume_rules.py.
+    """Every field has a rule (recipe/fields/section.py), its own or its section's.
 
     A section that may also be null or a plain value needs one, too.
     """
@@ -371,7 +371,7 @@ def test_every_field_says_what_a_resume_does_with_it() -> None:
         if first_model_at_path(tuple(path.split("."))) and not _is_optional(path)
     }
     assert paths - sections - set(RULES) == set(), (
-        "without a rule in ortlaunch/recipe/rules/resume_rules.py"
+        "without a rule of ortlaunch/recipe/fields/section.py"
     )
     assert set(RULES) - (paths - sections) == set(), "rules of no field"
 
