@@ -19,7 +19,6 @@ from ortlaunch.importers import (
 )
 from ortlaunch.importers.draft import Draft, ImportReport, Remark
 from ortlaunch.importers.reading import read_config_tree_or_refuse
-from ortlaunch.importers.renamed_keys import convert_remaining_keys
 from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.text.source import (
@@ -175,8 +174,6 @@ def convert_config_to_recipe(
         re.sub(r"[^A-Za-z0-9._-]+", "-", config_path.stem).strip("-._") or "imported",
         "the file's name",
     )
-    # Last: the converters above have taken the keys that need more than a table.
-    convert_remaining_keys(draft)
     draft.set_assumed_values()
     recipe_values = _check_overridden_recipe_and_return_values(
         _merge_draft_over_base_without_exclusive_keys(base_tree, draft),

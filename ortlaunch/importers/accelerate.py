@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ortlaunch.importers import deepspeed, sharding
 from ortlaunch.importers.draft import Draft, number_or_none
+from ortlaunch.importers.renamed_keys import convert_config_by_rules
 from ortlaunch.importers.rules import (
     ANY_KEY,
     NO_COUNTERPART,
@@ -12,7 +13,6 @@ from ortlaunch.importers.rules import (
     Outcome,
     Rule,
     Rules,
-    convert_keys_by_rules,
     needless,
     put,
 )
@@ -20,7 +20,7 @@ from ortlaunch.importers.rules import (
 
 def convert_accelerate_config(draft: Draft) -> None:
     """Convert a config."""
-    convert_keys_by_rules(draft, _RULES)
+    convert_config_by_rules(draft, _RULES)
 
 
 def _processes_per_node(key: ConfigKey) -> Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import NamedTuple, get_args
@@ -20,12 +21,11 @@ from ortlaunch.importers.rules import (
     apply_rule_and_tell_if_converted,
     assume,
     assume_defaults,
-    convert_keys_by_rules,
     dropped,
     needless,
     put,
     refused,
-    report_adapters_unused,
+    rules_without_adapters,
     section_values_by_rules,
 )
 from ortlaunch.recipe.fields.data import SpecialToken
@@ -41,6 +41,7 @@ _CHAT_TYPES = {
     "chat_template.default": "messages",
     "sharegpt": "conversations",
 }
+_DATA_KEYS = ("datasets", "pretraining_dataset", "test_datasets")
 _TEMPLATE_KEYS = ("chat_template", "chat_template_jinja")
 # Axolotl's names of roles, beside the chat template's.
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -79,25 +80,24 @@ def convert_axolotl_config(draft: Draft) -> None:
     Raises:
         InputError: it trains in a way that ortlaunch does not have.
     """
-    convert_keys_by_rules(draft, _REFUSED)
+    _add_chat_template_of_all_sets(draft)
+    has_adapter = draft.config_value("adapter")
     assume_defaults(draft, {"model.task": "causal-lm"}, "Axolotl trains no other")
-    if draft.config_value("adapter"):
+    if has_adapter:
         assume_defaults(draft, {"model.lora.r": 8, "model.lora.alpha": 8}, "peft's default")
-    else:
-        report_adapters_unused(draft, "there is no adapter")
-    convert_keys_by_rules(draft, _RULES)
-    has_warmup = any(
-        draft.config_value(key) is not None for key in ("warmup_steps", "warmup_ratio")
-    )
-    if draft.config_value("lr_scheduler") != "constant" and not has_warmup:
+    warmups = [draft.config_value(name) for name in ("warmup_steps", "warmup_ratio")]
+    if draft.config_value("lr_scheduler") != "constant" and warmups == [None, None]:
         reason = "Axolotl's default, there with at most 100 steps"
         assume_defaults(draft, {"schedule.warmup_ratio": 0.03}, reason)
-    assume_defaults(
-        draft, {"schedule.name": "cosine", **_default_intervals(draft)}, "Axolotl's default"
-    )
-    trainer.convert_shared_arguments_and_assume_defaults(
+    defaults = {
+        "batch.accumulation_steps": 1,
+        "train.max_grad_norm": 1.0,
+        "schedule.name": "cosine",
+    }
+    trainer.convert_with_shared_arguments(
         draft,
-        {"batch.accumulation_steps": 1, "train.max_grad_norm": 1.0},
+        {**_RULES, **({} if has_adapter else rules_without_adapters(draft, "there is no adapter"))},
+        {**defaults, **_default_intervals(draft)},
         "Axolotl's default",
         1,  # Trainer's default is three
     )
@@ -107,8 +107,14 @@ def _default_intervals(draft: Draft) -> Json:
     """Return an evaluation of held out data and a checkpoint each epoch, if others are not given."""
     strategies = ("eval_strategy", "evaluation_strategy", "save_strategy")
     # `false` is a strategy, YAML's form of an unquoted `no`; a number of 0 stands for none given.
-    given_keys = {name for name, node in draft.config.items() if node.scalar or name in strategies}
-    has_data = draft.expected_recipe_value_or_none("data.evaluation") is not None
+    given_keys = {
+        name
+        for name, node in draft.config.items()
+        if node.scalar or node.children or name in strategies
+    }
+    has_data = {"val_set_size", "test_datasets"} & given_keys or draft.base_tree.find_subtree(
+        ("data", "evaluation")
+    )
     evaluation_keys = {*strategies[:2], "eval_steps", "evals_per_epoch"}
     save_keys = {"save_strategy", "save_steps", "saves_per_epoch"}
     return {
@@ -205,16 +211,14 @@ def _loss_watchdog(key: ConfigKey) -> Rule:
 
 
 def _data_sets(key: ConfigKey) -> Rule:
-    nodes = [*key.node.children.values()] if key.node.node_type == "list" else [key.node]
+    nodes = _set_nodes(key.node)
     if key.path != "test_datasets" and len(nodes) > 1:
-        _copy_chat_template_of_all_sets_to_config(key.draft, nodes)
         item_keys = [
             key._replace(path=f"{key.path}[{index}]", node=node) for index, node in enumerate(nodes)
         ]
         sources = [{"source": _source(item_key), "weight": 1.0} for item_key in item_keys]
         share_remark = "each has the same share of the samples; Axolotl puts them one after another"
         return put("data.train", sources, share_remark)
-    _copy_chat_template_of_all_sets_to_config(key.draft, nodes[:1])
     for index, node in enumerate(nodes[1:], 1):
         other_key = key._replace(path=f"{key.path}[{index}]", node=node)
         apply_rule_and_tell_if_converted(other_key, dropped("data.evaluation is one corpus"))
@@ -222,14 +226,18 @@ def _data_sets(key: ConfigKey) -> Rule:
     return put(f"data.{recipe_part}", _source(key._replace(node=nodes[0])))
 
 
-def _copy_chat_template_of_all_sets_to_config(draft: Draft, set_nodes: list[Tree]) -> None:
+def _add_chat_template_of_all_sets(draft: Draft) -> None:
     """Give the config a chat template that all of its data sets have."""
-    for name in _TEMPLATE_KEYS:
-        template_nodes = [node.children.get(name) for node in set_nodes]
-        first_node = template_nodes[0]
-        is_shared = len({node and node.scalar for node in template_nodes}) == 1
-        if first_node is not None and is_shared and name not in draft.config:
-            draft.add_key(name, first_node)
+    for key_name, name in itertools.product(_DATA_KEYS, _TEMPLATE_KEYS):
+        sets_node = draft.config.get(key_name)
+        nodes = [node.find_subtree((name,)) for node in _set_nodes(sets_node)] if sets_node else []
+        is_shared = len({node and node.scalar for node in nodes}) == 1
+        if is_shared and nodes[0] is not None:
+            draft.config.setdefault(name, nodes[0])
+
+
+def _set_nodes(sets_node: Tree) -> list[Tree]:
+    return [*sets_node.children.values()] if sets_node.node_type == "list" else [sets_node]
 
 
 def _source(key: ConfigKey) -> Json:
@@ -454,13 +462,6 @@ def _packing(key: ConfigKey) -> Rule | None:
 _TRUNCATION = "chats are cut off at data.sequence_length"
 _TEMPLATE_TEXT = "write it into the template of data.train.prompt (with {system}: system_column)"
 _NO_PREFERENCES = refused("there is no preference training here")
-# Keys of a training that ortlaunch does not have.
-_REFUSED: Rules = {
-    "rl": _NO_PREFERENCES,
-    "reward_model": _NO_PREFERENCES,
-    "process_reward_model": _NO_PREFERENCES,
-    "processor_type": refused("images and sound beside text cannot be trained here"),
-}
 _TEXT_RULES: Rules = {"type": (), "field": put("text_column"), "text_column": put("text_column")}
 _PROMPT_RULES: Rules = {
     "format": (),
@@ -490,6 +491,10 @@ _CHAT_RULES: Rules = {
     "field_messages": put("messages_column"),
 }
 _RULES: Rules = {
+    "rl": _NO_PREFERENCES,
+    "reward_model": _NO_PREFERENCES,
+    "process_reward_model": _NO_PREFERENCES,
+    "processor_type": refused("images and sound beside text cannot be trained here"),
     "base_model": _pretrained_model_and_tokenizer,
     "revision_of_model": needless("model.pretrained has it"),
     "tokenizer_config": needless("data.tokenizer has it"),
@@ -511,9 +516,7 @@ _RULES: Rules = {
         if key.sibling("peft_use_rslora")
         else put("model.lora.alpha")
     ),
-    "datasets": _data_sets,
-    "pretraining_dataset": _data_sets,
-    "test_datasets": _data_sets,
+    **dict.fromkeys(_DATA_KEYS, _data_sets),
     "val_set_size": trainer.held_out_data(),
     "chat_template_jinja": put("data.chat_template"),
     "chat_template": _chat_template,

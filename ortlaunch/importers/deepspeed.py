@@ -61,8 +61,7 @@ _BATCH_SIZES = (
 
 def convert_deepspeed_config(draft: Draft) -> None:
     """Convert a whole config, which has no model and no data."""
-    _convert_deepspeed_keys(whole_config_key(draft, draft.config))
-    draft.unconverted = {}
+    _convert_deepspeed_keys(whole_config_key(draft))
 
 
 def deepspeed_file_or_mapping(key: ConfigKey) -> Rule:

@@ -62,7 +62,7 @@ class ImportReport:
 
 
 class Draft:
-    """The keys that are not converted yet, and the recipe so far; each part has its location."""
+    """The config and the recipe so far; each part has its location."""
 
     def __init__(
         self, config_tree: Tree, tool_names: Sequence[str], command_tree: Tree, base_tree: Tree
@@ -76,7 +76,6 @@ class Draft:
             base_tree: keys of --base.
         """
         self.config = {str(key): node for key, node in config_tree.children.items()}
-        self.unconverted = dict(self.config)
         self.tools = tool_names
         self.import_report = ImportReport()
         self.command_tree = command_tree
@@ -87,12 +86,8 @@ class Draft:
         # Set at the end, for only then is it known which keys the config sets.
         self._assumed_values: list[tuple[str, object, str]] = []
 
-    def add_key(self, config_key: str, node: Tree) -> None:
-        """Add a key to the config, as of an older form or from a part of it."""
-        self.config[config_key] = self.unconverted[config_key] = node
-
     def config_value(self, config_key: str) -> Any:
-        """Return the value of a key, converted or not; None if it is absent."""
+        """Return the value of a key; None if it is absent."""
         node = self.config.get(config_key)
         return None if node is None else node.value_without_locations()
 

@@ -21,7 +21,6 @@ from ortlaunch.importers.rules import (
     Rule,
     Rules,
     apply_rule_and_tell_if_converted,
-    convert_keys_by_rules,
     convert_section_by_rules,
     dropped,
     needless,
@@ -71,8 +70,8 @@ class _SourceForm(NamedTuple):
     row_limit: float | None
 
 
-def convert_data_sets_by_dataset_info(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
-    """Convert the data sets of training and evaluation.
+def rules_by_dataset_info(draft: Draft, has_chats: bool, loss_fields: Json) -> Rules:
+    """Return the rules of the data sets of training and evaluation.
 
     Args:
         draft: the conversion.
@@ -81,38 +80,30 @@ def convert_data_sets_by_dataset_info(draft: Draft, has_chats: bool, loss_fields
     """
     data_folder = str(draft.config_value("dataset_dir") or "data")
     sets = _read_dataset_info_file_or_none(draft.recipe_tree.location.source, data_folder)
-    source_form = _SourceForm(
-        has_chats, loss_fields, number_or_none(draft.config_value("max_samples"))
+    row_limit = number_or_none(draft.config_value("max_samples"))
+    form = _SourceForm(has_chats, loss_fields, row_limit)
+    reason = f"no {_DESCRIPTION_FILE} is in the folder, nor in the config's folders; give data."
+    return {
+        "train_dataset": lambda key: _data_sets_rule(
+            llama_v1.read_parent_folder_and_listed_data_sets_or_none(key.node),
+            "train",
+            form._replace(row_limit=None),
+            "there is no such file; give data.train",
+        ),
+        "dataset": _data_sets_rule(sets, "train", form, f"{reason}train"),
+        "eval_dataset": _data_sets_rule(sets, "evaluation", form, f"{reason}evaluation"),
+        "dataset_dir": _setting_of_sources("data.train.path"),
+        "max_samples": _setting_of_sources("most_rows of each source"),
+    }
+
+
+def _setting_of_sources(recipe_text: str) -> Rule:
+    """Return the rule of a key that each source has."""
+    return lambda key: (
+        needless(f"{recipe_text} has it")
+        if key.draft.recipe_tree.find_subtree(("data", "train"))
+        else dropped(f"give {recipe_text}")
     )
-    listed_form = source_form._replace(row_limit=None)
-    convert_keys_by_rules(
-        draft,
-        {
-            "train_dataset": lambda key: _data_sets_rule(
-                llama_v1.read_parent_folder_and_listed_data_sets_or_none(key.node),
-                "train",
-                listed_form,
-                "there is no such file; give data.train",
-            ),
-            **{
-                name: _data_sets_rule(
-                    sets,
-                    recipe_part,
-                    source_form,
-                    f"no {_DESCRIPTION_FILE} is in the folder, nor in the config's folders; "
-                    f"give data.{recipe_part}",
-                )
-                for name, recipe_part in (("dataset", "train"), ("eval_dataset", "evaluation"))
-            },
-        },
-    )
-    has_source = draft.recipe_tree.find_subtree(("data", "train")) is not None
-    for name, recipe_text in (
-        ("dataset_dir", "data.train.path"),
-        ("max_samples", "most_rows of each source"),
-    ):
-        rule = needless(f"{recipe_text} has it") if has_source else dropped(f"give {recipe_text}")
-        convert_keys_by_rules(draft, {name: rule})
 
 
 def _read_dataset_info_file_or_none(config_path: str, folder_name: str) -> DescribedSets | None:

@@ -11,12 +11,10 @@ from ortlaunch.importers.rules import (
     Rule,
     Rules,
     altered,
-    assume_defaults,
-    convert_keys_by_rules,
     needless,
     put,
     refused,
-    report_adapters_unused,
+    rules_without_adapters,
 )
 
 # Pre-training and supervised fine-tuning; the others train with preferences or rewards.
@@ -31,25 +29,31 @@ def convert_llama_factory_config(draft: Draft) -> None:
     """
     is_second_schema = any(key in draft.config for key in llama_v1.SECOND_SCHEMA_KEYS)
     if is_second_schema:
-        llama_v1.rename_second_schema_keys_and_split_sections(draft)
-    assume_defaults(draft, {"model.task": "causal-lm"}, "LLaMA-Factory's default, sft")
-    if draft.config_value("finetuning_type") == "full":
-        report_adapters_unused(draft, "finetuning_type is full")
-    convert_keys_by_rules(draft, {**_METHOD_RULES, **trainer.MODEL_RULES})
-    llama_data.convert_data_sets_by_dataset_info(draft, _has_chats(draft), _loss_fields(draft))
-    convert_keys_by_rules(draft, _RULES)
-    defaults: Json = {"model.gradient_checkpointing": True, "data.sequence_length": 2048}
+        llama_v1.rename_second_schema_keys(draft)
+    is_full = draft.config_value("finetuning_type") == "full"
+    defaults: Json = {
+        **trainer.DEFAULTS,
+        "model.task": "causal-lm",
+        "model.gradient_checkpointing": True,
+        "data.sequence_length": 2048,
+    }
     if is_second_schema:
         defaults |= {"schedule.name": "constant", "precision": "bf16"}
         defaults |= {"optimizer.learning_rate": 1e-4}
-    if draft.config_value("finetuning_type") != "full":
+    if not is_full:
         # Without finetuning_type LLaMA-Factory trains adapters.
         rank = number_or_none(draft.config_value("lora_rank")) or 8
         lora_values = {"r": 8, "alpha": 2 * rank, "dropout": 0.0, "target_modules": ["all-linear"]}
         defaults |= {f"model.lora.{name}": value for name, value in lora_values.items()}
-    trainer.convert_shared_arguments_and_assume_defaults(
-        draft, {**trainer.DEFAULTS, **defaults}, "LLaMA-Factory's default", 3
-    )
+    rules: Rules = {
+        **llama_v1.RULES,
+        **_METHOD_RULES,
+        **trainer.MODEL_RULES,
+        **llama_data.rules_by_dataset_info(draft, _has_chats(draft), _loss_fields(draft)),
+        **_DATA_RULES,
+        **(rules_without_adapters(draft, "finetuning_type is full") if is_full else {}),
+    }
+    trainer.convert_with_shared_arguments(draft, rules, defaults, "LLaMA-Factory's default", 3)
 
 
 def _finetuning_type(key: ConfigKey) -> Rule:
@@ -119,7 +123,7 @@ _METHOD_RULES: Rules = {
     "lora_dropout": put("model.lora.dropout"),
     **dict.fromkeys(_LOSS_PARTS, _loss_part),
 }
-_RULES: Rules = {
+_DATA_RULES: Rules = {
     "template": lambda key: (
         altered(
             "the tokenizer's own chat template, or data.chat_template; LLaMA-Factory's may differ "

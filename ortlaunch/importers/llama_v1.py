@@ -16,7 +16,6 @@ from ortlaunch.importers.rules import (
     Rule,
     Rules,
     altered,
-    convert_keys_by_rules,
     dropped,
     needless,
     put,
@@ -38,23 +37,20 @@ _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
 _OPENAI_COLUMNS: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
 
 
-def rename_second_schema_keys_and_split_sections(draft: Draft) -> None:
-    """Rename keys, and take sections apart; keys without a counterpart stay as they are."""
+def rename_second_schema_keys(draft: Draft) -> None:
+    """Rename keys to those of the first schema; others are left to the rules."""
+    config = draft.config
     implied_keys = {"stage": "sft"} | (
-        {} if "peft_config" in draft.config else {"finetuning_type": "full"}
+        {} if "peft_config" in config else {"finetuning_type": "full"}
     )
     for name, value in implied_keys.items():
-        if name not in draft.config:
-            draft.add_key(name, recipe_value_tree_located_at_node(value, draft.recipe_tree))
-    convert_keys_by_rules(draft, _RULES)
-
-
-def _renamed(first_schema_key: str) -> Rule:
-    def rename_key(key: ConfigKey) -> Rule:
-        key.draft.add_key(first_schema_key, key.node)
-        return ()
-
-    return rename_key
+        config.setdefault(name, recipe_value_tree_located_at_node(value, draft.recipe_tree))
+    for name, first_name in _RENAMED_KEYS.items():
+        if name in config:
+            config[first_name] = config.pop(name)
+    for section, renamed_keys in _RENAMED_KEYS_BY_SECTION.items():
+        children = config[section].children if section in config else {}
+        config |= {renamed_keys[str(key)]: children[key] for key in children if key in renamed_keys}
 
 
 def _muon_default(value: object) -> Rule:
@@ -63,8 +59,7 @@ def _muon_default(value: object) -> Rule:
 
 
 def _dist_config(key: ConfigKey) -> Rule:
-    if "config_file" in key.node.children:
-        key.draft.add_key("deepspeed", key.node.children["config_file"])
+    if key.child("config_file"):
         return ()
     if str(key.child("name")).startswith("fsdp"):
         return (
@@ -74,21 +69,24 @@ def _dist_config(key: ConfigKey) -> Rule:
     return dropped("no counterpart; give zero.stage")
 
 
-_RULES: Rules = {
-    "model": _renamed("model_name_or_path"),
-    "micro_batch_size": _renamed("per_device_train_batch_size"),
+_RENAMED_KEYS = {"model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size"}
+_RENAMED_KEYS_BY_SECTION = {
     "peft_config": {
-        "name": _renamed("finetuning_type"),
-        "r": _renamed("lora_rank"),
-        "lora_alpha": _renamed("lora_alpha"),
-        "lora_dropout": _renamed("lora_dropout"),
-        "target_modules": _renamed("lora_target"),
-        "export_dir": _renamed("export_dir"),
+        "name": "finetuning_type",
+        "r": "lora_rank",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "target_modules": "lora_target",
+        "export_dir": "export_dir",
     },
+    "optim_config": {"name": "optim", "wd": "weight_decay", "adamw_eps": "adam_epsilon"},
+    "dist_config": {"config_file": "deepspeed"},
+}
+# What is left of the sections.
+RULES: Rules = {
+    "peft_config": dict.fromkeys(_RENAMED_KEYS_BY_SECTION["peft_config"], ()),
     "optim_config": {
-        "name": _renamed("optim"),
-        "wd": _renamed("weight_decay"),
-        "adamw_eps": _renamed("adam_epsilon"),
+        **dict.fromkeys(_RENAMED_KEYS_BY_SECTION["optim_config"], ()),
         "adamw_betas": put("optimizer.betas"),
         "momentum": _muon_default(0.95),
         "nesterov": _muon_default(True),

@@ -1,4 +1,7 @@
-"""Convert the keys that are only renamed, by the tables in recipe/hints/keys_of_other_tools.py."""
+"""Convert a config by a tool's rules.
+
+Keys that are only renamed are rows of the tables in recipe/hints/keys_of_other_tools.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from ortlaunch.importers.rules import (
     NO_COUNTERPART,
     ConfigKey,
     Rule,
+    Rules,
     convert_section_by_rules,
     dropped,
     needless,
@@ -28,10 +32,9 @@ from ortlaunch.recipe.text.source_location import parse_key_path
 _NOT_NEEDED_PREFIX = "none: "
 
 
-def convert_remaining_keys(draft: Draft) -> None:
-    """Convert all keys without a rule by the dialects and the recipe's names."""
-    keys = whole_config_key(draft, draft.unconverted)
-    convert_section_by_rules(keys, {ANY_KEY: _renamed_key})
+def convert_config_by_rules(draft: Draft, rules: Rules) -> None:
+    """Convert all keys of a config; those without a rule by the dialects and the recipe's names."""
+    convert_section_by_rules(whole_config_key(draft), {**rules, ANY_KEY: _renamed_key})
 
 
 def _renamed_key(key: ConfigKey) -> Rule:

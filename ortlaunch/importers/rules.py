@@ -151,25 +151,15 @@ class ConfigKey(NamedTuple):
         return self.draft.expected_recipe_value_or_none(recipe_key)
 
 
-def whole_config_key(draft: Draft, nodes: Mapping[str, Tree]) -> ConfigKey:
-    """Return a section of all keys of a config, whose paths are their names."""
-    children: dict[Key, Tree] = dict(nodes.items())
+def whole_config_key(draft: Draft) -> ConfigKey:
+    """Return a section of all keys of the config, whose paths are their names."""
+    children: dict[Key, Tree] = dict(draft.config.items())
     config_tree = Tree(draft.recipe_tree.location, node_type="mapping", children=children)
-    return ConfigKey(draft, "", config_tree, nodes)
-
-
-def convert_keys_by_rules(draft: Draft, rules: Rules) -> None:
-    """Convert the keys of a config that have a rule, in the order of the rules."""
-    for name, rule in rules.items():
-        node = draft.unconverted.get(name)
-        if node is None or (is_empty(node) and not isinstance(rule, EvenIfEmpty)):
-            continue
-        if apply_rule_and_tell_if_converted(ConfigKey(draft, name, node, draft.config), rule):
-            draft.unconverted.pop(name, None)
+    return ConfigKey(draft, "", config_tree, draft.config)
 
 
 def apply_rule_and_tell_if_converted(key: ConfigKey, rule: Rule | None) -> bool:
-    """Apply a rule to a key; without a rule it is left to the tables of renamed keys."""
+    """Apply a rule to a key; a function that returns None leaves it to the rule of all other keys."""
     while callable(rule) or isinstance(rule, EvenIfEmpty):
         rule = rule.rule if isinstance(rule, EvenIfEmpty) else rule(key)
     if isinstance(rule, Outcome):
@@ -185,16 +175,16 @@ def apply_rule_and_tell_if_converted(key: ConfigKey, rule: Rule | None) -> bool:
 def convert_section_by_rules(key: ConfigKey, rules: Rules) -> None:
     """Convert all keys of a section: first those with a rule, in the order of the rules."""
     child_keys = key.child_keys()
+    rule_of_others = rules.get(ANY_KEY, NO_COUNTERPART)
     for name in dict.fromkeys((*(name for name in rules if name in child_keys), *child_keys)):
-        child_key = child_keys[name]
-        rule = rules.get(name, rules.get(ANY_KEY, NO_COUNTERPART))
-        always = TRUE_BY_ITSELF.get(normalize_word(name))
-        if always and child_key.value is False:
-            rule = dropped(f"here it is always so: {always}")
-            apply_rule_and_tell_if_converted(child_key, rule)
+        child_key, rule = child_keys[name], rules.get(name, rule_of_others)
+        does_always = TRUE_BY_ITSELF.get(normalize_word(name))
+        if does_always and child_key.value is False:
+            rule = dropped(f"here it is always so: {does_always}")
         elif is_empty(child_key.node) and not isinstance(rule, EvenIfEmpty):
-            key.draft.import_report.empty.append(child_key.path)
-        else:
+            rule = WITHOUT_EFFECT
+        if not apply_rule_and_tell_if_converted(child_key, rule):
+            rule = WITHOUT_EFFECT if is_empty(child_key.node) else rule_of_others
             apply_rule_and_tell_if_converted(child_key, rule)
 
 
@@ -210,10 +200,10 @@ def section_values_by_rules(key: ConfigKey, rules: Rules) -> Json:
     return dict(draft.recipe_tree.value_without_locations())
 
 
-def report_adapters_unused(draft: Draft, reason: str) -> None:
-    """Report the keys of LoRA as unused, because all weights are trained."""
+def rules_without_adapters(draft: Draft, reason: str) -> Rules:
+    """Return the rules of the keys of LoRA where all weights are trained."""
     rule = needless(f"of no effect there: {reason}")
-    convert_keys_by_rules(draft, {name: rule for name in draft.config if name.startswith("lora_")})
+    return {name: rule for name in draft.config if name.startswith("lora_")}
 
 
 def assume_defaults(draft: Draft, recipe_values: Mapping[str, object], reason: str) -> None:

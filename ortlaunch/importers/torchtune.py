@@ -7,6 +7,7 @@ import re
 from ortlaunch.base.errors import InputError
 from ortlaunch.importers import sharding, trainer
 from ortlaunch.importers.draft import Draft, number_or_none
+from ortlaunch.importers.renamed_keys import convert_config_by_rules
 from ortlaunch.importers.rules import (
     ANY_KEY,
     NO_COUNTERPART,
@@ -18,7 +19,6 @@ from ortlaunch.importers.rules import (
     Rules,
     assume,
     assume_defaults,
-    convert_keys_by_rules,
     dropped,
     needless,
     put,
@@ -56,10 +56,9 @@ def convert_torchtune_config(draft: Draft) -> None:
     Raises:
         InputError: it is no supervised training of text.
     """
-    convert_keys_by_rules(draft, _REFUSED)
+    convert_config_by_rules(draft, _RULES)
     if not (draft.config_value("dataset") and draft.config_value("optimizer")):
         raise InputError(f"{draft.recipe_tree.location.source}: {_NO_TRAINING_MESSAGE}")
-    convert_keys_by_rules(draft, _RULES)
     assume_defaults(draft, {"model.task": "causal-lm"}, "torchtune trains no other")
     assume_defaults(
         draft, {"schedule.name": "constant", "batch.accumulation_steps": 1}, "torchtune's default"
@@ -122,15 +121,6 @@ def _metric_logger(key: ConfigKey) -> Rule:
     return assume("log.trackers", trackers, key.text) if trackers else ()
 
 
-_REFUSED: Rules = {
-    "teacher_model": refused("there is no distillation here"),
-    "ref_checkpointer": _NO_PREFERENCES,
-    **dict.fromkeys(
-        ("reward_functions", "reward_and_value_model"),
-        refused("there is no reinforcement learning here"),
-    ),
-    "loss": lambda key: _NO_PREFERENCES if "rlhf" in key.text else None,
-}
 _CORPORA = {"dataset": "data.train", "dataset_val": "data.evaluation"}
 _SOURCE_RULES: Rules = {
     _COMPONENT: (),
@@ -140,6 +130,13 @@ _SOURCE_RULES: Rules = {
     "packed": (),
 }
 _RULES: Rules = {
+    "teacher_model": refused("there is no distillation here"),
+    "ref_checkpointer": _NO_PREFERENCES,
+    **dict.fromkeys(
+        ("reward_functions", "reward_and_value_model"),
+        refused("there is no reinforcement learning here"),
+    ),
+    "loss": lambda key: _NO_PREFERENCES if "rlhf" in key.text else None,
     "checkpointer": {
         "checkpoint_dir": (put("model.pretrained"), put("data.tokenizer")),
         "keep_last_n_checkpoints": put("checkpoint.keep"),

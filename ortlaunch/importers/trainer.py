@@ -12,6 +12,7 @@ from pathlib import Path
 from ortlaunch.base.json_types import Json
 from ortlaunch.importers import deepspeed, intervals, sharding, trl
 from ortlaunch.importers.draft import Draft, number_or_none, recipe_value_tree_located_at_node
+from ortlaunch.importers.renamed_keys import convert_config_by_rules
 from ortlaunch.importers.rules import (
     OTHER_OPTIMIZER,
     OTHER_SCHEDULE,
@@ -20,7 +21,6 @@ from ortlaunch.importers.rules import (
     Rules,
     assume,
     assume_defaults,
-    convert_keys_by_rules,
     dropped,
     needless,
     put,
@@ -77,22 +77,31 @@ _TASKS = {
 def convert_trainer_config(draft: Draft) -> None:
     """Convert arguments of Trainer, with those of an example script or of TRL's SFTTrainer."""
     # First, because TRL's defaults must precede Trainer's.
-    if trl.is_sft_config_refusing_other_trl_trainers(draft):
-        trl.convert_sft_keys(draft)
+    sft_rules = trl.sft_rules_with_assumed_defaults(draft)
     _assume_task_by_script_keys(draft)
-    convert_keys_by_rules(draft, {**MODEL_RULES, **_DATA_RULES})
-    convert_shared_arguments_and_assume_defaults(draft, DEFAULTS, "Trainer's default", 3)
+    data_rules = {name: rule for name, rule in _DATA_RULES.items() if name not in sft_rules}
+    convert_with_shared_arguments(
+        draft, {**sft_rules, **MODEL_RULES, **data_rules}, DEFAULTS, "Trainer's default", 3
+    )
 
 
-def convert_shared_arguments_and_assume_defaults(
-    draft: Draft, defaults: Json, reason: str, default_epochs: float
+def convert_with_shared_arguments(
+    draft: Draft, rules: Rules, defaults: Json, reason: str, default_epochs: float
 ) -> None:
-    """Convert the arguments that all tools on top of Trainer share, and set a tool's defaults."""
-    convert_keys_by_rules(draft, _SHARED_RULES)
-    _disable_zero_for_muon_and_8bit_state_for_zero(draft)
-    assume_defaults(draft, defaults, reason)
-    if draft.recipe_tree.find_subtree(("train", "max_steps")) is None:
+    """Convert a config by a tool's own rules, and those of all tools on top of Trainer.
+
+    Args:
+        draft: the conversion.
+        rules: the rules of the tool's own keys.
+        defaults: the tool's defaults, by key of the recipe.
+        reason: the reason for these defaults.
+        default_epochs: the length of a training without a number of steps.
+    """
+    if (number_or_none(draft.config_value("max_steps")) or 0) <= 0:
         draft.assume_default("train.epochs", default_epochs, "the tool's default")
+    assume_defaults(draft, defaults, reason)
+    convert_config_by_rules(draft, {**rules, **_SHARED_RULES})
+    _disable_zero_for_muon_and_8bit_state_for_zero(draft)
 
 
 def _disable_zero_for_muon_and_8bit_state_for_zero(draft: Draft) -> None:

@@ -3,58 +3,43 @@
 from __future__ import annotations
 
 from ortlaunch.base.json_types import Json
-from ortlaunch.importers.draft import Draft, refusal_error
+from ortlaunch.importers.draft import Draft
 from ortlaunch.importers.rules import (
     ConfigKey,
     EvenIfEmpty,
     Rule,
     Rules,
     assume_defaults,
-    convert_keys_by_rules,
     dropped,
     needless,
     put,
-    report_adapters_unused,
+    refused,
+    rules_without_adapters,
 )
 
 # Keys of SFTTrainer that Trainer lacks.
 _SFT_KEYS = ("chat_template", "dataset_text_field", "dataset_train_split", "dataset_test_split", "dataset_mixture",
           "assistant_only_loss", "completion_only_loss", "packing", "use_peft")  # fmt: skip
-# Keys of TRL's trainers with preferences or rewards.
-_OTHER_TRAINERS_KEYS = (
-    *("beta", "max_prompt_length", "num_generations", "reward_model_path", "reward_funcs"),
-)
 _ANSWERS_REMARK = "answers alone count in the loss of chats"
 
 
-def is_sft_config_refusing_other_trl_trainers(draft: Draft) -> bool:
-    """Return whether a config has keys of SFTTrainer that Trainer lacks.
+def sft_rules_with_assumed_defaults(draft: Draft) -> Rules:
+    """Return the rules of SFTTrainer's keys, and set TRL's defaults; {}: the config is Trainer's.
+
+    Without target modules peft chooses layers by the model type, as TRL does.
 
     Raises:
         InputError: the config has keys of another trainer of TRL.
     """
-    has_sft_keys = any(draft.config_value(key) is not None for key in _SFT_KEYS)
-    for key in _OTHER_TRAINERS_KEYS if has_sft_keys else ():
-        if key in draft.config:
-            reason = "of TRL's trainers SFTTrainer alone is known here"
-            raise refusal_error(key, draft.config[key], reason)
-    return has_sft_keys
-
-
-def convert_sft_keys(draft: Draft) -> None:
-    """Convert the keys that Trainer lacks; the others remain for trainer.py.
-
-    Without target modules peft chooses layers by the model type, as TRL does.
-    """
-    # Assumed before Trainer's defaults, which differ: the first value of a key wins.
+    if all(draft.config_value(key) is None for key in _SFT_KEYS):
+        return {}
     assume_defaults(draft, {"model.task": "causal-lm"}, "TRL's SFTTrainer trains no other")
     defaults = {"optimizer.learning_rate": 2e-5, "data.sequence_length": 1024}
     if draft.config_value("use_peft"):
         defaults |= {"model.lora.r": 16, "model.lora.alpha": 32, "model.lora.dropout": 0.05}
-    else:
-        report_adapters_unused(draft, "use_peft is not true")
     assume_defaults(draft, defaults, "TRL's default")
-    convert_keys_by_rules(draft, _RULES)
+    without_adapters = rules_without_adapters(draft, "use_peft is not true")
+    return {**_RULES, **({} if draft.config_value("use_peft") else without_adapters)}
 
 
 def _has_chats(key: ConfigKey) -> bool:
@@ -139,6 +124,10 @@ def _packing(key: ConfigKey) -> Rule | None:
 
 
 _RULES: Rules = {
+    **dict.fromkeys(
+        ("beta", "max_prompt_length", "num_generations", "reward_model_path", "reward_funcs"),
+        EvenIfEmpty(refused("of TRL's trainers SFTTrainer alone is known here")),
+    ),
     "chat_template": put("data.chat_template"),
     "dataset_mixture": _mixture,
     "dataset_name": _hub_data_set,
