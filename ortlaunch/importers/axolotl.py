@@ -17,14 +17,14 @@ from ortlaunch.importers.rules import (
     EvenIfEmpty,
     Rule,
     Rules,
-    altered,
     apply_rule_and_tell_if_converted,
     assume,
     assume_defaults,
-    dropped,
+    drop,
     needless,
     put,
-    refused,
+    refuse,
+    report_change,
     rules_without_adapters,
     section_values_by_rules,
 )
@@ -140,10 +140,10 @@ def _pretrained_model_and_tokenizer(key: ConfigKey) -> Rule:
 def _adapter(key: ConfigKey) -> Rule:
     # LoRA without quantization trains the same adapters, so qlora is converted with a remark.
     if key.value == "qlora":
-        return dropped("model.lora, whose base weights are not quantized")
+        return drop("model.lora, whose base weights are not quantized")
     if key.value == "lora":
         return needless("model.lora is there")
-    return refused("adapters here are lora")
+    return refuse("adapters here are lora")
 
 
 def _lora_target_modules(key: ConfigKey) -> Rule:
@@ -172,7 +172,7 @@ def _unfrozen_parameters(key: ConfigKey) -> Rule:
         for expression in _expand_digit_range_expressions(str(pattern))
     ]
     if not all(patterns):
-        return dropped("write them as model.freeze: ['*', '!...']")
+        return drop("write them as model.freeze: ['*', '!...']")
     return put("model.freeze", ["*", *map("!{}".format, patterns)])
 
 
@@ -199,8 +199,8 @@ def _freeze_pattern_of_regex_or_none(regular_expression: str) -> str | None:
     bare_name = regular_expression.removeprefix("^").removesuffix("$").removesuffix(".*")
     if not re.fullmatch(r"[\w.]+", bare_name):
         return None
-    before = "" if regular_expression.startswith("^") else "*"
-    return f"{before}{bare_name}{'' if regular_expression.endswith('$') else '*'}"
+    any_prefix = "" if regular_expression.startswith("^") else "*"
+    return f"{any_prefix}{bare_name}{'' if regular_expression.endswith('$') else '*'}"
 
 
 def _loss_watchdog(key: ConfigKey) -> Rule:
@@ -221,7 +221,7 @@ def _data_sets(key: ConfigKey) -> Rule:
         return put("data.train", sources, share_remark)
     for index, node in enumerate(nodes[1:], 1):
         other_key = key._replace(path=f"{key.path}[{index}]", node=node)
-        apply_rule_and_tell_if_converted(other_key, dropped("data.evaluation is one corpus"))
+        apply_rule_and_tell_if_converted(other_key, drop("data.evaluation is one corpus"))
     recipe_part = "evaluation" if key.path == "test_datasets" else "train"
     return put(f"data.{recipe_part}", _source(key._replace(node=nodes[0])))
 
@@ -287,7 +287,7 @@ def _source_form(key: ConfigKey, source_type: object) -> _RowForm:
         prompt = _alpaca_templates_in_style(style) if style else "alpaca"
         return _RowForm({"type": ()}, {"prompt": prompt, **loss_fields})
     columns_text = "columns are named by text_column, messages_column, prompt_column"
-    return _RowForm({"type": dropped(f"no counterpart; {columns_text}")}, {})
+    return _RowForm({"type": drop(f"no counterpart; {columns_text}")}, {})
 
 
 def _alpaca_templates_in_style(style_name: str) -> dict[str, str]:
@@ -348,7 +348,7 @@ def _chat_type(key: ConfigKey) -> Rule:
     # The column may be missing in all rows, which this import does not read.
     has_system = key.sibling("field_system") or key.sibling("drop_system_message")
     column_text = "rows with a column `system`, which Axolotl reads: set data.train.system_column"
-    return () if has_system else altered(f"chats; {column_text}")
+    return () if has_system else report_change(f"chats; {column_text}")
 
 
 def _roles_to_train(key: ConfigKey) -> Rule:
@@ -392,7 +392,7 @@ def _train_on_end(key: ConfigKey) -> Rule:
     trains_on_everything = key.draft.config_value("train_on_inputs")
     end_text = f"train_on_end: {str(counts).lower()}"
     reason = "all of a chat counts" if trains_on_everything else end_text
-    return needless(reason) if (key.value == "turn") is counts else altered(reason)
+    return needless(reason) if (key.value == "turn") is counts else report_change(reason)
 
 
 def _tokens(key: ConfigKey) -> Rule:
@@ -427,7 +427,7 @@ def _chat_template(key: ConfigKey) -> Rule:
     # Axolotl's template of a family is a copy of the family's own.
     family = re.split("[^a-z]", key.text.lower())[0]
     is_familys_own = family in str(key.recipe_value("data.tokenizer")).lower()
-    return altered(reason) if is_familys_own else dropped(reason)
+    return report_change(reason) if is_familys_own else drop(reason)
 
 
 def _has_chats(key: ConfigKey) -> bool:
@@ -451,7 +451,7 @@ def _packing(key: ConfigKey) -> Rule | None:
         return (
             needless("data.packing has it")
             if is_same
-            else altered("data.packing is for training and evaluation")
+            else report_change("data.packing is for training and evaluation")
         )
     has_text = "text_column" in str(key.recipe_value("data.train"))
     reason = "with data.packing no document attends to another"
@@ -461,7 +461,7 @@ def _packing(key: ConfigKey) -> Rule | None:
 
 _TRUNCATION = "chats are cut off at data.sequence_length"
 _TEMPLATE_TEXT = "write it into the template of data.train.prompt (with {system}: system_column)"
-_NO_PREFERENCES = refused("there is no preference training here")
+_NO_PREFERENCES = refuse("there is no preference training here")
 _TEXT_RULES: Rules = {"type": (), "field": put("text_column"), "text_column": put("text_column")}
 _PROMPT_RULES: Rules = {
     "format": (),
@@ -469,8 +469,8 @@ _PROMPT_RULES: Rules = {
     "field_instruction": put("prompt_column"),
     "field_output": put("response_column"),
     "field_input": _input_column,
-    "system_format": lambda key: () if key.value == "{system}" else dropped(_TEMPLATE_TEXT),
-    ANY_KEY: dropped(_TEMPLATE_TEXT),
+    "system_format": lambda key: () if key.value == "{system}" else drop(_TEMPLATE_TEXT),
+    ANY_KEY: drop(_TEMPLATE_TEXT),
 }
 _CHAT_RULES: Rules = {
     "type": _chat_type,
@@ -494,11 +494,11 @@ _RULES: Rules = {
     "rl": _NO_PREFERENCES,
     "reward_model": _NO_PREFERENCES,
     "process_reward_model": _NO_PREFERENCES,
-    "processor_type": refused("images and sound beside text cannot be trained here"),
+    "processor_type": refuse("images and sound beside text cannot be trained here"),
     "base_model": _pretrained_model_and_tokenizer,
     "revision_of_model": needless("model.pretrained has it"),
     "tokenizer_config": needless("data.tokenizer has it"),
-    "tokenizer_use_mistral_common": altered(
+    "tokenizer_use_mistral_common": report_change(
         "the tokenizer that transformers reads for the model, with its chat template"
     ),
     "model_type": needless("the pretrained model's config says it"),
@@ -527,13 +527,13 @@ _RULES: Rules = {
     ),
     "train_on_inputs": EvenIfEmpty(
         lambda key: (
-            altered("train_on: all; of a chat its role marks count, too")
+            report_change("train_on: all; of a chat its role marks count, too")
             if key.value
             else needless("answers alone count in the loss of chats")
         )
     ),
     "excess_length_strategy": lambda key: (
-        needless(_TRUNCATION) if key.value == "truncate" else dropped(_TRUNCATION)
+        needless(_TRUNCATION) if key.value == "truncate" else drop(_TRUNCATION)
     ),
     "sample_packing": EvenIfEmpty(_packing),
     "eval_sample_packing": EvenIfEmpty(_packing),
@@ -549,7 +549,7 @@ _RULES: Rules = {
     "dp_shard_size": lambda key: (
         (
             sharding.zero_stage_rule(3, "by dp_shard_size"),
-            altered("zero.stage; weights are sharded over all ranks"),
+            report_change("zero.stage; weights are sharded over all ranks"),
         )
         if (key.number or 0) > 1
         else needless("1 stands for none")
@@ -560,7 +560,7 @@ _RULES: Rules = {
         if key.value in ("eager", "sdpa")
         else needless("the fastest that works is chosen")
     ),
-    "streaming": altered(
+    "streaming": report_change(
         "rows are read and shuffled before step 1; data.train.stream streams text"
     ),
     "accelerator_config": lambda key: (

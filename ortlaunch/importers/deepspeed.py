@@ -25,7 +25,7 @@ from ortlaunch.importers.rules import (
     apply_rule_and_tell_if_converted,
     assume,
     convert_section_by_rules,
-    dropped,
+    drop,
     needless,
     put,
     whole_config_key,
@@ -76,7 +76,7 @@ def deepspeed_file_or_mapping(key: ConfigKey) -> Rule:
         # Usual names are such as ds_z3_config.json.
         zero_stage = next((stage for stage in (3, 2, 1) if str(stage) in key.text), 0)
         return (
-            dropped("there is no such file here; give zero.stage, and zero.deepspeed"),
+            drop("there is no such file here; give zero.stage, and zero.deepspeed"),
             sharding.zero_stage_rule(zero_stage, "by that file's name"),
         )
     file_tree = read_config_tree_or_refuse(config_path)
@@ -185,7 +185,7 @@ def _raw_setting(key: ConfigKey) -> Rule:
             apply_rule_and_tell_if_converted(child_key, _raw_setting)
         return ()
     if key.path in _CPU_ADAM and key.value:
-        return dropped(
+        return drop(
             "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's"
         )
     if owning_key == "zero.stage" or (key.path == "zero_optimization" and key.value is True):
@@ -206,7 +206,7 @@ def _other_key(key: ConfigKey) -> Rule:
     if key.name in TOP_LEVEL_KEYS:
         return _raw_setting
     is_off = not key.value or key.child("enabled") is False
-    return WITHOUT_EFFECT if is_off else dropped("DeepSpeed has no such setting, or has it no more")
+    return WITHOUT_EFFECT if is_off else drop("DeepSpeed has no such setting, or has it no more")
 
 
 _FORM_OF_WARMUP = needless("the form of the warm-up")
@@ -237,7 +237,7 @@ _TOP_LEVEL_RULES: Rules = {
                 lambda key: (
                     needless("weight decay is decoupled")
                     if key.value
-                    else dropped("weight decay is decoupled, not L2")
+                    else drop("weight decay is decoupled, not L2")
                 )
             ),
             "bias_correction": WITHOUT_EFFECT,

@@ -11,7 +11,7 @@ from ortlaunch.importers.rules import (
     EvenIfEmpty,
     Rule,
     Rules,
-    dropped,
+    drop,
     needless,
     put,
 )
@@ -58,12 +58,12 @@ def _interval_rule(interval: _Interval) -> Rule:
         is_share = key.number is not None and key.number < 1 and step_count is None
         for recipe_key in filter(None, interval):
             if key.draft.recipe_tree.find_subtree(parse_key_path(recipe_key)):
-                return dropped(f"{recipe_key} is set by another key already")
+                return drop(f"{recipe_key} is set by another key already")
         if is_share and interval.epochs and key.number:
             # A share of the whole training, whose length is in epochs.
             return put(interval.epochs, round(key.number * _training_epochs(key), 9))
         if is_share:
-            return dropped(f"below 1 it is a share of max_steps; give {interval.steps}")
+            return drop(f"below 1 it is a share of max_steps; give {interval.steps}")
         is_own_value = isinstance(key.value, int) or step_count is None
         return put(interval.steps, OWN_VALUE if is_own_value else step_count)
 
@@ -103,7 +103,7 @@ def _if_evaluated(rule: Rule) -> Rule:
             return rule
         if "Axolotl" in key.draft.tools:
             return needless("of no effect there: no data are held out")
-        return dropped(_NO_DATA_REMARK)
+        return drop(_NO_DATA_REMARK)
 
     return rule_if_evaluated
 
@@ -127,7 +127,7 @@ def _evaluation_strategy(key: ConfigKey) -> Rule:
         else _step_count_or_none(key, number_or_none(logging_steps))
     )
     if step_count is None:
-        return dropped(f"it is not known how many steps; give {_EVALUATIONS.steps}")
+        return drop(f"it is not known how many steps; give {_EVALUATIONS.steps}")
     return put(_EVALUATIONS.steps, step_count)
 
 
@@ -167,7 +167,7 @@ def _use_of_best(recipe_key: str, field: str, has_own_value: bool) -> Rule:
 
     def use_of_best_rule(key: ConfigKey) -> Rule:
         if reason := _reason_against_best(key):
-            return dropped(f"{recipe_key}: {reason}")
+            return drop(f"{recipe_key}: {reason}")
         metric = _best_metric_or_none(key)
         return put(
             recipe_key,
@@ -181,7 +181,7 @@ def _use_of_best(recipe_key: str, field: str, has_own_value: bool) -> Rule:
 
 def _metric_of_best(key: ConfigKey) -> Rule:
     if reason := _reason_against_best(key):
-        return dropped(reason)
+        return drop(reason)
     has_use = key.sibling("load_best_model_at_end") or key.sibling("early_stopping_patience")
     uses_text = "checkpoint.keep_best and train.stop_after name it"
     return needless(uses_text if has_use else "nothing asks for the best")
@@ -199,13 +199,13 @@ def _save_strategy(key: ConfigKey) -> Rule:
         return put(_SAVES.epochs, 1.0)
     if set_key := _SAVES.key_already_set_or_none(key.draft):
         return needless(f"{set_key} has it")
-    return dropped("one is saved every 30 minutes and at the end: checkpoint.every_minutes")
+    return drop("one is saved every 30 minutes and at the end: checkpoint.every_minutes")
 
 
 # Each interval before the strategy, which has an effect where there is none.
 RULES: Rules = {
     "do_eval": lambda key: (
-        dropped(_NO_DATA_REMARK)
+        drop(_NO_DATA_REMARK)
         if key.recipe_value("data.evaluation") is None
         else needless("data.evaluation is evaluated at the end, too")
     ),

@@ -22,7 +22,7 @@ from ortlaunch.importers.rules import (
     Rules,
     apply_rule_and_tell_if_converted,
     convert_section_by_rules,
-    dropped,
+    drop,
     needless,
     put,
 )
@@ -102,7 +102,7 @@ def _setting_of_sources(recipe_text: str) -> Rule:
     return lambda key: (
         needless(f"{recipe_text} has it")
         if key.draft.recipe_tree.find_subtree(("data", "train"))
-        else dropped(f"give {recipe_text}")
+        else drop(f"give {recipe_text}")
     )
 
 
@@ -137,19 +137,19 @@ def _data_sets_rule(
 
     def data_sets_rule(key: ConfigKey) -> Rule:
         if sets is None:
-            return dropped(reason_without_sets)
+            return drop(reason_without_sets)
         names = key.value if isinstance(key.value, list) else str(key.value).split(",")
         if key.path == "train_dataset":
             names = [*sets.descriptions]
-        found_sources = [
+        possible_sources = [
             _source_or_none(key, str(name).strip(), sets, recipe_part, form) for name in names
         ]
-        sources = [source for source in found_sources if source is not None]
+        sources = [source for source in possible_sources if source is not None]
         if len(sources) > 1 and recipe_part == "train":
             weighted_sources = [{"source": source, "weight": None} for source in sources]
             return put("data.train", weighted_sources, _MIXTURE_REMARK)
-        rest = dropped("data.evaluation is one corpus") if len(sources) > 1 else ()
-        return (put(f"data.{recipe_part}", sources[0]), rest) if sources else ()
+        others_rule = drop("data.evaluation is one corpus") if len(sources) > 1 else ()
+        return (put(f"data.{recipe_part}", sources[0]), others_rule) if sources else ()
 
     return data_sets_rule
 
@@ -163,7 +163,7 @@ def _source_or_none(
     if reason := _reason_against_data_set(description, sets.folder):
         reason = reason.format(set_name)
         apply_rule_and_tell_if_converted(
-            set_key, dropped(f"{reason}; give a source of data.{recipe_part}")
+            set_key, drop(f"{reason}; give a source of data.{recipe_part}")
         )
         return None
     columns = description.get("columns") or {}

@@ -10,10 +10,10 @@ from ortlaunch.importers.rules import (
     EvenIfEmpty,
     Rule,
     Rules,
-    altered,
     needless,
     put,
-    refused,
+    refuse,
+    report_change,
     rules_without_adapters,
 )
 
@@ -61,7 +61,7 @@ def _finetuning_type(key: ConfigKey) -> Rule:
         return needless("model.lora says it")
     if key.value == "full":
         return put("model.lora", None)
-    return refused("only lora and full can be trained here")
+    return refuse("only lora and full can be trained here")
 
 
 def _lora_target(key: ConfigKey) -> Rule:
@@ -107,14 +107,12 @@ _LOSS_PARTS = {"train_on_prompt": "all", "mask_history": "last"}
 _METHOD_RULES: Rules = {
     **dict.fromkeys(
         ("export_dir", "infer_backend", "do_predict"),
-        lambda key: (
-            None if key.sibling("do_train") else refused("the config describes no training")
-        ),
+        lambda key: None if key.sibling("do_train") else refuse("the config describes no training"),
     ),
     "stage": lambda key: (
         put("model.task", "causal-lm")
         if key.value in _STAGES
-        else refused(f"only {' and '.join(_STAGES)} can be trained here")
+        else refuse(f"only {' and '.join(_STAGES)} can be trained here")
     ),
     "finetuning_type": _finetuning_type,
     "lora_target": _lora_target,
@@ -125,7 +123,7 @@ _METHOD_RULES: Rules = {
 }
 _DATA_RULES: Rules = {
     "template": lambda key: (
-        altered(
+        report_change(
             "the tokenizer's own chat template, or data.chat_template; LLaMA-Factory's may differ "
             "in its system message"
         )

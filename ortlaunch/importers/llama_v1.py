@@ -15,10 +15,10 @@ from ortlaunch.importers.rules import (
     ConfigKey,
     Rule,
     Rules,
-    altered,
-    dropped,
+    drop,
     needless,
     put,
+    report_change,
 )
 from ortlaunch.recipe.text.tree import Tree
 
@@ -64,9 +64,9 @@ def _dist_config(key: ConfigKey) -> Rule:
     if str(key.child("name")).startswith("fsdp"):
         return (
             sharding.zero_stage_rule(3, "by dist_config"),
-            altered("zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"),
+            report_change("zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"),
         )
-    return dropped("no counterpart; give zero.stage")
+    return drop("no counterpart; give zero.stage")
 
 
 _RENAMED_KEYS = {"model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size"}

@@ -13,7 +13,7 @@ from ortlaunch.importers.rules import (
     Rule,
     Rules,
     convert_section_by_rules,
-    dropped,
+    drop,
     needless,
     put,
     whole_config_key,
@@ -49,13 +49,13 @@ def _renamed_key(key: ConfigKey) -> Rule:
     if recipe_key == NO_MODEL_PARALLELISM and key.number == 1:
         return needless("1 stands for none")
     if not is_recipe_key(recipe_key):
-        return dropped(f"no counterpart; nearest: {recipe_key}") if recipe_key else NO_COUNTERPART
+        return drop(f"no counterpart; nearest: {recipe_key}") if recipe_key else NO_COUNTERPART
     accepted_words = names_accepted_by_field(parse_key_path(recipe_key))
     if not accepted_words or not isinstance(key.value, str):
         return put(recipe_key)
     closest_word = closest_or_translated_name_or_none(key.value, accepted_words)
     if closest_word is None:
-        return dropped(f"{recipe_key} has {', '.join(accepted_words)}")
+        return drop(f"{recipe_key} has {', '.join(accepted_words)}")
     return put(recipe_key, closest_word)
 
 

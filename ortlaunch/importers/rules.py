@@ -62,12 +62,12 @@ def assume(recipe_key: str, recipe_value: object, reason: str) -> Outcome:
     return Outcome("assumed", reason, recipe_key, recipe_value)
 
 
-def altered(difference: str) -> Outcome:
+def report_change(difference: str) -> Outcome:
     """Report a key whose counterpart is set by other keys and differs slightly."""
     return Outcome("changed", difference)
 
 
-def dropped(reason: str) -> Outcome:
+def drop(reason: str) -> Outcome:
     """Report a key without a counterpart."""
     return Outcome("dropped", reason)
 
@@ -77,14 +77,14 @@ def needless(reason: str) -> Outcome:
     return Outcome("needless", reason)
 
 
-def refused(reason: str) -> Outcome:
+def refuse(reason: str) -> Outcome:
     """Refuse a config with this key: ortlaunch has no such training."""
     return Outcome("refused", reason)
 
 
 OTHER_OPTIMIZER = "another optimizer: there is none of that name here"
 OTHER_SCHEDULE = "another schedule: there is none of that name here"
-NO_COUNTERPART = dropped("no counterpart")
+NO_COUNTERPART = drop("no counterpart")
 WITHOUT_EFFECT = Outcome("empty")  # as a key that is null, false or empty
 
 
@@ -180,7 +180,7 @@ def convert_section_by_rules(key: ConfigKey, rules: Rules) -> None:
         child_key, rule = child_keys[name], rules.get(name, rule_of_others)
         does_always = TRUE_BY_ITSELF.get(normalize_word(name))
         if does_always and child_key.value is False:
-            rule = dropped(f"here it is always so: {does_always}")
+            rule = drop(f"here it is always so: {does_always}")
         elif is_empty(child_key.node) and not isinstance(rule, EvenIfEmpty):
             rule = WITHOUT_EFFECT
         if not apply_rule_and_tell_if_converted(child_key, rule):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.base.json_types import Json
-from ortlaunch.importers.rules import ConfigKey, Rule, Rules, altered, assume, needless, put
+from ortlaunch.importers.rules import ConfigKey, Rule, Rules, assume, needless, put, report_change
 
 # FSDP's strategies (FSDP 1 by name, FSDP 2 by `reshard_after_forward`) -> ZeRO's stage.
 _STAGES = {
@@ -47,7 +47,7 @@ def _zero_stage_of_fsdp(key: ConfigKey) -> int:
 
 def _fsdp(key: ConfigKey) -> Rule:
     zero_stage = _zero_stage_of_fsdp(key)
-    rules = [zero_stage_rule(zero_stage, "FSDP's strategy"), altered(_remark(zero_stage))]
+    rules = [zero_stage_rule(zero_stage, "FSDP's strategy"), report_change(_remark(zero_stage))]
     if "offload" in _fsdp_words(key) or _fsdp_settings(key).get("offload_params"):
         tensors = ("optimizer", "parameters") if zero_stage == 3 else ("optimizer",)
         rules += [

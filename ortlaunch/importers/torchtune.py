@@ -19,16 +19,16 @@ from ortlaunch.importers.rules import (
     Rules,
     assume,
     assume_defaults,
-    dropped,
+    drop,
     needless,
     put,
-    refused,
+    refuse,
     section_values_by_rules,
 )
 
 _COMPONENT = "_component_"
 _NO_TRAINING_MESSAGE = "the config has no data set and no optimizer: it describes no training"
-_NO_PREFERENCES = refused("there is no preference training here")
+_NO_PREFERENCES = refuse("there is no preference training here")
 # torchtune's names of layers -> transformers'.
 _LAYER_NAMES = {"output_proj": "o_proj"}
 _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -81,9 +81,9 @@ def _lora_target_modules(key: ConfigKey) -> Rule:
 
 def _model_component(key: ConfigKey) -> Rule:
     if "vision" in key.text:
-        return refused("images beside text cannot be trained here")
+        return refuse("images beside text cannot be trained here")
     has_quantized_base = ".qlora_" in key.text and key.sibling("lora_attn_modules")
-    return dropped("the base weights are not quantized") if has_quantized_base else ()
+    return drop("the base weights are not quantized") if has_quantized_base else ()
 
 
 def _data_set(key: ConfigKey) -> Rule:
@@ -91,7 +91,7 @@ def _data_set(key: ConfigKey) -> Rule:
     component = str(key.child(_COMPONENT)).rpartition(".")[2]
     hub_name, fields = _DATASETS.get(component, (None, {}))
     if component not in _DATASETS or not (key.child("source") or hub_name):
-        return refused("its component is none of " + ", ".join(_DATASETS))
+        return refuse("its component is none of " + ", ".join(_DATASETS))
     source = {"format": "hub", "name": hub_name, **fields}
     source.update(section_values_by_rules(key, _SOURCE_RULES))
     if "text_column" in fields:
@@ -130,11 +130,11 @@ _SOURCE_RULES: Rules = {
     "packed": (),
 }
 _RULES: Rules = {
-    "teacher_model": refused("there is no distillation here"),
+    "teacher_model": refuse("there is no distillation here"),
     "ref_checkpointer": _NO_PREFERENCES,
     **dict.fromkeys(
         ("reward_functions", "reward_and_value_model"),
-        refused("there is no reinforcement learning here"),
+        refuse("there is no reinforcement learning here"),
     ),
     "loss": lambda key: _NO_PREFERENCES if "rlhf" in key.text else None,
     "checkpointer": {
@@ -189,10 +189,10 @@ _RULES: Rules = {
         "project": put("log.project"),
         ANY_KEY: needless("it is of torchtune's own files"),
     },
-    "profiler": lambda key: (dropped if key.child("enabled") else needless)(
+    "profiler": lambda key: (drop if key.child("enabled") else needless)(
         "log.profile_steps profiles"
     ),
-    "quantizer": dropped("there is no quantized training"),
+    "quantizer": drop("there is no quantized training"),
     "fsdp_cpu_offload": (
         sharding.zero_stage_rule(3, "torchtune's FSDP"),
         put("zero.offload", {"optimizer": "cpu", "parameters": "cpu"}),
@@ -204,12 +204,12 @@ _RULES: Rules = {
     "tensor_parallel_plan": lambda key: (
         needless("tensor_parallel_dim is 1: no parallelism")
         if key.sibling("tensor_parallel_dim") in (None, 1)
-        else dropped("there is no tensor parallelism")
+        else drop("there is no tensor parallelism")
     ),
     "fsdp": lambda key: (
         needless("nothing is offloaded by itself")
         if key.value == {"cpu_offload": False}
-        else dropped("give zero.offload")
+        else drop("give zero.offload")
     ),
     **trainer.RUN_NAME_RULES,
     "batch_size": put("batch.micro_size"),

@@ -21,7 +21,7 @@ from ortlaunch.importers.rules import (
     Rules,
     assume,
     assume_defaults,
-    dropped,
+    drop,
     needless,
     put,
 )
@@ -163,7 +163,7 @@ def _data_file(recipe_part: str) -> Rule:
         file_format = FORMATS.get(Path(key.text).suffix)
         if file_format is None:
             formats_text = "its format is none of text, jsonl, csv and parquet"
-            return dropped(f"{formats_text}; give data.{recipe_part}")
+            return drop(f"{formats_text}; give data.{recipe_part}")
         array_remark = "a file of one JSON array must become one of a row a line"
         return put(
             f"data.{recipe_part}",
@@ -253,9 +253,7 @@ def _minimum_learning_rate(key: ConfigKey) -> Rule:
     other_names = {*key.child_keys()}
     if minimum_ratio is not None:
         other_names -= {"min_lr", "min_lr_rate"}
-    other_rules = (
-        [dropped(f"of these, not {', '.join(sorted(other_names))}")] if other_names else []
-    )
+    other_rules = [drop(f"of these, not {', '.join(sorted(other_names))}")] if other_names else []
     # Rounded, so that 5e-6 / 5e-5 is written as 0.1.
     return (
         other_rules
@@ -289,7 +287,7 @@ def _gradient_checkpointing(key: ConfigKey) -> Rule | None:
 
 def _torch_compile(key: ConfigKey) -> Rule:
     if key.draft.recipe_tree.find_subtree(("model", "offload_activations")) is not None:
-        return dropped("engine eager alone has model.offload_activations")
+        return drop("engine eager alone has model.offload_activations")
     return put("engine.name", "inductor")
 
 
@@ -312,7 +310,7 @@ def _group_by_length(key: ConfigKey) -> Rule:
         # All windows have the same length.
         return needless("samples are windows of text, without padding")
     if key.recipe_value("engine.name") == "inductor":
-        return dropped("inductor compiles each length: give data.bucket_lengths, up to three")
+        return drop("inductor compiles each length: give data.bucket_lengths, up to three")
     step_remark = "the samples of a step are grouped by length, not those of many steps"
     return put("data.padding", "longest", step_remark)
 
@@ -333,7 +331,7 @@ def _trackers(key: ConfigKey) -> Rule:
         remark = f"without {', '.join(other_names)}" if other_names else ""
         return put("log.trackers", known_names, remark)
     if other_names:
-        return dropped("log.trackers has tensorboard, wandb, mlflow")
+        return drop("log.trackers has tensorboard, wandb, mlflow")
     return needless("there are none by themselves")
 
 
@@ -366,9 +364,7 @@ _DATA_RULES: Rules = {
     "validation_split_percentage": held_out_data(100),
     "dataset_name": lambda key: put("data.train", {"format": "hub", "name": key.value}),
     "dataset_config_name": put("data.train.subset"),
-    "line_by_line": dropped(
-        "text is cut into windows of data.sequence_length, not a sample a line"
-    ),
+    "line_by_line": drop("text is cut into windows of data.sequence_length, not a sample a line"),
 }
 # The first key that gives a valid name wins.
 RUN_NAME_RULES: Rules = dict.fromkeys(("run_name", "wandb_name", "output_dir"), _run_name)

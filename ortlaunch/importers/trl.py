@@ -10,10 +10,10 @@ from ortlaunch.importers.rules import (
     Rule,
     Rules,
     assume_defaults,
-    dropped,
+    drop,
     needless,
     put,
-    refused,
+    refuse,
     rules_without_adapters,
 )
 
@@ -107,13 +107,13 @@ def _hub_data_set(key: ConfigKey) -> Rule:
 
 def _part_of_hub_source(key: ConfigKey) -> Rule:
     has_name = key.sibling("dataset_name")
-    return needless("data.train has it") if has_name else dropped("there is no dataset_name")
+    return needless("data.train has it") if has_name else drop("there is no dataset_name")
 
 
 def _test_split(key: ConfigKey) -> Rule:
     if key.sibling("dataset_name") and key.sibling("eval_strategy") not in (None, False, "no"):
         return put("data.evaluation", _hub_source(key, "dataset_test_split"))
-    return dropped("nothing asks for an evaluation of it")
+    return drop("nothing asks for an evaluation of it")
 
 
 def _packing(key: ConfigKey) -> Rule | None:
@@ -126,7 +126,7 @@ def _packing(key: ConfigKey) -> Rule | None:
 _RULES: Rules = {
     **dict.fromkeys(
         ("beta", "max_prompt_length", "num_generations", "reward_model_path", "reward_funcs"),
-        EvenIfEmpty(refused("of TRL's trainers SFTTrainer alone is known here")),
+        EvenIfEmpty(refuse("of TRL's trainers SFTTrainer alone is known here")),
     ),
     "chat_template": put("data.chat_template"),
     "dataset_mixture": _mixture,

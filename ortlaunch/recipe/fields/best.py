@@ -2,14 +2,14 @@
 
 from typing import Annotated, Literal
 
-from ortlaunch.recipe.fields.section import APPLIED, Positive, Section, Text, applied
+from ortlaunch.recipe.fields.section import APPLIED, Positive, Section, Text, effect_rule
 from ortlaunch.tables.metrics import METRICS
 
 # The metric decides where it is None, so that `{metric: loss}` alone is a complete section.
 Mode = Literal["min", "max"] | None
 
 
-class DirectedMetric(Section, resume_rule=applied("the best is determined from now on")):
+class DirectedMetric(Section, resume_rule=effect_rule("the best is determined from now on")):
     """A metric of an evaluation, and which of its values are better."""
 
     metric: Text = "loss"

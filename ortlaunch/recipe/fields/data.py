@@ -24,8 +24,8 @@ from ortlaunch.recipe.fields.section import (
     Section,
     Text,
     Words,
-    applied,
     convert_list_to_tuple,
+    effect_rule,
 )
 
 
@@ -59,7 +59,7 @@ PromptChoice = Annotated[
 
 # Micro batches that each of `data.workers` reads ahead.
 BATCHES_EACH_WORKER = 2
-_LESS_PADDING = applied("the same samples, with less padding")
+_LESS_PADDING = effect_rule("the same samples, with less padding")
 _UNITS = {"MiB": 20, "GiB": 30, "TiB": 40}
 
 
@@ -74,7 +74,7 @@ class StreamSettings(Section, resume_rule=OTHER_DATA):
     """
 
     buffer: Annotated[
-        str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(MiB|GiB|TiB)$"), applied("the same samples")
+        str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(MiB|GiB|TiB)$"), effect_rule("the same samples")
     ] = "2GiB"
     """Disk space for tokens (4 bytes each) that are waiting, in the run folder, with a unit: MiB,
     GiB or TiB. It has at least four windows."""
@@ -352,7 +352,7 @@ class Data(Section, resume_rule=OTHER_DATA):
     shape, and are stacked."""
     workers: Annotated[
         Annotated[int, Field(ge=0, le=256)] | None,
-        applied("random values of the samples may differ"),
+        effect_rule("random values of the samples may differ"),
     ] = None
     """Processes of each rank that read micro batches while earlier ones train, for text, or for
     custom data whose samples take time to make. Each sample is read with Python's, NumPy's and

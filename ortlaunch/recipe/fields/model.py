@@ -15,11 +15,11 @@ from ortlaunch.recipe.fields.section import (
     Section,
     Text,
     Words,
-    applied,
+    effect_rule,
 )
 from ortlaunch.tables.model_tasks import MODEL_TASKS, ModelTask
 
-_OTHER_MEMORY = applied("the same values with other memory use")
+_OTHER_MEMORY = effect_rule("the same values with other memory use")
 
 
 class Lora(Section, resume_rule=OTHER_MODEL):
@@ -40,7 +40,7 @@ class Lora(Section, resume_rule=OTHER_MODEL):
     """Modules that are trained whole beside the adapters, as [embed_tokens, lm_head], and saved
     and exported with them. The embeddings of new tokens (`data.special_tokens`,
     `data.added_tokens`) must be among them."""
-    merge: Annotated[bool, applied("it affects only the export")] = True
+    merge: Annotated[bool, effect_rule("it affects only the export")] = True
     """Export the whole model with the adapters merged into its weights; false: only the adapters,
     in peft's format. Checkpoints contain only the adapters in any case."""
 
@@ -62,7 +62,7 @@ class Model(Section, resume_rule=OTHER_MODEL):
     """Fields of the transformers config, `model_type` first. With `pretrained`: fields to change;
     its vocabulary is resized to another `vocab_size`, with new words initialized near the mean of
     the others."""
-    allow_partial: Annotated[bool, applied("a checkpoint has all weights")] = False
+    allow_partial: Annotated[bool, effect_rule("a checkpoint has all weights")] = False
     """Start from `pretrained` even if some of its weights have no counterpart in the model, or if
     some of the model's weights are missing in it and start at random. False: only a head that is
     new for the task, or has another number of labels, may start at random or be left out."""
@@ -74,7 +74,7 @@ class Model(Section, resume_rule=OTHER_MODEL):
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
     attention: Annotated[
-        Literal["auto", "eager", "sdpa"], applied("the same function with other kernels")
+        Literal["auto", "eager", "sdpa"], effect_rule("the same function with other kernels")
     ] = "auto"
     """Attention implementation in transformers. `auto`: sdpa for the models that have it."""
     gradient_checkpointing: Annotated[bool, _OTHER_MEMORY] = False

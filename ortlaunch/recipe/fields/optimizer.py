@@ -16,8 +16,8 @@ from ortlaunch.recipe.fields.section import (
     Section,
     Text,
     Words,
-    applied,
     convert_list_to_tuple,
+    effect_rule,
 )
 from ortlaunch.tables.optimizers import OPTIMIZERS, OptimizerTraits
 
@@ -26,7 +26,7 @@ def _rule_of_other_optimizer(old_name: Any, new_name: Any) -> ChangeRule:
     # The same state under another name: the checkpoint's can be loaded.
     states = [OPTIMIZERS[name].state for name in (old_name, new_name) if name in OPTIMIZERS]
     if len(states) == 2 and states[0] == states[1]:
-        return applied("the same values from other code")
+        return effect_rule("the same values from other code")
     return ChangeRule(REFUSED, "optimizer", "its state is reset unless the checkpoint has it")
 
 

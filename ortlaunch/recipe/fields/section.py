@@ -146,7 +146,7 @@ OTHER_MODEL = ChangeRule(REFUSED, "model")
 OTHER_DATA = ChangeRule(REFUSED, "data")
 
 
-def applied(explanation: str) -> ChangeRule:
+def effect_rule(explanation: str) -> ChangeRule:
     """Return the rule of a change that takes effect, with an explanation."""
     return ChangeRule(EFFECT, explanation=explanation)
 

@@ -14,8 +14,8 @@ from ortlaunch.recipe.fields.section import (
     MAX_COUNT,
     Positive,
     Section,
-    applied,
     convert_list_to_tuple,
+    effect_rule,
 )
 
 _Range = Annotated[tuple[float, float], BeforeValidator(convert_list_to_tuple)]
@@ -82,7 +82,7 @@ VALUE_FIELDS = ("choice", "uniform", "log_uniform", "int")
 """The fields of Parameter that give its values."""
 
 
-SWEEP_ALONE = applied("only `ortlaunch sweep` reads it")
+SWEEP_ALONE = effect_rule("only `ortlaunch sweep` reads it")
 
 
 class Search(Section, resume_rule=SWEEP_ALONE):

@@ -15,12 +15,12 @@ from ortlaunch.recipe.fields.section import (
     SecondsOrAuto,
     Section,
     Text,
-    applied,
+    effect_rule,
 )
 
 # Shared by `train.on_nonfinite` and `train.on_spike`.
 BadStepAction = Literal["stop", "skip", "rollback"]
-_NEW_LENGTH = applied("the schedule covers the new length")
+_NEW_LENGTH = effect_rule("the schedule covers the new length")
 
 
 class Spike(Section, resume_rule=APPLIED):

@@ -21,7 +21,7 @@ from ortlaunch.recipe.fields.section import (
     REFUSED,
     ChangeRule,
     RuleOrFunction,
-    applied,
+    effect_rule,
 )
 from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
 
@@ -53,7 +53,7 @@ RULES: dict[str, RuleOrFunction] = dict(_rules_below_section(Recipe))
 OTHER_RULES: dict[str, RuleOrFunction] = {
     # What the global size of the recipe became.
     "world": APPLIED,
-    "world.global_samples": applied("the next step uses the samples that follow"),
+    "world.global_samples": effect_rule("the next step uses the samples that follow"),
     "data.samples": ChangeRule(REFUSED, "data", "that many had been read"),
     "data.fingerprint": ChangeRule(REFUSED, "data", "the samples differ"),
     "data.held_out": ChangeRule(
