@@ -13,7 +13,7 @@ from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_recipe_with_pa
 from ortlaunch.base.errors import InputError, PlanError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import plan_description_text
-from ortlaunch.planning.prediction import engine_prediction_table_lines
+from ortlaunch.planning.prediction_table import engine_prediction_table_lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
-from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.tables.families import FAMILIES
 
 # Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.

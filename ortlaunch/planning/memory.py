@@ -12,7 +12,6 @@ from __future__ import annotations
 from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
-from ortlaunch.planning.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.planning.model_sizes import ModelShape, build_model_shape
 from ortlaunch.planning.startup import (
     peak_device_bytes_before_first_step,
@@ -24,6 +23,7 @@ from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.inputs import rounded_vocabulary_size
+from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
 from ortlaunch.tables.families import FAMILIES, Family, planned_config_or_none
 

@@ -17,7 +17,6 @@ from ortlaunch.base.errors import RecipeError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.capacity import notes_or_refusal_for_crowding_of_this_host
 from ortlaunch.planning.make_plan import make_plan
-from ortlaunch.planning.process_memory import cached_or_usual_process_memory
 from ortlaunch.planning.workload import Workload, solve_batch_and_estimate_memory
 from ortlaunch.planning.world import LaunchOptions, World, resolve_hosts_launcher_and_device
 from ortlaunch.recipe import RecipeFile, inputs, load_recipe
@@ -28,6 +27,7 @@ from ortlaunch.recipe.rules.rules import (
 )
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.engine_report import Choice
+from ortlaunch.run_folder.process_memory import cached_or_usual_process_memory
 from ortlaunch.tables.tasks import TASKS, Task
 from ortlaunch.user_modules import (
     uninstalled_factory_module_folders_or_refuse,

@@ -51,10 +51,6 @@ SHARED = {
     "launch_plan",
     "recipe",
     "run_folder",
-    "planning.loss_chunks",
-    "planning.memory",
-    "planning.prediction",
-    "planning.process_memory",
     "ortmodule.native.extensions",
 }
 CONTROL = {
@@ -132,10 +128,19 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {"pydantic", "pydantic_core", "yaml"},
     ),
     "run_folder": ({*GROUND, "launch_plan", "recipe", "run_folder"}, set()),
+    # Measurements of this environment that a run writes into the cache, and plans read.
+    **dict.fromkeys(
+        ("run_folder.process_memory", "run_folder.cached_prediction"),
+        ({*GROUND, "base.cache", "recipe", "launch_plan", "run_folder"}, set()),
+    ),
     "run_folder.records": ({"base.json_types"}, set()),
     "run_folder.export_records": (set(), set()),
     "run_folder.device_folder": (set(), set()),
     "planning": ({*GROUND, "recipe", "launch_plan", "planning"}, set()),
+    "planning.prediction_table": (
+        {"base.units", "launch_plan", "recipe", "run_folder.cached_prediction"},
+        set(),
+    ),
     "planning.memory": (
         {
             "recipe",
@@ -143,15 +148,9 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "base.json_types",
             "launch_plan",
             "planning.activations",
-            "planning.loss_chunks",
             "planning.model_sizes",
             "planning.startup",
         },
-        set(),
-    ),
-    "planning.prediction": ({*GROUND, "base.cache", "recipe", "launch_plan", "run_folder"}, set()),
-    "planning.process_memory": (
-        {"base.cache", "base.errors", "base.json_types", "launch_plan", "recipe", "run_folder"},
         set(),
     ),
     "planning.startup": ({"recipe", "launch_plan"}, set()),
@@ -160,10 +159,9 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         set(),
     ),
     "planning.activations": (
-        {"tables.families", "recipe", "base.json_types", "base.machine", "planning.loss_chunks"},
+        {"tables.families", "recipe", "base.json_types", "base.machine"},
         set(),
     ),
-    "planning.loss_chunks": ({"recipe"}, set()),
     "launch": ({*GROUND, "launch_plan", "run_folder", "launch"}, set()),
     "schedulers": (
         {*GROUND, "launch_plan", "run_folder", "launch", "schedulers"},

@@ -1,6 +1,6 @@
 """The work of a step, counted without computing it, and the rates of this machine's operators.
 
-Both are kept in the cache. `planning/prediction.py` multiplies them. An operator has a kind, units
+Both are kept in the cache. `worker/tasks/engine_predictions.py` multiplies them. An operator has a kind, units
 (floating point operations, bytes, or calls) and a size; the rate of a kind depends on the size.
 """
 
@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import sys
 import time
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeCopyMode,
     FakeTensorMode,
 )
@@ -32,20 +31,28 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
-from ortlaunch.base import machine
-from ortlaunch.base.cache import create_private_cache_folder_or_refuse
-from ortlaunch.launch_plan import Plan
 from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
-from ortlaunch.planning import prediction
-from ortlaunch.planning.prediction import Rates, StepWork
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.flops import wait_for_device
 from ortlaunch.worker.engine.optimizer import build_optimizer
-from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import loss_of_engine_output
+
+Rates = dict[str, list[tuple[float, float]]]
+"""By kind of operator: (size, seconds of a unit), by ascending size."""
+
+
+class StepWork(NamedTuple):
+    """The work of a step of plain PyTorch on one rank."""
+
+    operators: list[tuple[str, float, float]]
+    """Kind, size, units."""
+    model_bytes: int
+    """Bytes of weights, gradients and optimizer state."""
+    peak_bytes: int
+    """Most bytes of live tensors at one time."""
+
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
@@ -162,40 +169,6 @@ def _matmul_or_attention_flops(
     return int(sdpa_flop_count(*shapes[:3]))
 
 
-def count_measure_and_cache_prediction(
-    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any]
-) -> None:
-    """Count the work of a rank, measure the rates of this machine, and write both into the cache.
-
-    Args:
-        recipe, model, batch: as those of `count`.
-        plan: the run's plan.
-
-    Raises:
-        Exception: the model cannot run without values.
-    """
-    device = next(model.parameters()).device
-    count_arguments = recipe, model, batch, device, plan.batch.accumulation_steps
-    try:
-        step_work = count_step_work(*count_arguments)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        step_work = count_step_work(*count_arguments, with_values=True)
-    model_type = getattr(getattr(model.model, "config", None), "model_type", None)
-    create_private_cache_folder_or_refuse("predictions")
-    others = machine.watch_and_describe_other_busy_processes()
-    rates = measure_seconds_per_unit_by_operator(
-        device, narrow_dtype_or_none(recipe.precision) or torch.float32
-    )
-    content = {
-        "engines": prediction.predict_seconds_and_memory_by_engine(
-            recipe, device.type, step_work, rates, model_type
-        ),
-        "others": others,
-        "contradictions": prediction.operators_with_contradictory_rates(rates),
-    }
-    write_json_atomically(prediction.cached_prediction_path(recipe, plan), content)
-
-
 def count_step_work(
     recipe: Recipe,
     model: nn.Module,
@@ -301,7 +274,7 @@ def measure_seconds_per_unit_by_operator(device: torch.device, dtype: torch.dtyp
     units: dict[str, dict[float, float]] = {}
     rates: Rates = {}
     for round_index in range(_MOST_ROUNDS):
-        if round_index >= _ROUNDS and not prediction.operators_with_contradictory_rates(rates):
+        if round_index >= _ROUNDS and not operators_with_contradictory_rates(rates):
             break
         for operator_kind, call in _operator_kinds_with_sample_calls(device, dtype):
             with _OperatorCounter() as work:
@@ -398,3 +371,21 @@ def _operator_kinds_with_sample_calls(
     layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)]
     module = nn.Sequential(*layers).to(device)
     yield "calls", lambda: module(random_tensor(1, 1, 8)).sum().backward()
+
+
+def operators_with_contradictory_rates(seconds_per_unit_by_operator: Rates) -> list[str]:
+    """Return the kinds whose larger operators take far more time a unit than smaller ones.
+
+    A larger product of matrices is about as fast a unit. Other operators may be slower by as much as
+    memory is slower than caches.
+    """
+    contradictory = []
+    for operator, curve in seconds_per_unit_by_operator.items():
+        max_ratio = 4 if operator.startswith(("matmul", "bmm")) else 20
+        fastest_unit_seconds = math.inf
+        for _, unit_seconds in curve:
+            if unit_seconds > max_ratio * fastest_unit_seconds:
+                contradictory.append(operator)
+                break
+            fastest_unit_seconds = min(fastest_unit_seconds, unit_seconds)
+    return contradictory

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ortlaunch.planning.loss_chunks import loss_chunk_rows_or_zero
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_or_zero
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_cross_entropy
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision

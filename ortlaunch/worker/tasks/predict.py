@@ -35,10 +35,10 @@ def run(request: PredictionRequest) -> None:
 
     from ortlaunch.base.errors import InputError, first_message_line
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.engine.prediction import count_measure_and_cache_prediction
     from ortlaunch.worker.process_group.distributed import DistributedContext
     from ortlaunch.worker.session import load_data_and_build_session
     from ortlaunch.worker.supervision.progress import Progress
+    from ortlaunch.worker.tasks.engine_predictions import count_measure_and_cache_prediction
 
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device(plan.device))
     engine = recipe.engine.model_copy(update={"name": "eager"})

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from ortlaunch.base.errors import CheckpointError, LastSaveError, NonFiniteError
 from ortlaunch.base.units import clock_duration, human_bytes, number_or_none
-from ortlaunch.planning.prediction import (
+from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.cached_prediction import (
     cache_measured_step_seconds,
     read_cached_prediction_or_none,
 )
-from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.run_folder.records import (
     BestEvaluation,

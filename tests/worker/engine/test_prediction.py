@@ -13,22 +13,28 @@ import torch
 import transformers
 
 from ortlaunch.base import machine
-from ortlaunch.planning.prediction import (
-    StepWork,
-    cache_measured_step_seconds,
-    cached_prediction_path,
-    engine_prediction_table_lines,
-    operators_with_contradictory_rates,
-    plain_pytorch_seconds_by_operator,
-    predict_seconds_and_memory_by_engine,
-    read_cached_prediction_or_none,
-)
+from ortlaunch.planning.prediction_table import engine_prediction_table_lines
 from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
+from ortlaunch.run_folder.cached_prediction import (
+    cache_measured_step_seconds,
+    cached_prediction_path,
+    read_cached_prediction_or_none,
+)
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine import prediction
-from ortlaunch.worker.engine.prediction import count_step_work, measure_seconds_per_unit_by_operator
+from ortlaunch.worker.engine.prediction import (
+    StepWork,
+    count_step_work,
+    measure_seconds_per_unit_by_operator,
+    operators_with_contradictory_rates,
+)
 from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.tasks import engine_predictions
+from ortlaunch.worker.tasks.engine_predictions import (
+    plain_pytorch_seconds_by_operator,
+    predict_seconds_and_memory_by_engine,
+)
 from tests import makers
 from tests.training import run_here
 
@@ -170,14 +176,16 @@ def test_a_prediction_in_doubt_is_not_printed(
     kinds = {kind for kind, *_ in count_step_work(RECIPE, model, batch, CPU, 1).operators}
     rates = {kind: [(1.0, 1.0)] for kind in kinds}
     # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.
-    monkeypatch.setattr(prediction, "measure_seconds_per_unit_by_operator", lambda *_: rates)
+    monkeypatch.setattr(
+        engine_predictions, "measure_seconds_per_unit_by_operator", lambda *_: rates
+    )
     plan = makers.plan(RECIPE)
-    prediction.count_measure_and_cache_prediction(RECIPE, plan, model, batch)
+    engine_predictions.count_measure_and_cache_prediction(RECIPE, plan, model, batch)
     found = read_cached_prediction_or_none(RECIPE, plan)
     assert found is not None
     assert found.reason_seconds_are_doubtful == "1 other process ran while the rates were measured"
     assert [*engine_prediction_table_lines(RECIPE, plan)][-1] == "    sort (7): 98% of a core"
-    prediction.count_measure_and_cache_prediction(RECIPE, plan, model, batch)
+    engine_predictions.count_measure_and_cache_prediction(RECIPE, plan, model, batch)
     again = read_cached_prediction_or_none(RECIPE, plan)
     assert again is not None
     assert again.reason_seconds_are_doubtful == ""
@@ -221,7 +229,7 @@ def test_rates_that_contradict_themselves(
     monkeypatch.setattr(prediction, "_least_call_seconds", lambda *_, **__: next(seconds))
     rounds: list[object] = []
     monkeypatch.setattr(
-        prediction.prediction,
+        prediction,
         "operators_with_contradictory_rates",
         lambda rates: rounds.append(rates) or (["sum"] if is_wrong and len(rounds) < 2 else []),
     )

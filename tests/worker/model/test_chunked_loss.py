@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.planning.loss_chunks import loss_chunk_rows_or_zero
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
+from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_or_zero
 from ortlaunch.recipe.rules.rules import broken_rule_problems
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.engine.comparison import run_and_compare_passes

@@ -1,0 +1,105 @@
+"""The predicted seconds of a step and memory of a rank, by engine, which the cache keeps.
+
+The worker writes it (worker/engine/prediction.py) and plans read it; a run corrects it.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.base.cache import cache_file_path_by_hashed_key
+from ortlaunch.base.json_types import Json
+from ortlaunch.base.machine import hardware_record, threads_per_rank
+from ortlaunch.launch_plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
+from ortlaunch.version import __version__
+
+
+def hardware_and_versions_deciding_rates(recipe: Recipe, plan: Plan) -> Json:
+    """Return everything that decides the rates of operators, as plain values."""
+    thread_count = plan.threads or threads_per_rank(plan.nodes[0].slots)
+    return {
+        "device": plan.device, "threads": thread_count, "hardware": hardware_record(),
+        "precision": recipe.precision, "torch": version("torch"), "ortlaunch": __version__,
+    }  # fmt: skip
+
+
+def cached_prediction_path(recipe: Recipe, plan: Plan) -> Path:
+    """Return the file of the cache for the predictions of this model, batch and machine."""
+    recipe_values = recipe.model_dump(mode="json")
+    model_values = [
+        recipe_values["model"],
+        recipe_values["data"],
+        recipe_values["optimizer"],
+        recipe.engine.chunked_loss,
+    ]
+    batch_values = [plan.batch.micro_samples, plan.batch.accumulation_steps]
+    return cache_file_path_by_hashed_key(
+        "predictions",
+        [hardware_and_versions_deciding_rates(recipe, plan), model_values, batch_values],
+    )
+
+
+class CachedPrediction(NamedTuple):
+    """The record of `plan --predict`, and of later runs, in the cache."""
+
+    engines: Json
+    """By engine: `seconds` of a step and `memory` of a rank in bytes."""
+    others: list[str]
+    """Processes that were at work while the rates were measured."""
+    contradictions: list[str]
+    """Kinds of operators whose rates contradict themselves."""
+    measured: Json
+    """By engine: seconds of a step of the newest run."""
+
+    @property
+    def reason_seconds_are_doubtful(self) -> str:
+        """Why the predicted seconds are too long or meaningless; "" if nothing is known."""
+        if self.others:
+            process_count = len(self.others)
+            return f"{process_count} other process{'es' * (process_count > 1)} ran while the rates were measured"
+        if self.contradictions:
+            return f"the measured rates of {', '.join(self.contradictions)} contradict themselves"
+        return ""
+
+    def measured_or_corrected_step_seconds(self, engine_name: str) -> float:
+        """Return the seconds of a step: those of a run, else corrected by runs on other engines."""
+        if engine_name in self.measured:
+            return float(self.measured[engine_name])
+        ratios = [
+            value / self.engines[name]["seconds"]
+            for name, value in self.measured.items()
+            if name in self.engines
+        ]
+        factor = math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0
+        return float(self.engines[engine_name]["seconds"]) * factor
+
+
+def read_cached_prediction_or_none(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
+    """Return the content of the cache, or None."""
+    record_path = cached_prediction_path(recipe, plan)
+    if not record_path.exists():
+        return None
+    record = read_json_or_raise_damaged(record_path)
+    return CachedPrediction(
+        record["engines"],
+        record["others"],
+        record.get("contradictions", []),
+        record.get("measured", {}),
+    )
+
+
+def cache_measured_step_seconds(
+    recipe: Recipe, plan: Plan, engine_name: str, step_seconds: float
+) -> None:
+    """Keep the measured seconds of a step, which correct the prediction from now on."""
+    record_path = cached_prediction_path(recipe, plan)
+    record = read_json_or_raise_damaged(record_path)
+    write_json_atomically(
+        record_path,
+        {**record, "measured": {**record.get("measured", {}), engine_name: step_seconds}},
+    )
