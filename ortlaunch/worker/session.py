@@ -215,16 +215,16 @@ def load_data_and_build_session(
     # An export has freed its copies of the model.
     trim_heap()
     return Session(
-        recipe,
-        plan,
-        run,
-        group,
-        data,
-        batches,
-        model,
-        engine,
-        start_checkpoint,
-        built_at,
-        progress,
-        trained_identity,
+        recipe=recipe,
+        plan=plan,
+        run=run,
+        group=group,
+        data=data,
+        batches=batches,
+        model=model,
+        engine=engine,
+        checkpoint=start_checkpoint,
+        model_built_at=built_at,
+        progress=progress,
+        identity=trained_identity,
     )
