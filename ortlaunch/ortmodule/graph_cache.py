@@ -333,7 +333,6 @@ class GraphManagerCache:
         pass_properties: _PassProperties,
         export_reason: str,
     ) -> object:
-        """Export, build and run the first pass of a new graph."""
         exported_group = pass_properties.needs_training_graph, pass_properties.is_training_mode
         if exported_group in self._exported_groups:
             tally.re_exports += 1

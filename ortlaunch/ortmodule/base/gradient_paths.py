@@ -230,7 +230,6 @@ def _text_attribute_or_default(
 
 
 def _first_input_rank_or_none(graph_node: torch.Node) -> int | None:
-    """Return the rank of a node's first input, or None if it is unknown."""
     value_type = next(graph_node.inputs()).type()
     rank: int | None = value_type.dim() if isinstance(value_type, torch._C.TensorType) else None
     return rank
@@ -287,7 +286,6 @@ def _is_detached(node: torch.Node) -> bool:
 
 
 def _is_float_or_unknown_type(graph_value: torch.Value) -> bool:
-    """Return whether a value is floating point, or of unknown type."""
     scalar_type = (
         graph_value.type().scalarType()
         if isinstance(graph_value.type(), torch._C.TensorType)

@@ -148,7 +148,6 @@ def short_source_hash(source_text: str) -> str:
 
 @functools.cache
 def _syntax_tree_and_source_lines(module_name: str) -> tuple[Any, list[str]]:
-    """Return the syntax tree and the lines of a module."""
     text = inspect.getsource(_import_module(module_name))
     return ast.parse(text), text.split("\n")
 

@@ -66,7 +66,6 @@ def _sum_squares_by_rows_on_cpu(cpu_tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_squares_by_one_kernel(gpu_tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares by one kernel over all tensors."""
     # The kernel itself sums pieces of 64k elements in a tree.
     return (
         torch.stack(torch._foreach_norm(list(gpu_tensors), 2, dtype=torch.float32))

@@ -50,7 +50,6 @@ def keep_sizes_of_one() -> None:
 def _infer_shapes_and_rewrite_nodes_losing_dimension(
     original_infer: AnyFunction, model: onnx.ModelProto
 ) -> object:
-    """Infer the shapes, then rewrite the nodes that lose a dimension."""
     inferred = original_infer(model)
     graph = inferred.graph
     nodes = []

@@ -98,7 +98,6 @@ def _nodes_replacing_split_if_partly_derived(
 
 
 def _have_all_or_no_gradient(part_names: Any, names_with_gradient: set[str]) -> bool:
-    """Return whether all parts have a gradient, or none has."""
     return len({name in names_with_gradient for name in part_names}) < 2
 
 
@@ -156,7 +155,6 @@ def _create_zero_start_nodes_that_check_sizes(
 def _create_sum_nodes_of_first_part_sizes(
     split_node: onnx.NodeProto, summed_part_count: int, output_name: str
 ) -> list[onnx.NodeProto]:
-    """Return nodes that add up the sizes of the first `summed_part_count` parts."""
     return [
         _create_int64_constant_node(
             f"{output_name}_these",

@@ -113,7 +113,6 @@ def _type_codes_of_input_and_at_least_float32(
 def _set_output_types_and_shapes(
     inference: ShapeInference, onnx_node: onnx.NodeProto, type_codes: Any, output_shapes: Any
 ) -> None:
-    """Record the types and the shapes of a node's outputs."""
     make_info = importlib.import_module("onnx").helper.make_tensor_value_info
     for name, type_code, shape in zip(onnx_node.output, type_codes, output_shapes):
         inference.known_vi_[name].CopyFrom(make_info(name, type_code, shape))

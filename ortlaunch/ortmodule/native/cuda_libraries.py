@@ -154,7 +154,6 @@ def _nvidia_folders_in_site_packages() -> Iterator[Path]:
 
 
 def _does_linker_find_library(cuda_library: CudaLibrary) -> bool:
-    """Return whether the dynamic linker finds the library."""
     folders = [
         *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)),
         # The run path of the wheel's CUDA provider.

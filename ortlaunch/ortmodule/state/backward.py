@@ -253,7 +253,6 @@ def _name_of_value_before_reshapes(
 def _ids_of_nodes_needed_by(
     end_node: onnx.NodeProto, node_by_output: dict[str, onnx.NodeProto]
 ) -> set[int]:
-    """Return the ids of the nodes that `end_node` needs."""
     node_ids: set[int] = set()
     pending = [end_node]
     while pending:

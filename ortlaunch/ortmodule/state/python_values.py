@@ -291,7 +291,6 @@ class _ValueReadTracker(TorchFunctionMode):
     def _record_line_and_layer_that_read_value_or_size(
         self, location_set: set[str], is_size_read: bool
     ) -> None:
-        """Record the line of the model that reads a value, or a size."""
         frame = sys._getframe(2)
         while frame.f_back and frame.f_code.co_filename in _FILES_BETWEEN:
             frame = frame.f_back

@@ -165,7 +165,6 @@ def _run_pass_and_name_error_cause(
 
 
 def _error_cause_sentence_or_empty(manager: Manager, error_text: str) -> str:
-    """Return the text that names the cause of an error, or an empty string."""
     for pattern, sentence in _SENTENCES:
         if match := re.search(pattern, error_text):
             return sentence.format(*match.groups())

@@ -163,7 +163,6 @@ class _WeightWriteGuard(TorchDispatchMode):
 def _tensors_written_by_call(
     operator_schema: torch._C.FunctionSchema, call_arguments: Args, call_keywords: Kwargs
 ) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a call of an operator changes."""
     for argument_index, argument in enumerate(operator_schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = (

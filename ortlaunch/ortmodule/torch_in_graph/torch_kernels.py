@@ -308,7 +308,6 @@ def _input_name_or_empty(onnx_node: onnx.NodeProto, input_position: int) -> str:
 
 
 def _has_score_row_per_label(graph_rewriting: Rewriting, loss_node: onnx.NodeProto) -> bool:
-    """Return whether the loss has one row of scores for each label."""
     return 2 in (
         graph_rewriting.float32_rank_or_none(loss_node.input[0]),
         graph_rewriting.float32_rank_or_none(loss_node.output[1]),

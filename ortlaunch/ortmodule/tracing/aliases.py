@@ -290,7 +290,6 @@ class _AliasTracker(TorchFunctionMode):
         current_values: Sequence[Tensor],
         call_result: object,
     ) -> None:
-        """Record which results are views of which arguments."""
         for output_index, output in enumerate(tree_leaves(call_result)):
             if not isinstance(output, Tensor) or any(output is value for value in current_values):
                 continue

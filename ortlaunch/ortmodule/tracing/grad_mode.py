@@ -233,7 +233,6 @@ class _GradModeTracker(TorchFunctionMode):
         return result
 
     def _would_have_gradient_if_enabled_everywhere(self, traced_tensor: torch.Tensor) -> bool:
-        """Return whether the tensor would have a gradient if gradients were on everywhere."""
         return (
             self._training
             and _is_float_or_complex(traced_tensor)

@@ -327,7 +327,6 @@ def _container_location_text(
 
 
 def _objects_that_hook_may_write_to(forward_hook: object) -> Iterator[object]:
-    """Yield the objects that a hook may write to."""
     function = getattr(forward_hook, "__func__", forward_hook)
     for cell in getattr(function, "__closure__", None) or ():
         yield cell

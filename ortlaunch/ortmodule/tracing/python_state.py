@@ -202,7 +202,6 @@ def record_python_values_that_passes_read(traced_model: nn.Module) -> Iterator[R
 def _record_environment_variable_reads(
     recorded_reads: RecordedStateReads, running_passes: list[None]
 ) -> Iterator[None]:
-    """Record the environment variables that a pass reads."""
     environment_class: Any = type(os.environ)
     original_getitem = environment_class.__getitem__
 
@@ -411,7 +410,6 @@ def _own_and_class_mappings_to_search(
 
 @functools.cache
 def _standard_library_and_package_folders() -> tuple[str, ...]:
-    """Return the folders of the standard library and of installed packages."""
     import site
 
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]

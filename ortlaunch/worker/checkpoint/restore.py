@@ -338,7 +338,6 @@ def _zero_old_state_tensor_or_create_zeros(
 def _copy_saved_values_into_buffers(
     saved_location_by_name: dict[str, TensorLocation], buffer_by_name: dict[str, torch.Tensor]
 ) -> None:
-    """Copy each buffer's saved values into it."""
     for name, value in buffer_by_name.items():
         entry = saved_location_by_name[name]
         value.copy_(read_flat_elements(entry, 0, entry.elements).view(value.shape))

@@ -132,7 +132,6 @@ def _safetensors_dtype_name(key: str, dtype: torch.dtype) -> str:
 
 
 def _byte_blocks(flat_tensor: torch.Tensor) -> Iterable[memoryview]:
-    """Yield the bytes of a flat tensor, block by block."""
     if not flat_tensor.numel():
         return
     for piece in flat_tensor.detach().split(_BLOCK_BYTES // flat_tensor.element_size()):

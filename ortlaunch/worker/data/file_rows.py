@@ -372,7 +372,6 @@ def class_names_by_column(hub_feature_by_column: Mapping[str, Any]) -> dict[str,
 
 
 def _rows_of_zst_lz4_or_zip(file_path: str, file_format: str, document_unit: str) -> Iterator[Row]:
-    """Yield the rows of a .zst, .lz4 or .zip file."""
     import datasets
 
     if isinstance(file_path, RemoteFile):

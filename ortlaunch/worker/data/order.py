@@ -100,7 +100,6 @@ class FeistelPermutation:
         return permuted.astype(np.int64)
 
     def _permute_grid_numbers_once(self, grid_numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Permute the numbers of the rectangle once."""
         # Row and column in turn are shifted (modulo their size) by a hash of the other; each shift
         # can be undone, so that the whole is a permutation.
         row, column = np.divmod(grid_numbers, self.across)

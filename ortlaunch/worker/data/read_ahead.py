@@ -166,7 +166,6 @@ def _read_batches_by_thread(
 def _read_batches_by_worker_processes(
     read: ReadMicroBatch, place_sequence: Iterator[Places], read_ahead_settings: ReadAheadSettings
 ) -> Iterator[Any]:
-    """Yield batches that forked worker processes read."""
     from torch.utils.data import DataLoader
     from torch.utils.data._utils import signal_handling
 

@@ -174,7 +174,6 @@ def _train_tokenizer_unless_cached(data_fields: Data, training: TokenizerTrainin
 def _train_save_and_list_tokenizer_files(
     tokenizer_folder: Path, data_fields: Data, training: TokenizerTraining
 ) -> list[Path]:
-    """Train and write a tokenizer; return its files."""
     train_tokenizer = (
         _train_bert_wordpiece_tokenizer
         if training.train == "wordpiece"

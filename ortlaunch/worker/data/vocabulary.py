@@ -136,7 +136,6 @@ def write_vocabulary_and_tokenizer_if_changed(
 
 
 def _tokenizer_training_settings_or_none(data: Fields) -> Json | None:
-    """Return the settings of a tokenizer that is trained on the corpus; None for any other one."""
     if not isinstance(data.tokenizer, TokenizerTraining):
         return None
     return {**data.tokenizer.model_dump(mode="json"), "chat_template": data.chat_template}

@@ -299,7 +299,6 @@ def _sort_weights_into_trained_frozen_and_unused(
 
 
 def _names_of_values_loss_depends_on(graph: Any) -> set[str]:
-    """Return the names of all values that the loss depends on."""
     node_by_output = {name: node for node in graph.node for name in node.output}
     used_values = set[str]()
     # The first output is the loss.

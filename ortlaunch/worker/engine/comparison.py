@@ -278,7 +278,6 @@ def _loss_and_scaled_gradients(
     parameters: Mapping[str, nn.Parameter],
     loss_scale: float,
 ) -> tuple[float, NamedTensors]:
-    """Return the loss and its gradients."""
     loss = loss_of_engine_output(forward(**batch))
     if not parameters:
         return float(loss.detach()), {}

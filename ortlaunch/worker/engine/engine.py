@@ -309,7 +309,6 @@ def cast_floating_point_parameters_in_place(model: torch.nn.Module, dtype: torch
 def _move_model_or_buffers_under_zero_3(
     model: torch.nn.Module, device: torch.device, recipe: Recipe
 ) -> None:
-    """Move the model to its device; with ZeRO 3 move only its buffers."""
     if recipe.zero is None or recipe.zero.stage < 3:
         model.to(device)
         return

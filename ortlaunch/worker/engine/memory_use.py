@@ -277,7 +277,6 @@ def _bytes_of_new_storages_and_add_them(
 
 
 def _process_memory_besides_weights(weight_bytes: int) -> ProcessMemory:
-    """Return the bytes of this process beside its weights."""
     resident = process_status_bytes("VmRSS") - weight_bytes
     try:
         private_bytes = process_status_bytes("RssAnon") - weight_bytes

@@ -235,7 +235,6 @@ def _gather_uneven_values(
 
 
 def _replace_state_by_sum_over_ranks_and_compute(metric: Any, group: DistributedContext) -> Any:
-    """Compute a metric from the counts of all ranks."""
     for name, rank_state in metric.metric_state.items():
         states_by_rank = group.gather_numbers(rank_state.flatten().tolist())
         setattr(

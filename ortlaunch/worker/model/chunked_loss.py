@@ -130,7 +130,6 @@ def _linear_into_buffer(x: Tensor, weight: Tensor, bias: Tensor | None, out: Ten
 
 
 def _softmax_in_place_and_sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Apply softmax in place; return the sum of the losses."""
     # The loss is computed from the largest probability, whose logarithm is finite: the probability
     # of a label may be 0. `amax`, because `max` also returns the index and takes longer than all
     # the rest.

@@ -141,7 +141,6 @@ class LossWeight:
         return {**batch, "labels": labels}
 
     def _count_of_labels_in_loss(self, labels: torch.Tensor) -> int:
-        """Return the number of labels that the loss counts."""
         # Labels of a regression: all of them count.
         if labels.is_floating_point():
             return int(labels.numel())

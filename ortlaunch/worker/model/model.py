@@ -460,7 +460,6 @@ def build_transformers_config_fitting_data_or_refuse(recipe: Recipe, data: Loade
 
 
 def _refuse_unknown_config_fields(fields: Json, config: PreTrainedConfig) -> None:
-    """Refuse unknown fields of a config."""
     # transformers accepts any name without a warning.
     known_names = {
         *config.to_dict(),

@@ -111,7 +111,6 @@ def load_pretrained_resizing_vocabulary_and_list_names(
 def _load_model_and_transformers_loading_info(
     auto_class: Any, folder_or_hub_name: str, **options: Any
 ) -> tuple[PreTrainedModel, Json]:
-    """Return the model and transformers' loading info."""
     from safetensors import SafetensorError
 
     try:
@@ -138,7 +137,6 @@ def _load_source_config(source: str) -> PreTrainedConfig:
 
 
 def _vocabulary_size(config: PreTrainedConfig) -> int | None:
-    """Return the vocabulary size of a model, or None."""
     return getattr(config.get_text_config(), "vocab_size", None)
 
 

@@ -108,7 +108,6 @@ def are_all_on_one_host(rank: Rank) -> bool:
 
 
 def _create_private_file_store(store_path: Path, rank_count: int) -> dist.Store:
-    """Return the store of ranks on one host, in a file."""
     # Create the file before torch does, so that only its owner can ever read or write it.
     os.close(os.open(store_path, os.O_RDWR | os.O_CREAT, 0o600))
     store_path.chmod(0o600)
@@ -184,7 +183,6 @@ def _rank_0_address_path(run: RunDir, launcher_name: str) -> Path:
 
 
 def _listen_on_free_port(address: str) -> socket.socket:
-    """Return a socket that listens on this address only, on a free port."""
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(1024)

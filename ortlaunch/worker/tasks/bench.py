@@ -149,7 +149,6 @@ class MeasuredTraining:
 
 
 def _poll_new_orders_until_leave(run: RunDir) -> Iterator[Json]:
-    """Yield each order once, until the order to leave."""
     # Every rank polls the file itself. Waiting in a collective would run into its timeout, and
     # would keep a GPU busy.
     last_number = 0

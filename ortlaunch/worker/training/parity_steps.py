@@ -191,7 +191,6 @@ class ParitySteps:
         return self.comparison_module
 
     def _engine_module_replaying_random_numbers(self, model_with_given_random_numbers: Any) -> Any:
-        """Return the engine's module of a model with given random numbers; it is exported once."""
         if self.replaying_module is None:
             self.replaying_module = self.engine.wrap_another_model(model_with_given_random_numbers)
         return self.replaying_module
@@ -406,7 +405,6 @@ def _parameter_name(prefixed_name: str) -> str:
 def _comparison_records_of_earlier_starts(
     run: RunDir, resumed_step: int, group: DistributedContext
 ) -> list[ParityRecord]:
-    """Return the comparisons of earlier starts up to the checkpoint that the run resumes from."""
     lines = read_json_lines_with_keys(run.parity, *_REQUIRED_KEYS)
     group.print_on_rank_0(*lines.unreadable)
     return [record for record in lines.values if record["step"] <= resumed_step]

@@ -225,7 +225,6 @@ class StreamWriter:
         )
 
     def _delete_windows_before(self, window_number: int) -> None:
-        """Delete the windows before this one."""
         # The record first: a window with a record is complete.
         for ending in (".json", TOKENS, ENDS):
             for path in self.folder.glob(f"*{ending}"):
