@@ -80,13 +80,18 @@ def _choose_intact_checkpoint_of_other_run_or_refuse(
 ) -> CompleteCheckpoint:
     """Return a checkpoint of another run, whose folder is left unchanged."""
     folder = Path(resume_record.checkpoint or "")
-    # The newest first.
-    candidate_folders = [
-        folder,
-        *(path for _, path in reversed(_complete_checkpoints_older_than(folder))),
-    ]
+    # Without an exact request it is RUN/checkpoints/step_N. The newest first.
+    older_folders = (
+        []
+        if resume_record.exact
+        else [
+            path
+            for step, path in reversed(RunDir(folder.parents[1]).complete_checkpoints())
+            if step < resume_record.step
+        ]
+    )
     lines = []
-    for path in candidate_folders[:1] if resume_record.exact else candidate_folders:
+    for path in (folder, *older_folders):
         damage_text = gather_checkpoint_damage_or_empty(path, group)
         if not damage_text:
             return CompleteCheckpoint(
@@ -96,17 +101,6 @@ def _choose_intact_checkpoint_of_other_run_or_refuse(
         group.print_on_rank_0(f"  skipped: {lines[-1]}")
     raise CheckpointError(
         "\n".join([*lines, f"No complete checkpoint was found in {resume_record.source}"])
-    )
-
-
-def _complete_checkpoints_older_than(checkpoint_folder: Path) -> list[tuple[int, Path]]:
-    """Return the complete checkpoints beside `checkpoint_folder` that are older than it."""
-    # folder is RUN/checkpoints/step_N.
-    checkpoints = RunDir(checkpoint_folder.parents[1]).complete_checkpoints()
-    return (
-        checkpoints[: [path for _, path in checkpoints].index(checkpoint_folder)]
-        if checkpoint_folder in [path for _, path in checkpoints]
-        else []
     )
 
 
