@@ -20,6 +20,7 @@ from ortlaunch.importers.rules import (
     apply_rule_and_tell_if_converted,
     assume,
     assume_defaults,
+    by_text,
     drop,
     needless,
     put,
@@ -135,15 +136,6 @@ def _pretrained_model_and_tokenizer(key: ConfigKey) -> Rule:
         put("model.pretrained", source),
         assume("data.tokenizer", tokenizer_source, "it lies with the model"),
     )
-
-
-def _adapter(key: ConfigKey) -> Rule:
-    # LoRA without quantization trains the same adapters, so qlora is converted with a remark.
-    if key.value == "qlora":
-        return drop("model.lora, whose base weights are not quantized")
-    if key.value == "lora":
-        return needless("model.lora is there")
-    return refuse("adapters here are lora")
 
 
 def _lora_target_modules(key: ConfigKey) -> Rule:
@@ -502,7 +494,14 @@ _RULES: Rules = {
         "the tokenizer that transformers reads for the model, with its chat template"
     ),
     "model_type": needless("the pretrained model's config says it"),
-    "adapter": _adapter,
+    # LoRA without quantization trains the same adapters, so qlora is converted with a remark.
+    "adapter": by_text(
+        {
+            "lora": needless("model.lora is there"),
+            "qlora": drop("model.lora, whose base weights are not quantized"),
+        },
+        refuse("adapters here are lora"),
+    ),
     "lora_target_linear": put("model.lora.target_modules", ["all-linear"]),
     "lora_target_modules": _lora_target_modules,
     "lora_target_parameters": (
@@ -517,7 +516,7 @@ _RULES: Rules = {
         else put("model.lora.alpha")
     ),
     **dict.fromkeys(_DATA_KEYS, _data_sets),
-    "val_set_size": trainer.held_out_data(),
+    "val_set_size": trainer.held_out_data,
     "chat_template_jinja": put("data.chat_template"),
     "chat_template": _chat_template,
     "special_tokens": _tokens,
@@ -532,9 +531,7 @@ _RULES: Rules = {
             else needless("answers alone count in the loss of chats")
         )
     ),
-    "excess_length_strategy": lambda key: (
-        needless(_TRUNCATION) if key.value == "truncate" else drop(_TRUNCATION)
-    ),
+    "excess_length_strategy": by_text({"truncate": needless(_TRUNCATION)}, drop(_TRUNCATION)),
     "sample_packing": EvenIfEmpty(_packing),
     "eval_sample_packing": EvenIfEmpty(_packing),
     "wandb_project": (
@@ -555,10 +552,9 @@ _RULES: Rules = {
         else needless("1 stands for none")
     ),
     "activation_offloading": trainer.offload_activations,
-    "attn_implementation": lambda key: (
-        put("model.attention")
-        if key.value in ("eager", "sdpa")
-        else needless("the fastest that works is chosen")
+    "attn_implementation": by_text(
+        dict.fromkeys(("eager", "sdpa"), put("model.attention")),
+        needless("the fastest that works is chosen"),
     ),
     "streaming": report_change(
         "rows are read and shuffled before step 1; data.train.stream streams text"

@@ -6,6 +6,7 @@ Batch, optimizer, schedule and precision become keys of the recipe; all else goe
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from ortlaunch.importers import sharding
@@ -155,26 +156,22 @@ def _schedule_type(key: ConfigKey) -> Rule:
     return (name_rule, assume("schedule.warmup_steps", 1000, "DeepSpeed's default"))
 
 
-def _precision(precision_name: str) -> Rule:
-    """Return the rule of a precision's section: whether it is used, and the loss scaling."""
-
-    def precision_rule(key: ConfigKey) -> Rule:
-        enabled = key.child("enabled")
-        is_left_to_trainer = enabled == "auto"
-        if is_left_to_trainer and key.recipe_value("precision") == precision_name:
-            enabled_rule: Rule = _LEFT_TO_TRAINER
-        elif enabled is True:
-            enabled_rule = put("precision", precision_name)
-        else:
-            return _LEFT_TO_TRAINER if is_left_to_trainer else needless("it is not enabled")
-        settings = key.child_keys()
-        apply_rule_and_tell_if_converted(settings.pop("enabled"), enabled_rule)
-        for name, child_key in settings.items():
-            raw_key = child_key._replace(path=f"{precision_name}.{name}")
-            apply_rule_and_tell_if_converted(raw_key, _raw_setting)
-        return ()
-
-    return precision_rule
+def _precision(precision_name: str, key: ConfigKey) -> Rule:
+    """Convert a precision's section: whether it is used, and the loss scaling."""
+    enabled = key.child("enabled")
+    is_left_to_trainer = enabled == "auto"
+    is_used = enabled is True or (
+        is_left_to_trainer and key.recipe_value("precision") == precision_name
+    )
+    if not is_used:
+        return _LEFT_TO_TRAINER if is_left_to_trainer else needless("it is not enabled")
+    settings = key.child_keys()
+    enabled_rule = _LEFT_TO_TRAINER if is_left_to_trainer else put("precision", precision_name)
+    apply_rule_and_tell_if_converted(settings.pop("enabled"), enabled_rule)
+    for name, child_key in settings.items():
+        raw_key = child_key._replace(path=f"{precision_name}.{name}")
+        apply_rule_and_tell_if_converted(raw_key, _raw_setting)
+    return ()
 
 
 def _raw_setting(key: ConfigKey) -> Rule:
@@ -245,9 +242,9 @@ _TOP_LEVEL_RULES: Rules = {
         },
     },
     "steps_per_print": needless("it is of DeepSpeed's own lines"),
-    "fp16": _precision("fp16"),
-    "bf16": _precision("bf16"),
-    "bfloat16": _precision("bf16"),
+    "fp16": partial(_precision, "fp16"),
+    "bf16": partial(_precision, "bf16"),
+    "bfloat16": partial(_precision, "bf16"),
     "train_batch_size": _unless_zero(put("batch.global_size")),
     "train_micro_batch_size_per_gpu": _unless_zero(put("batch.micro_size")),
     "gradient_accumulation_steps": _accumulation_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 from ortlaunch.importers.draft import OWN_VALUE, Draft, number_or_none
@@ -52,22 +53,19 @@ def _step_count_or_none(key: ConfigKey, value: float | None) -> int | None:
     return math.ceil(value * max_steps) if value > 0 and max_steps > 0 else None
 
 
-def _interval_rule(interval: _Interval) -> Rule:
-    def interval_rule(key: ConfigKey) -> Rule:
-        step_count = _step_count_or_none(key, key.number)
-        is_share = key.number is not None and key.number < 1 and step_count is None
-        for recipe_key in filter(None, interval):
-            if key.draft.recipe_tree.find_subtree(parse_key_path(recipe_key)):
-                return drop(f"{recipe_key} is set by another key already")
-        if is_share and interval.epochs and key.number:
-            # A share of the whole training, whose length is in epochs.
-            return put(interval.epochs, round(key.number * _training_epochs(key), 9))
-        if is_share:
-            return drop(f"below 1 it is a share of max_steps; give {interval.steps}")
-        is_own_value = isinstance(key.value, int) or step_count is None
-        return put(interval.steps, OWN_VALUE if is_own_value else step_count)
-
-    return interval_rule
+def _steps_or_share(interval: _Interval, key: ConfigKey) -> Rule:
+    step_count = _step_count_or_none(key, key.number)
+    is_share = key.number is not None and key.number < 1 and step_count is None
+    for recipe_key in filter(None, interval):
+        if key.draft.recipe_tree.find_subtree(parse_key_path(recipe_key)):
+            return drop(f"{recipe_key} is set by another key already")
+    if is_share and interval.epochs and key.number:
+        # A share of the whole training, whose length is in epochs.
+        return put(interval.epochs, round(key.number * _training_epochs(key), 9))
+    if is_share:
+        return drop(f"below 1 it is a share of max_steps; give {interval.steps}")
+    is_own_value = isinstance(key.value, int) or step_count is None
+    return put(interval.steps, OWN_VALUE if is_own_value else step_count)
 
 
 def _training_epochs(key: ConfigKey) -> float:
@@ -93,25 +91,21 @@ def _strategy(key: ConfigKey) -> str:
     return "no" if strategy is False else strategy or ""
 
 
-def _if_evaluated(rule: Rule) -> Rule:
-    """Return a rule that applies if there are evaluations between the first and the last step."""
-
-    def rule_if_evaluated(key: ConfigKey) -> Rule:
-        if _strategy(key) == "no":
-            return needless("data.evaluation is evaluated at the end alone")
-        if key.recipe_value("data.evaluation") is not None:
-            return rule
-        if "Axolotl" in key.draft.tools:
-            return needless("of no effect there: no data are held out")
-        return drop(_NO_DATA_REMARK)
-
-    return rule_if_evaluated
+def _if_evaluated(rule: Rule, key: ConfigKey) -> Rule:
+    """Apply a rule if there are evaluations between the first and the last step."""
+    if _strategy(key) == "no":
+        return needless("data.evaluation is evaluated at the end alone")
+    if key.recipe_value("data.evaluation") is not None:
+        return rule
+    if "Axolotl" in key.draft.tools:
+        return needless("of no effect there: no data are held out")
+    return drop(_NO_DATA_REMARK)
 
 
 def _evaluation_steps(key: ConfigKey) -> Rule:
     if _strategy(key) == "epoch":
         return needless("of no effect there: the strategy of evaluations is epoch")
-    return _interval_rule(_EVALUATIONS)
+    return _steps_or_share(_EVALUATIONS, key)
 
 
 def _evaluation_strategy(key: ConfigKey) -> Rule:
@@ -162,21 +156,14 @@ def _reason_against_best(key: ConfigKey) -> str:
     return ""
 
 
-def _use_of_best(recipe_key: str, field: str, has_own_value: bool) -> Rule:
-    """Return the rule of a key that uses the best evaluation; its value or true is in `field`."""
-
-    def use_of_best_rule(key: ConfigKey) -> Rule:
-        if reason := _reason_against_best(key):
-            return drop(f"{recipe_key}: {reason}")
-        metric = _best_metric_or_none(key)
-        return put(
-            recipe_key,
-            {"metric": metric, field: key.value if has_own_value else True},
-            # The f1 of Trainer's examples is not of all classes.
-            "the mean over the classes" if metric == "f1_macro" else "",
-        )
-
-    return use_of_best_rule
+def _use_of_best(recipe_key: str, field: str, key: ConfigKey) -> Rule:
+    """Convert a key that uses the best evaluation; its value is that of a field."""
+    if reason := _reason_against_best(key):
+        return drop(f"{recipe_key}: {reason}")
+    metric = _best_metric_or_none(key)
+    # The f1 of Trainer's examples is not of all classes.
+    remark = "the mean over the classes" if metric == "f1_macro" else ""
+    return put(recipe_key, {"metric": metric, field: key.value}, remark)
 
 
 def _metric_of_best(key: ConfigKey) -> Rule:
@@ -190,7 +177,7 @@ def _metric_of_best(key: ConfigKey) -> Rule:
 def _save_steps(key: ConfigKey) -> Rule:
     strategy = key.sibling("save_strategy")
     if strategy in (None, "steps"):
-        return _interval_rule(_SAVES)
+        return _steps_or_share(_SAVES, key)
     return needless(f"of no effect there: save_strategy is {strategy or 'no'}")
 
 
@@ -209,16 +196,16 @@ RULES: Rules = {
         if key.recipe_value("data.evaluation") is None
         else needless("data.evaluation is evaluated at the end, too")
     ),
-    "evals_per_epoch": _if_evaluated(_times_per_epoch(_EVALUATIONS.epochs)),
-    "eval_steps": _if_evaluated(_evaluation_steps),
-    "evaluation_strategy": _if_evaluated(_evaluation_strategy),
-    "eval_strategy": _if_evaluated(_evaluation_strategy),
-    "load_best_model_at_end": _use_of_best("checkpoint.keep_best", "export", has_own_value=False),
-    "early_stopping_patience": _use_of_best("train.stop_after", "evaluations", has_own_value=True),
+    "evals_per_epoch": partial(_if_evaluated, _times_per_epoch(_EVALUATIONS.epochs)),
+    "eval_steps": partial(_if_evaluated, _evaluation_steps),
+    "evaluation_strategy": partial(_if_evaluated, _evaluation_strategy),
+    "eval_strategy": partial(_if_evaluated, _evaluation_strategy),
+    "load_best_model_at_end": partial(_use_of_best, "checkpoint.keep_best", "export"),
+    "early_stopping_patience": partial(_use_of_best, "train.stop_after", "evaluations"),
     "metric_for_best_model": _metric_of_best,
     "greater_is_better": EvenIfEmpty(needless("the metric says it")),
     "saves_per_epoch": _times_per_epoch(_SAVES.epochs),
     "save_steps": _save_steps,
     "save_strategy": _save_strategy,
-    "logging_steps": _interval_rule(_Interval("log.every_steps")),
+    "logging_steps": partial(_steps_or_share, _Interval("log.every_steps")),
 }

@@ -10,15 +10,13 @@ from ortlaunch.importers.rules import (
     EvenIfEmpty,
     Rule,
     Rules,
+    by_text,
     needless,
     put,
     refuse,
     report_change,
     rules_without_adapters,
 )
-
-# Pre-training and supervised fine-tuning; the others train with preferences or rewards.
-_STAGES = ("pt", "sft")
 
 
 def convert_llama_factory_config(draft: Draft) -> None:
@@ -56,14 +54,6 @@ def convert_llama_factory_config(draft: Draft) -> None:
     trainer.convert_with_shared_arguments(draft, rules, defaults, "LLaMA-Factory's default", 3)
 
 
-def _finetuning_type(key: ConfigKey) -> Rule:
-    if key.value == "lora":
-        return needless("model.lora says it")
-    if key.value == "full":
-        return put("model.lora", None)
-    return refuse("only lora and full can be trained here")
-
-
 def _lora_target(key: ConfigKey) -> Rule:
     is_text = isinstance(key.value, str)
     names = [name.strip() for name in key.text.split(",")] if is_text else key.value
@@ -91,13 +81,6 @@ def _packing(key: ConfigKey) -> Rule:
     return put("data.packing", True, remark)
 
 
-def _attention(key: ConfigKey) -> Rule:
-    names = {"disabled": "eager", "sdpa": "sdpa"}
-    if key.value in names:
-        return put("model.attention", names[key.value])
-    return needless("model.attention chooses the fastest that works")
-
-
 def _loss_part(key: ConfigKey) -> Rule | None:
     part_rule = needless(f"train_on: {_LOSS_PARTS[key.name]} of each source has it")
     return part_rule if _has_chats(key.draft) else None
@@ -109,12 +92,15 @@ _METHOD_RULES: Rules = {
         ("export_dir", "infer_backend", "do_predict"),
         lambda key: None if key.sibling("do_train") else refuse("the config describes no training"),
     ),
-    "stage": lambda key: (
-        put("model.task", "causal-lm")
-        if key.value in _STAGES
-        else refuse(f"only {' and '.join(_STAGES)} can be trained here")
+    # The other stages train with preferences or rewards.
+    "stage": by_text(
+        dict.fromkeys(("pt", "sft"), put("model.task", "causal-lm")),
+        refuse("only pt and sft can be trained here"),
     ),
-    "finetuning_type": _finetuning_type,
+    "finetuning_type": by_text(
+        {"lora": needless("model.lora says it"), "full": put("model.lora", None)},
+        refuse("only lora and full can be trained here"),
+    ),
     "lora_target": _lora_target,
     "lora_rank": put("model.lora.r"),
     "lora_alpha": put("model.lora.alpha"),
@@ -137,8 +123,11 @@ _DATA_RULES: Rules = {
         else put("data.attend_across_documents", False)
     ),
     "packing": EvenIfEmpty(_packing),
-    "val_size": trainer.held_out_data(),
-    "flash_attn": _attention,
+    "val_size": trainer.held_out_data,
+    "flash_attn": by_text(
+        {"disabled": put("model.attention", "eager"), "sdpa": put("model.attention")},
+        needless("model.attention chooses the fastest that works"),
+    ),
     "pure_bf16": put("precision", "bf16", "weights and optimizer state are in 32 bits"),
     "disable_gradient_checkpointing": put("model.gradient_checkpointing", False),
     "cutoff_len": put("data.sequence_length"),

@@ -88,6 +88,11 @@ NO_COUNTERPART = drop("no counterpart")
 WITHOUT_EFFECT = Outcome("empty")  # as a key that is null, false or empty
 
 
+def by_text(rule_by_text: Mapping[str, Rule], other_rule: Rule) -> Rule:
+    """Return the rule of a key that depends on its value alone."""
+    return lambda key: rule_by_text.get(key.text, other_rule)
+
+
 class ConfigKey(NamedTuple):
     """A key of a config with its value, as a rule sees it."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 from ortlaunch.base.json_types import Json
@@ -156,39 +157,27 @@ def _config_value(value_text: str) -> object:
         return value_text
 
 
-def _data_file(recipe_part: str) -> Rule:
-    """Return the rule of a data file, whose suffix determines the format."""
-
-    def data_file_rule(key: ConfigKey) -> Rule:
-        file_format = FORMATS.get(Path(key.text).suffix)
-        if file_format is None:
-            formats_text = "its format is none of text, jsonl, csv and parquet"
-            return drop(f"{formats_text}; give data.{recipe_part}")
-        array_remark = "a file of one JSON array must become one of a row a line"
-        return put(
-            f"data.{recipe_part}",
-            {"format": file_format, "path": key.value},
-            array_remark if key.text.endswith(".json") else "",
-        )
-
-    return data_file_rule
+def _data_file(recipe_part: str, key: ConfigKey) -> Rule:
+    """Convert a data file, whose suffix determines the format."""
+    file_format = FORMATS.get(Path(key.text).suffix)
+    if file_format is None:
+        formats_text = "its format is none of text, jsonl, csv and parquet"
+        return drop(f"{formats_text}; give data.{recipe_part}")
+    array_remark = "a file of one JSON array must become one of a row a line"
+    return put(
+        f"data.{recipe_part}",
+        {"format": file_format, "path": key.value},
+        array_remark if key.text.endswith(".json") else "",
+    )
 
 
-def held_out_data(whole_data_value: int = 1) -> Rule:
-    """Return the rule of held out training data; below `whole_data_value` it is a share."""
-
-    def held_out_rule(key: ConfigKey) -> Rule:
-        if not key.number:
-            return needless("nothing is held out by itself")
-        is_share = key.number < whole_data_value
-        return put(
-            "data.evaluation",
-            {"share": key.number / whole_data_value}
-            if is_share
-            else {"samples": round(key.number)},
-        )
-
-    return held_out_rule
+def held_out_data(key: ConfigKey, whole_data_value: int = 1) -> Rule:
+    """Convert held out training data; below `whole_data_value` it is a share."""
+    if not key.number:
+        return needless("nothing is held out by itself")
+    is_share = key.number < whole_data_value
+    share = {"share": key.number / whole_data_value}
+    return put("data.evaluation", share if is_share else {"samples": round(key.number)})
 
 
 def optimizer_name(key: ConfigKey) -> Rule:
@@ -273,9 +262,9 @@ def _precision(key: ConfigKey) -> Rule:
 
 def _tf32(key: ConfigKey) -> Rule:
     # It affects only float32 matmuls, so not a training in bf16 or fp16.
-    if key.draft.recipe_tree.find_subtree(("precision",)) is None:
-        return put("engine.matmul_precision", "high")
-    return needless("products are in the precision of the passes")
+    is_narrow = key.draft.recipe_tree.find_subtree(("precision",))
+    high_rule = put("engine.matmul_precision", "high")
+    return needless("products are in the precision of the passes") if is_narrow else high_rule
 
 
 def _gradient_checkpointing(key: ConfigKey) -> Rule | None:
@@ -359,9 +348,9 @@ MODEL_RULES: Rules = {
     "config_overrides": _config_overrides,
 }
 _DATA_RULES: Rules = {
-    "train_file": _data_file("train"),
-    "validation_file": _data_file("evaluation"),
-    "validation_split_percentage": held_out_data(100),
+    "train_file": partial(_data_file, "train"),
+    "validation_file": partial(_data_file, "evaluation"),
+    "validation_split_percentage": partial(held_out_data, whole_data_value=100),
     "dataset_name": lambda key: put("data.train", {"format": "hub", "name": key.value}),
     "dataset_config_name": put("data.train.subset"),
     "line_by_line": drop("text is cut into windows of data.sequence_length, not a sample a line"),
