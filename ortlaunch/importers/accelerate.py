@@ -24,7 +24,7 @@ def convert_accelerate_config(draft: Draft) -> None:
 
 
 def _processes_per_node(key: ConfigKey) -> Rule:
-    machine_count = int(number_or_none(key.sibling("num_machines")) or 1)
+    machine_count = max(1, int(number_or_none(key.sibling("num_machines")) or 1))
     return put("launch.processes_per_node", max(1, int(key.number or 1) // machine_count))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.base.errors import InputError
+from ortlaunch.base.errors import InputError, RecipeError
 from ortlaunch.importers import ImportedRecipe, convert_config_to_recipe
 from tests.control.foreign import said
 
@@ -102,6 +102,58 @@ def test_torchtunes_own_ways(
         tmp_path / "c.yaml", None, None, ("optimizer.learning_rate=1e-4", *lora)
     )
     assert text in said(found, where)[key]
+
+
+def test_every_nested_key_is_accounted_for() -> None:
+    """Each key of a section is in one list of the report, by its path."""
+    path = CONFIGS / "torchtune.yaml"
+    report = convert_config_to_recipe(path, None, None, ()).import_report
+    lists = (report.taken, report.changed, report.dropped, report.needless)
+    reported = {*report.empty, *(remark.key for remarks in lists for remark in remarks)}
+    sections = {"checkpointer", "model", "tokenizer", "optimizer", "lr_scheduler", "metric_logger"}
+    nested = {
+        f"{section}.{key}"
+        for section, keys in yaml.safe_load(path.read_text()).items()
+        if section in sections
+        for key in keys
+    }
+    # Names of components whose arguments are all reported.
+    silent = {"model._component_", "tokenizer._component_", "metric_logger._component_"}
+    assert nested - reported - silent == set()
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "list_name"),
+    [
+        ("accelerate", {"num_machines": 0.5, "num_processes": 2}, "taken"),
+        ("accelerate", {"mixed_precision": "no"}, "needless"),
+        ("hf-trainer", {"optim": "OptimizerNames.ADAMW_TORCH"}, "taken"),
+    ],
+)
+def test_unusual_values(tool: str, keys: dict[str, Any], list_name: str, tmp_path: Path) -> None:
+    """Half a machine, the word for no narrow precision, and an enum's form are in the report."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
+    base = SHIPPED / "llama2-7b/tiny.yaml"
+    overrides = ("launch.nodes=1", "batch={global_size: 4, micro_size: 1}")
+    found = convert_config_to_recipe(tmp_path / "c.yaml", tool, base, overrides)
+    assert [*keys][-1] in said(found, list_name)
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "error"),
+    [
+        ("axolotl", {"base_model": "a", "adapter": "lora", "lora_target_modules": 1},
+         "model.lora.target_modules: got 1"),
+        ("hf-trainer", {"packing": True, "dataset_mixture": 1}, "data.train"),
+    ],
+)  # fmt: skip
+def test_values_of_another_type(
+    tool: str, keys: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    """A value that is no list where the tool has one is an error of the recipe's field."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
+    with pytest.raises(RecipeError, match=error):
+        convert_config_to_recipe(tmp_path / "c.yaml", tool, None, ())
 
 
 def test_accelerate() -> None:
