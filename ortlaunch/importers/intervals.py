@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 from ortlaunch.importers.draft import OWN_VALUE, Draft, number_or_none
 from ortlaunch.importers.rules import (
+    Condition,
     ConfigKey,
     EvenIfEmpty,
     Rule,
     Rules,
     drop,
+    first_of,
     needless,
     put,
 )
-from ortlaunch.recipe.text.source_location import parse_key_path
 from ortlaunch.tables.metrics import METRICS, metrics_of_task
 
 
@@ -57,7 +58,7 @@ def _steps_or_share(interval: _Interval, key: ConfigKey) -> Rule:
     step_count = _step_count_or_none(key, key.number)
     is_share = key.number is not None and key.number < 1 and step_count is None
     for recipe_key in filter(None, interval):
-        if key.draft.recipe_tree.find_subtree(parse_key_path(recipe_key)):
+        if key.is_set(recipe_key):
             return drop(f"{recipe_key} is set by another key already")
     if is_share and interval.epochs and key.number:
         # A share of the whole training, whose length is in epochs.
@@ -83,6 +84,10 @@ def _times_per_epoch(recipe_key: str) -> Rule:
     )
 
 
+def _has_evaluation(key: ConfigKey) -> bool:
+    return key.recipe_value("data.evaluation") is not None
+
+
 def _strategy(key: ConfigKey) -> str:
     """Return when Trainer evaluates; "" if the config does not say it."""
     # transformers 4.41 renamed it to eval_strategy. YAML reads an unquoted `no` as false.
@@ -91,35 +96,39 @@ def _strategy(key: ConfigKey) -> str:
     return "no" if strategy is False else strategy or ""
 
 
-def _if_evaluated(rule: Rule, key: ConfigKey) -> Rule:
-    """Apply a rule if there are evaluations between the first and the last step."""
-    if _strategy(key) == "no":
-        return needless("data.evaluation is evaluated at the end alone")
-    if key.recipe_value("data.evaluation") is not None:
-        return rule
-    if "Axolotl" in key.draft.tools:
-        return needless("of no effect there: no data are held out")
-    return drop(_NO_DATA_REMARK)
+def _is_no_strategy(key: ConfigKey) -> bool:
+    return _strategy(key) == "no"
 
 
-def _evaluation_steps(key: ConfigKey) -> Rule:
-    if _strategy(key) == "epoch":
-        return needless("of no effect there: the strategy of evaluations is epoch")
-    return _steps_or_share(_EVALUATIONS, key)
+def _is_epoch_strategy(key: ConfigKey) -> bool:
+    return _strategy(key) == "epoch"
 
 
-def _evaluation_strategy(key: ConfigKey) -> Rule:
-    if _strategy(key) == "epoch":
-        return put(_EVALUATIONS.epochs, 1.0)
-    if set_key := _EVALUATIONS.key_already_set_or_none(key.draft):
-        return needless(f"{set_key} has it")
-    # Without eval_steps Trainer evaluates every logging_steps.
-    logging_steps = key.sibling("logging_steps")
-    step_count = (
-        _DEFAULT_LOGGING_STEPS
-        if logging_steps is None
-        else _step_count_or_none(key, number_or_none(logging_steps))
+def _if_evaluated(rule: Rule) -> Rule:
+    """Return a rule that applies if there are evaluations between the first and the last step."""
+    return first_of(
+        (_is_no_strategy, needless("data.evaluation is evaluated at the end alone")),
+        (_has_evaluation, rule),
+        (
+            lambda key: "Axolotl" in key.draft.tools,
+            needless("of no effect there: no data are held out"),
+        ),
+        otherwise=drop(_NO_DATA_REMARK),
     )
+
+
+def _interval_already_set(interval: _Interval) -> tuple[Condition, Rule]:
+    return (
+        lambda key: interval.key_already_set_or_none(key.draft),
+        lambda key: needless(f"{interval.key_already_set_or_none(key.draft)} has it"),
+    )
+
+
+def _evaluation_steps_from_logging_steps(key: ConfigKey) -> Rule:
+    # Without eval_steps Trainer evaluates every logging_steps.
+    logging_steps = number_or_none(key.sibling("logging_steps"))
+    is_given = "logging_steps" in key.siblings
+    step_count = _step_count_or_none(key, logging_steps) if is_given else _DEFAULT_LOGGING_STEPS
     if step_count is None:
         return drop(f"it is not known how many steps; give {_EVALUATIONS.steps}")
     return put(_EVALUATIONS.steps, step_count)
@@ -146,7 +155,7 @@ def _best_metric_or_none(key: ConfigKey) -> str | None:
 
 def _reason_against_best(key: ConfigKey) -> str:
     """Return the reason against a best checkpoint and an early stop; "": there is none."""
-    if key.recipe_value("data.evaluation") is None:
+    if not _has_evaluation(key):
         return _NO_DATA_REMARK
     if _best_metric_or_none(key) is None:
         metric = key.sibling("metric_for_best_model")
@@ -166,46 +175,59 @@ def _use_of_best(recipe_key: str, field: str, key: ConfigKey) -> Rule:
     return put(recipe_key, {"metric": metric, field: key.value}, remark)
 
 
-def _metric_of_best(key: ConfigKey) -> Rule:
-    if reason := _reason_against_best(key):
-        return drop(reason)
-    has_use = key.sibling("load_best_model_at_end") or key.sibling("early_stopping_patience")
-    uses_text = "checkpoint.keep_best and train.stop_after name it"
-    return needless(uses_text if has_use else "nothing asks for the best")
-
-
-def _save_steps(key: ConfigKey) -> Rule:
-    strategy = key.sibling("save_strategy")
-    if strategy in (None, "steps"):
-        return _steps_or_share(_SAVES, key)
-    return needless(f"of no effect there: save_strategy is {strategy or 'no'}")
-
-
-def _save_strategy(key: ConfigKey) -> Rule:
-    if key.value == "epoch":
-        return put(_SAVES.epochs, 1.0)
-    if set_key := _SAVES.key_already_set_or_none(key.draft):
-        return needless(f"{set_key} has it")
-    return drop("one is saved every 30 minutes and at the end: checkpoint.every_minutes")
-
-
 # Each interval before the strategy, which has an effect where there is none.
 RULES: Rules = {
-    "do_eval": lambda key: (
-        drop(_NO_DATA_REMARK)
-        if key.recipe_value("data.evaluation") is None
-        else needless("data.evaluation is evaluated at the end, too")
+    "do_eval": first_of(
+        (_has_evaluation, needless("data.evaluation is evaluated at the end, too")),
+        otherwise=drop(_NO_DATA_REMARK),
     ),
-    "evals_per_epoch": partial(_if_evaluated, _times_per_epoch(_EVALUATIONS.epochs)),
-    "eval_steps": partial(_if_evaluated, _evaluation_steps),
-    "evaluation_strategy": partial(_if_evaluated, _evaluation_strategy),
-    "eval_strategy": partial(_if_evaluated, _evaluation_strategy),
+    "evals_per_epoch": _if_evaluated(_times_per_epoch(_EVALUATIONS.epochs)),
+    "eval_steps": _if_evaluated(
+        first_of(
+            (
+                _is_epoch_strategy,
+                needless("of no effect there: the strategy of evaluations is epoch"),
+            ),
+            otherwise=partial(_steps_or_share, _EVALUATIONS),
+        )
+    ),
+    **dict.fromkeys(
+        ("evaluation_strategy", "eval_strategy"),
+        _if_evaluated(
+            first_of(
+                (_is_epoch_strategy, put(_EVALUATIONS.epochs, 1.0)),
+                _interval_already_set(_EVALUATIONS),
+                otherwise=_evaluation_steps_from_logging_steps,
+            )
+        ),
+    ),
     "load_best_model_at_end": partial(_use_of_best, "checkpoint.keep_best", "export"),
     "early_stopping_patience": partial(_use_of_best, "train.stop_after", "evaluations"),
-    "metric_for_best_model": _metric_of_best,
+    "metric_for_best_model": first_of(
+        (_reason_against_best, lambda key: drop(_reason_against_best(key))),
+        (
+            lambda key: any(
+                map(key.sibling, ("load_best_model_at_end", "early_stopping_patience"))
+            ),
+            needless("checkpoint.keep_best and train.stop_after name it"),
+        ),
+        otherwise=needless("nothing asks for the best"),
+    ),
     "greater_is_better": EvenIfEmpty(needless("the metric says it")),
     "saves_per_epoch": _times_per_epoch(_SAVES.epochs),
-    "save_steps": _save_steps,
-    "save_strategy": _save_strategy,
+    "save_steps": first_of(
+        (
+            lambda key: key.sibling("save_strategy") in (None, "steps"),
+            partial(_steps_or_share, _SAVES),
+        ),
+        otherwise=lambda key: needless(
+            f"of no effect there: save_strategy is {key.sibling('save_strategy') or 'no'}"
+        ),
+    ),
+    "save_strategy": first_of(
+        (lambda key: key.value == "epoch", put(_SAVES.epochs, 1.0)),
+        _interval_already_set(_SAVES),
+        otherwise=drop("one is saved every 30 minutes and at the end: checkpoint.every_minutes"),
+    ),
     "logging_steps": partial(_steps_or_share, _Interval("log.every_steps")),
 }

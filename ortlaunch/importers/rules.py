@@ -23,7 +23,7 @@ from ortlaunch.importers.draft import (
 )
 from ortlaunch.recipe.hints.keys_of_other_tools import TRUE_BY_ITSELF
 from ortlaunch.recipe.text.closest_names import normalize_word
-from ortlaunch.recipe.text.source_location import Key
+from ortlaunch.recipe.text.source_location import Key, parse_key_path
 from ortlaunch.recipe.text.tree import Tree
 
 # In a table of a section: the rule of all keys that have none of their own.
@@ -49,6 +49,7 @@ class EvenIfEmpty:
 
 
 Rule: TypeAlias = "Outcome | EvenIfEmpty | Sequence[Rule] | Mapping[str, Rule] | Callable[[ConfigKey], Rule | None]"
+Condition: TypeAlias = "Callable[[ConfigKey], object]"
 Rules: TypeAlias = Mapping[str, Rule]
 
 
@@ -93,6 +94,11 @@ def by_text(rule_by_text: Mapping[str, Rule], other_rule: Rule) -> Rule:
     return lambda key: rule_by_text.get(key.text, other_rule)
 
 
+def first_of(*choices: tuple[Condition, Rule], otherwise: Rule) -> Rule:
+    """Return the rule of the first condition that a key meets."""
+    return lambda key: next((rule for is_met, rule in choices if is_met(key)), otherwise)
+
+
 class ConfigKey(NamedTuple):
     """A key of a config with its value, as a rule sees it."""
 
@@ -126,6 +132,16 @@ class ConfigKey(NamedTuple):
     def number(self) -> float | None:
         """The value if it is a number."""
         return number_or_none(self.value)
+
+    @property
+    def whole_number(self) -> object:
+        """The value, as an int where it is a whole number."""
+        is_whole = self.number is not None and self.number == int(self.number)
+        return int(self.value) if is_whole else self.value
+
+    def is_set(self, recipe_key: str) -> bool:
+        """Return whether a key of the config has set a key of the recipe."""
+        return self.draft.recipe_tree.find_subtree(parse_key_path(recipe_key)) is not None
 
     def sibling(self, name: str) -> Any:
         """Return the value of another key of the section; None if it is absent."""

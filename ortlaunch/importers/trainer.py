@@ -23,6 +23,7 @@ from ortlaunch.importers.rules import (
     assume,
     assume_defaults,
     drop,
+    first_of,
     needless,
     put,
 )
@@ -39,6 +40,7 @@ _SCHEDULES = {
     "cosine_with_min_lr": ("cosine", ""),
     "warmup_stable_decay": ("wsd", "the decay's length is schedule.decay_ratio"),
 }
+_NO_WARMUP = needless("of no effect there: Trainer's `constant` has no warm-up, whatever is given")
 _MUON_SCALE_REMARK = "torch's Muon with AdamW's scale of the rate; the tool has its own"
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw"), ("adamw", "")),
@@ -217,20 +219,16 @@ def _adam_betas(key: ConfigKey) -> Rule:
     )
 
 
-def _warmup(key: ConfigKey) -> Rule:
-    """Convert the warm-up; as in Trainer, steps take precedence over a ratio."""
-    steps = number_or_none(key.sibling("warmup_steps"))
-    if key.name == "warmup_steps" and steps == 0:
-        return needless("there is none by itself")
-    if "constant" in (key.sibling("lr_scheduler"), key.sibling("lr_scheduler_type")):
-        reason = "Trainer's `constant` has no warm-up, whatever is given"
-        return needless(f"of no effect there: {reason}")
-    if key.name == "warmup_ratio" and key.sibling("warmup_steps"):
-        return needless("of no effect there: warmup_steps comes first")
-    # In Trainer, steps below 1 are a ratio.
-    if key.name == "warmup_ratio" or (steps is not None and steps < 1):
-        return put("schedule.warmup_ratio")
-    return put("schedule.warmup_steps", int(steps) if steps and steps == int(steps) else key.value)
+def _has_constant_schedule(key: ConfigKey) -> bool:
+    return "constant" in (key.sibling("lr_scheduler"), key.sibling("lr_scheduler_type"))
+
+
+def _has_equal_lengths(key: ConfigKey) -> bool:
+    """Return whether the samples are windows of text, not chats or texts with labels."""
+    source_text = str(key.recipe_value("data.train"))
+    traits = MODEL_TASKS.get(str(key.recipe_value("model.task")), ModelTask())
+    has_chats = "messages_column" in source_text or "prompt_column" in source_text
+    return not traits.label and not has_chats
 
 
 def _minimum_learning_rate(key: ConfigKey) -> Rule:
@@ -260,24 +258,11 @@ def _precision(key: ConfigKey) -> Rule:
     )
 
 
-def _tf32(key: ConfigKey) -> Rule:
-    # It affects only float32 matmuls, so not a training in bf16 or fp16.
-    is_narrow = key.draft.recipe_tree.find_subtree(("precision",))
-    high_rule = put("engine.matmul_precision", "high")
-    return needless("products are in the precision of the passes") if is_narrow else high_rule
-
-
 def _gradient_checkpointing(key: ConfigKey) -> Rule | None:
     """Convert gradient checkpointing with a name, such as Axolotl's `unsloth` and `offload`."""
     remark = "layers are computed again, and nothing is offloaded"
     is_named = isinstance(key.value, str)
     return put("model.gradient_checkpointing", True, remark) if is_named else None
-
-
-def _torch_compile(key: ConfigKey) -> Rule:
-    if key.draft.recipe_tree.find_subtree(("model", "offload_activations")) is not None:
-        return drop("engine eager alone has model.offload_activations")
-    return put("engine.name", "inductor")
 
 
 def offload_activations(key: ConfigKey) -> Rule:
@@ -288,20 +273,6 @@ def offload_activations(key: ConfigKey) -> Rule:
         put("model.offload_activations", True, remark),
         assume("engine.name", "eager", f"{key.path} requires it"),
     )
-
-
-def _group_by_length(key: ConfigKey) -> Rule:
-    """Convert batches of samples with similar length."""
-    source_text = str(key.recipe_value("data.train"))
-    traits = MODEL_TASKS.get(str(key.recipe_value("model.task")), ModelTask())
-    has_chats = "messages_column" in source_text or "prompt_column" in source_text
-    if not traits.label and not has_chats:
-        # All windows have the same length.
-        return needless("samples are windows of text, without padding")
-    if key.recipe_value("engine.name") == "inductor":
-        return drop("inductor compiles each length: give data.bucket_lengths, up to three")
-    step_remark = "the samples of a step are grouped by length, not those of many steps"
-    return put("data.padding", "longest", step_remark)
 
 
 def _run_name(key: ConfigKey) -> Rule:
@@ -327,13 +298,6 @@ def _trackers(key: ConfigKey) -> Rule:
 def _is_length_in_steps(key: ConfigKey) -> bool:
     # Trainer's default is -1: no limit by steps.
     return (number_or_none(key.sibling("max_steps")) or 0) > 0
-
-
-def _epochs(key: ConfigKey) -> Rule:
-    """Convert the epochs; as in Trainer, steps take precedence."""
-    if _is_length_in_steps(key):
-        return needless("of no effect there: max_steps comes first")
-    return put("train.epochs")
 
 
 MODEL_RULES: Rules = {
@@ -363,18 +327,56 @@ _SHARED_RULES: Rules = {
     "loraplus_lr_ratio": _lora_plus_groups,
     "adam_beta1": _adam_betas,
     "adam_beta2": _adam_betas,
-    "warmup_steps": _warmup,
-    "warmup_ratio": _warmup,
+    # As in Trainer, steps take precedence over a ratio, and steps below 1 are a ratio.
+    "warmup_steps": first_of(
+        (lambda key: key.number == 0, needless("there is none by itself")),
+        (_has_constant_schedule, _NO_WARMUP),
+        (lambda key: (key.number or 1) < 1, put("schedule.warmup_ratio")),
+        (lambda key: key.number, lambda key: put("schedule.warmup_steps", key.whole_number)),
+        otherwise=put("schedule.warmup_steps"),
+    ),
+    "warmup_ratio": first_of(
+        (_has_constant_schedule, _NO_WARMUP),
+        (
+            lambda key: key.sibling("warmup_steps"),
+            needless("of no effect there: warmup_steps comes first"),
+        ),
+        otherwise=put("schedule.warmup_ratio"),
+    ),
     "lr_scheduler_type": schedule_name,
     "lr_scheduler_kwargs": _minimum_learning_rate,
     "bf16": _precision,
     "fp16": _precision,
-    "tf32": _tf32,
+    # It affects only float32 matmuls, so not a training in bf16 or fp16.
+    "tf32": first_of(
+        (
+            lambda key: key.is_set("precision"),
+            needless("products are in the precision of the passes"),
+        ),
+        otherwise=put("engine.matmul_precision", "high"),
+    ),
     # 0 turns clipping off.
     "max_grad_norm": lambda key: put("train.max_grad_norm", None) if key.number == 0 else None,
     "gradient_checkpointing": _gradient_checkpointing,
-    "torch_compile": _torch_compile,
-    "group_by_length": _group_by_length,
+    "torch_compile": first_of(
+        (
+            lambda key: key.is_set("model.offload_activations"),
+            drop("engine eager alone has model.offload_activations"),
+        ),
+        otherwise=put("engine.name", "inductor"),
+    ),
+    "group_by_length": first_of(
+        (_has_equal_lengths, needless("samples are windows of text, without padding")),
+        (
+            lambda key: key.recipe_value("engine.name") == "inductor",
+            drop("inductor compiles each length: give data.bucket_lengths, up to three"),
+        ),
+        otherwise=put(
+            "data.padding",
+            "longest",
+            "the samples of a step are grouped by length, not those of many steps",
+        ),
+    ),
     "use_cpu": put("launch.device", "cpu"),
     "no_cuda": put("launch.device", "cpu"),
     **RUN_NAME_RULES,
@@ -383,9 +385,14 @@ _SHARED_RULES: Rules = {
     "log_level": needless("it is of Trainer's own lines; engine.log_level is of ONNX Runtime's"),
     "deepspeed": deepspeed.deepspeed_file_or_mapping,
     **sharding.FSDP_RULES,
-    "max_steps": lambda key: (
-        put("train.max_steps") if _is_length_in_steps(key) else needless("it stands for none")
+    "max_steps": first_of(
+        (_is_length_in_steps, put("train.max_steps")), otherwise=needless("it stands for none")
     ),
-    "num_epochs": _epochs,
-    "num_train_epochs": _epochs,
+    **dict.fromkeys(
+        ("num_epochs", "num_train_epochs"),
+        first_of(
+            (_is_length_in_steps, needless("of no effect there: max_steps comes first")),
+            otherwise=put("train.epochs"),
+        ),
+    ),
 }
