@@ -13,6 +13,7 @@ from ortlaunch.importers.draft import Draft, number_or_none
 from ortlaunch.importers.rules import (
     ANY_KEY,
     NO_COUNTERPART,
+    WITHOUT_EFFECT,
     ConfigKey,
     EvenIfEmpty,
     Rule,
@@ -22,6 +23,7 @@ from ortlaunch.importers.rules import (
     assume_defaults,
     by_text,
     drop,
+    first_of,
     needless,
     put,
     refuse,
@@ -313,11 +315,6 @@ def _prompt_values(settings: Json) -> Json:
     }
 
 
-def _input_column(key: ConfigKey) -> Rule:
-    template = key.sibling("format") or "{input}"
-    return put("input_column") if "{input}" in template else ()
-
-
 def _roles(settings: Json) -> dict[str, str]:
     configured_roles = settings.get("roles") or {}
     return {name: role for role, names in configured_roles.items() for name in names} or _ROLES
@@ -345,23 +342,7 @@ def _chat_type(key: ConfigKey) -> Rule:
 
 def _roles_to_train(key: ConfigKey) -> Rule:
     roles = _roles({"roles": key.sibling("roles")})
-    return () if {roles.get(name, name) for name in key.value} == {"assistant"} else NO_COUNTERPART
-
-
-def _train_key(key: ConfigKey) -> Rule:
-    # With train_on_inputs all of a chat counts, and the key has no effect.
-    return NO_COUNTERPART if key.draft.config_value("train_on_inputs") else put("train_key")
-
-
-def _template_of_all_sets(key: ConfigKey) -> Rule:
-    return () if key.value == key.draft.config_value(key.name) else NO_COUNTERPART
-
-
-def _thinking_key(key: ConfigKey) -> Rule:
-    template_key = key.sibling("template_thinking_key") or "reasoning_content"
-    if key.sibling("field_thinking") != template_key:
-        return NO_COUNTERPART
-    return needless("a message's other keys are given to the chat template by their names")
+    return () if {roles.get(name, name) for name in key.items} == {"assistant"} else NO_COUNTERPART
 
 
 def _counts_end_mark(draft: Draft, settings: Json) -> bool:
@@ -403,25 +384,6 @@ def _tokens(key: ConfigKey) -> Rule:
     return (other_rules, put("data.special_tokens", given_tokens) if given_tokens else ())
 
 
-def _chat_template(key: ConfigKey) -> Rule:
-    if "messages_column" not in str(key.recipe_value("data.train")):
-        return needless("of no effect there: no data set has chats")
-    if key.sibling("chat_template_jinja") or key.text.startswith("tokenizer_default"):
-        return needless("data.chat_template, or the tokenizer's own if there is none")
-    if key.value == "phi_3":
-        # Axolotl's begins with the begin mark, as the first version of the model's own did.
-        return put("data.chat_template", "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"])
-    if key.value in CHAT_TEMPLATES:
-        return put("data.chat_template")
-    reason = (
-        "the tokenizer's own is taken; Axolotl's of that name can be given as data.chat_template"
-    )
-    # Axolotl's template of a family is a copy of the family's own.
-    family = re.split("[^a-z]", key.text.lower())[0]
-    is_familys_own = family in str(key.recipe_value("data.tokenizer")).lower()
-    return report_change(reason) if is_familys_own else drop(reason)
-
-
 def _has_chats(key: ConfigKey) -> bool:
     # By text, because data.train may be one source or a list of them. A corpus that the command
     # names replaces the config's.
@@ -429,28 +391,34 @@ def _has_chats(key: ConfigKey) -> bool:
     return any(mark in source_text for mark in ("messages_column", "prompt", "python-chats"))
 
 
-def _packing(key: ConfigKey) -> Rule | None:
-    """Convert packing of chats. Here plain text is always packed."""
-    if key.value is None:
-        return None
-    has_chats = _has_chats(key)
-    is_packed = has_chats and bool(key.sibling("sample_packing"))
-    if not is_packed and not (has_chats and key.value):
-        reason = "a chat is a sample of its own" if has_chats else "text is always packed"
-        return needless(reason)
-    if key.path == "eval_sample_packing":
-        is_same = bool(key.value) == is_packed
-        return (
-            needless("data.packing has it")
-            if is_same
-            else report_change("data.packing is for training and evaluation")
-        )
-    has_text = "text_column" in str(key.recipe_value("data.train"))
-    reason = "with data.packing no document attends to another"
-    attention_rule = assume("data.attend_across_documents", False, reason)
-    return (put("data.packing"), attention_rule if has_text else ())
+def _is_packed(key: ConfigKey) -> bool:
+    return _has_chats(key) and bool(key.sibling("sample_packing"))
 
 
+def _names_own_family(key: ConfigKey) -> bool:
+    """Return whether a template is named for the family of the model."""
+    family = re.split("[^a-z]", key.text.lower())[0]
+    return family in str(key.recipe_value("data.tokenizer")).lower()
+
+
+_ONE_CHAT = needless("a chat is a sample of its own")
+_TEXT_IS_PACKED = needless("text is always packed")
+_OTHER_TEMPLATE = (
+    "the tokenizer's own is taken; Axolotl's of that name can be given as data.chat_template"
+)
+_TEMPLATE_OF_ALL_SETS = first_of(
+    (lambda key: key.value == key.draft.config_value(key.name), ()), otherwise=NO_COUNTERPART
+)
+_THINKING_KEY = first_of(
+    (
+        lambda key: (
+            key.sibling("field_thinking")
+            == (key.sibling("template_thinking_key") or "reasoning_content")
+        ),
+        needless("a message's other keys are given to the chat template by their names"),
+    ),
+    otherwise=NO_COUNTERPART,
+)
 _TRUNCATION = "chats are cut off at data.sequence_length"
 _TEMPLATE_TEXT = "write it into the template of data.train.prompt (with {system}: system_column)"
 _NO_PREFERENCES = refuse("there is no preference training here")
@@ -460,7 +428,10 @@ _PROMPT_RULES: Rules = {
     "no_input_format": (),
     "field_instruction": put("prompt_column"),
     "field_output": put("response_column"),
-    "field_input": _input_column,
+    "field_input": first_of(
+        (lambda key: "{input}" in (key.sibling("format") or "{input}"), put("input_column")),
+        otherwise=(),
+    ),
     "system_format": lambda key: () if key.value == "{system}" else drop(_TEMPLATE_TEXT),
     ANY_KEY: drop(_TEMPLATE_TEXT),
 }
@@ -471,15 +442,19 @@ _CHAT_RULES: Rules = {
     "message_field_content": put("content_key"),
     "roles": (),
     "roles_to_train": _roles_to_train,
-    "message_field_training": _train_key,
+    # With train_on_inputs all of a chat counts, and the key has no effect.
+    "message_field_training": first_of(
+        (lambda key: key.draft.config_value("train_on_inputs"), NO_COUNTERPART),
+        otherwise=put("train_key"),
+    ),
     "train_on_eos": _train_on_end,
     "train_on_eot": _train_on_end,
-    "chat_template": _template_of_all_sets,
-    "chat_template_jinja": _template_of_all_sets,
+    "chat_template": _TEMPLATE_OF_ALL_SETS,
+    "chat_template_jinja": _TEMPLATE_OF_ALL_SETS,
     "field_system": lambda key: () if key.sibling("drop_system_message") else put("system_column"),
     "drop_system_message": (),
-    "field_thinking": _thinking_key,
-    "template_thinking_key": _thinking_key,
+    "field_thinking": _THINKING_KEY,
+    "template_thinking_key": _THINKING_KEY,
     "field_messages": put("messages_column"),
 }
 _RULES: Rules = {
@@ -518,7 +493,27 @@ _RULES: Rules = {
     **dict.fromkeys(_DATA_KEYS, _data_sets),
     "val_set_size": trainer.held_out_data,
     "chat_template_jinja": put("data.chat_template"),
-    "chat_template": _chat_template,
+    "chat_template": first_of(
+        (
+            lambda key: "messages_column" not in str(key.recipe_value("data.train")),
+            needless("of no effect there: no data set has chats"),
+        ),
+        (
+            lambda key: (
+                key.sibling("chat_template_jinja") or key.text.startswith("tokenizer_default")
+            ),
+            needless("data.chat_template, or the tokenizer's own if there is none"),
+        ),
+        # Axolotl's begins with the begin mark, as the first version of the model's own did.
+        (
+            lambda key: key.value == "phi_3",
+            put("data.chat_template", "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"]),
+        ),
+        (lambda key: key.value in CHAT_TEMPLATES, put("data.chat_template")),
+        # Axolotl's template of a family is a copy of the family's own.
+        (_names_own_family, report_change(_OTHER_TEMPLATE)),
+        otherwise=drop(_OTHER_TEMPLATE),
+    ),
     "special_tokens": _tokens,
     "tokens": _tokens,
     "eot_tokens": needless(
@@ -532,8 +527,39 @@ _RULES: Rules = {
         )
     ),
     "excess_length_strategy": by_text({"truncate": needless(_TRUNCATION)}, drop(_TRUNCATION)),
-    "sample_packing": EvenIfEmpty(_packing),
-    "eval_sample_packing": EvenIfEmpty(_packing),
+    "sample_packing": EvenIfEmpty(
+        first_of(
+            (lambda key: key.value is None, WITHOUT_EFFECT),
+            (
+                lambda key: (
+                    _is_packed(key) and "text_column" in str(key.recipe_value("data.train"))
+                ),
+                (
+                    put("data.packing"),
+                    assume(
+                        "data.attend_across_documents",
+                        False,
+                        "with data.packing no document attends to another",
+                    ),
+                ),
+            ),
+            (_is_packed, put("data.packing")),
+            (_has_chats, _ONE_CHAT),
+            otherwise=_TEXT_IS_PACKED,
+        )
+    ),
+    "eval_sample_packing": EvenIfEmpty(
+        first_of(
+            (lambda key: key.value is None, WITHOUT_EFFECT),
+            (lambda key: not _has_chats(key), _TEXT_IS_PACKED),
+            (lambda key: _is_packed(key) and key.value, needless("data.packing has it")),
+            (
+                lambda key: _is_packed(key) or key.value,
+                report_change("data.packing is for training and evaluation"),
+            ),
+            otherwise=_ONE_CHAT,
+        )
+    ),
     "wandb_project": (
         put("log.project"),
         assume("log.trackers", ["wandb"], "wandb_project requires it"),

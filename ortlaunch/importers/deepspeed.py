@@ -27,11 +27,13 @@ from ortlaunch.importers.rules import (
     assume,
     convert_section_by_rules,
     drop,
+    first_of,
     needless,
     put,
     whole_config_key,
 )
 from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED_KEYS, TOP_LEVEL_KEYS
+from ortlaunch.recipe.hints.keys_of_other_tools import NO_MODEL_PARALLELISM
 
 _OPTIMIZERS = {
     "adam": "adamw",
@@ -121,26 +123,9 @@ def _unless_zero(outcome: Outcome) -> Rule:
     return lambda key: WITHOUT_EFFECT if key.value == 0 else outcome
 
 
-def _accumulation_steps(key: ConfigKey) -> Rule:
-    # Two of them decide the third, and a recipe with all three could contradict itself.
-    sizes = [number_or_none(key.sibling(name)) for name in _BATCH_SIZES]
-    return (
-        needless("the other two decide it")
-        if all(sizes)
-        else _unless_zero(put("batch.accumulation_steps"))
-    )
-
-
 def _optimizer_type(key: ConfigKey) -> Rule:
     name = _OPTIMIZERS.get(key.text.lower())
     return put("optimizer.name", name or "adamw", "" if name else OTHER_OPTIMIZER)
-
-
-def _learning_rate(key: ConfigKey) -> Rule:
-    rate_node = key.draft.recipe_tree.find_subtree(("optimizer", "learning_rate"))
-    if rate_node is not None and rate_node.scalar != key.value:
-        return needless("of no effect there: scheduler.params.warmup_max_lr is the rate")
-    return put("optimizer.learning_rate")
 
 
 def _schedule_type(key: ConfigKey) -> Rule:
@@ -170,42 +155,50 @@ def _precision(precision_name: str, key: ConfigKey) -> Rule:
     apply_rule_and_tell_if_converted(settings.pop("enabled"), enabled_rule)
     for name, child_key in settings.items():
         raw_key = child_key._replace(path=f"{precision_name}.{name}")
-        apply_rule_and_tell_if_converted(raw_key, _raw_setting)
+        apply_rule_and_tell_if_converted(raw_key, _RAW_SETTING)
     return ()
 
 
-def _raw_setting(key: ConfigKey) -> Rule:
-    """Convert a setting without a field of the recipe to a key of zero.deepspeed."""
-    owning_key = DEEPSPEED_OWNED.get(key.path, "")
-    if key.node.node_type == "mapping" and key.path in _RAW_SECTIONS:
-        for child_key in key.child_keys().values():
-            apply_rule_and_tell_if_converted(child_key, _raw_setting)
-        return ()
-    if key.path in _CPU_ADAM and key.value:
-        return drop(
-            "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's"
-        )
-    if owning_key == "zero.stage" or (key.path == "zero_optimization" and key.value is True):
-        return needless("zero.stage has it")
-    if owning_key.startswith("zero.offload.") and key.value in (None, False, "none"):
-        return WITHOUT_EFFECT
+def _is_of_offload(key: ConfigKey) -> bool:
+    return DEEPSPEED_OWNED.get(key.path, "").startswith("zero.offload.")
+
+
+def _offload_setting(key: ConfigKey) -> Rule:
+    owning_key = DEEPSPEED_OWNED[key.path]
+    # DeepSpeed's older keys have `true` for the device cpu; pin_memory is a boolean in both.
+    is_older_form = key.value is True and not owning_key.endswith("pin_memory")
+    return put(owning_key, "cpu" if is_older_form else key.value)
+
+
+# Settings without a field of the recipe become keys of zero.deepspeed, one by one.
+_RAW_SETTING: Rule = first_of(
+    (
+        lambda key: key.node.node_type == "mapping" and key.path in _RAW_SECTIONS,
+        {ANY_KEY: EvenIfEmpty(lambda key: _RAW_SETTING)},
+    ),
+    (
+        lambda key: key.path in _CPU_ADAM and key.value,
+        drop(
+            "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or "
+            "ONNX Runtime's"
+        ),
+    ),
+    (
+        lambda key: (
+            key.path == "zero_optimization.stage"
+            or (key.path == "zero_optimization" and key.value is True)
+        ),
+        needless("zero.stage has it"),
+    ),
+    (
+        lambda key: _is_of_offload(key) and key.value in (None, False, "none"),
+        WITHOUT_EFFECT,
+    ),
     # "auto" is for Trainer; DeepSpeed itself would reject it.
-    if key.value == "auto" or "auto" in json.dumps(key.value if key.node.children else None):
-        return _LEFT_TO_TRAINER
-    if owning_key.startswith("zero.offload."):
-        # DeepSpeed's older keys have `true` for the device cpu; pin_memory is a boolean in both.
-        is_older_form = key.value is True and not owning_key.endswith("pin_memory")
-        return put(owning_key, "cpu" if is_older_form else key.value)
-    return put(f"zero.deepspeed.{key.path}")
-
-
-def _other_key(key: ConfigKey) -> Rule:
-    if key.name in TOP_LEVEL_KEYS:
-        return _raw_setting
-    is_off = not key.value or key.child("enabled") is False
-    return WITHOUT_EFFECT if is_off else drop("DeepSpeed has no such setting, or has it no more")
-
-
+    (lambda key: '"auto"' in json.dumps(key.value), _LEFT_TO_TRAINER),
+    (_is_of_offload, _offload_setting),
+    otherwise=lambda key: put(f"zero.deepspeed.{key.path}"),
+)
 _FORM_OF_WARMUP = needless("the form of the warm-up")
 # The schedule first: DeepSpeed's warmup_max_lr takes the place of the optimizer's rate.
 _TOP_LEVEL_RULES: Rules = {
@@ -225,7 +218,18 @@ _TOP_LEVEL_RULES: Rules = {
     "optimizer": {
         "type": _optimizer_type,
         "params": {
-            "lr": _unless_auto(_learning_rate),
+            "lr": _unless_auto(
+                first_of(
+                    (
+                        lambda key: (
+                            key.draft.set_value_or_none("optimizer.learning_rate")
+                            not in (None, key.value)
+                        ),
+                        needless("of no effect there: scheduler.params.warmup_max_lr is the rate"),
+                    ),
+                    otherwise=put("optimizer.learning_rate"),
+                )
+            ),
             "eps": _unless_auto(put("optimizer.epsilon")),
             "betas": _unless_auto(put("optimizer.betas")),
             "weight_decay": _unless_auto(put("optimizer.weight_decay")),
@@ -241,13 +245,23 @@ _TOP_LEVEL_RULES: Rules = {
             ANY_KEY: _unless_auto(NO_COUNTERPART),
         },
     },
+    **dict.fromkeys(
+        ("tensor_parallel", "pipeline"), drop(f"no counterpart; nearest: {NO_MODEL_PARALLELISM}")
+    ),
     "steps_per_print": needless("it is of DeepSpeed's own lines"),
     "fp16": partial(_precision, "fp16"),
     "bf16": partial(_precision, "bf16"),
     "bfloat16": partial(_precision, "bf16"),
     "train_batch_size": _unless_zero(put("batch.global_size")),
     "train_micro_batch_size_per_gpu": _unless_zero(put("batch.micro_size")),
-    "gradient_accumulation_steps": _accumulation_steps,
+    # Two of them decide the third, and a recipe with all three could contradict itself.
+    "gradient_accumulation_steps": first_of(
+        (
+            lambda key: all(number_or_none(key.sibling(name)) for name in _BATCH_SIZES),
+            needless("the other two decide it"),
+        ),
+        otherwise=_unless_zero(put("batch.accumulation_steps")),
+    ),
     "gradient_clipping": _unless_zero(put("train.max_grad_norm")),
     "tensorboard": _unless_disabled(put("log.trackers", ["tensorboard"])),
     "wandb": _unless_disabled(put("log.trackers", ["wandb"])),
@@ -257,5 +271,13 @@ _RULES: Rules = {
         name: _unless_auto(rule, DEEPSPEED_OWNED.get(name, ""))
         for name, rule in _TOP_LEVEL_RULES.items()
     },
-    ANY_KEY: EvenIfEmpty(_unless_auto(_other_key)),
+    ANY_KEY: EvenIfEmpty(
+        _unless_auto(
+            first_of(
+                (lambda key: key.name in TOP_LEVEL_KEYS, _RAW_SETTING),
+                (lambda key: not key.value or key.child("enabled") is False, WITHOUT_EFFECT),
+                otherwise=drop("DeepSpeed has no such setting, or has it no more"),
+            )
+        )
+    ),
 }

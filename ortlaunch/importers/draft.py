@@ -91,6 +91,11 @@ class Draft:
         node = self.config.get(config_key)
         return None if node is None else node.value_without_locations()
 
+    def set_value_or_none(self, recipe_key: str) -> Any:
+        """Return the value that the config has set in the recipe."""
+        subtree = self.recipe_tree.find_subtree(parse_key_path(recipe_key))
+        return None if subtree is None else subtree.value_without_locations()
+
     def expected_recipe_value_or_none(self, recipe_key: str) -> Any:
         """Return the value that the recipe will have at a path, as far as it is known."""
         trees = (

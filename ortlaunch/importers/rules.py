@@ -23,7 +23,7 @@ from ortlaunch.importers.draft import (
 )
 from ortlaunch.recipe.hints.keys_of_other_tools import TRUE_BY_ITSELF
 from ortlaunch.recipe.text.closest_names import normalize_word
-from ortlaunch.recipe.text.source_location import Key, parse_key_path
+from ortlaunch.recipe.text.source_location import Key
 from ortlaunch.recipe.text.tree import Tree
 
 # In a table of a section: the rule of all keys that have none of their own.
@@ -141,7 +141,7 @@ class ConfigKey(NamedTuple):
 
     def is_set(self, recipe_key: str) -> bool:
         """Return whether a key of the config has set a key of the recipe."""
-        return self.draft.recipe_tree.find_subtree(parse_key_path(recipe_key)) is not None
+        return self.draft.set_value_or_none(recipe_key) is not None
 
     def sibling(self, name: str) -> Any:
         """Return the value of another key of the section; None if it is absent."""

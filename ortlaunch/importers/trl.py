@@ -11,6 +11,7 @@ from ortlaunch.importers.rules import (
     Rules,
     assume_defaults,
     drop,
+    first_of,
     needless,
     put,
     refuse,
@@ -105,24 +106,10 @@ def _hub_data_set(key: ConfigKey) -> Rule:
     return put("data.train", _hub_source(key, "dataset_train_split"), remark)
 
 
-def _part_of_hub_source(key: ConfigKey) -> Rule:
-    has_name = key.sibling("dataset_name")
-    return needless("data.train has it") if has_name else drop("there is no dataset_name")
-
-
-def _test_split(key: ConfigKey) -> Rule:
-    if key.sibling("dataset_name") and key.sibling("eval_strategy") not in (None, False, "no"):
-        return put("data.evaluation", _hub_source(key, "dataset_test_split"))
-    return drop("nothing asks for an evaluation of it")
-
-
-def _packing(key: ConfigKey) -> Rule | None:
-    if _has_chats(key) and key.value:
-        return put("data.packing")
-    reason = "a chat is a sample of its own" if _has_chats(key) else "text is always packed"
-    return needless(reason)
-
-
+_PART_OF_SOURCE = first_of(
+    (lambda key: key.sibling("dataset_name"), needless("data.train has it")),
+    otherwise=drop("there is no dataset_name"),
+)
 _RULES: Rules = {
     **dict.fromkeys(
         ("beta", "max_prompt_length", "num_generations", "reward_model_path", "reward_funcs"),
@@ -131,13 +118,28 @@ _RULES: Rules = {
     "chat_template": put("data.chat_template"),
     "dataset_mixture": _mixture,
     "dataset_name": _hub_data_set,
-    "dataset_config": _part_of_hub_source,
-    "dataset_train_split": _part_of_hub_source,
-    "dataset_text_field": _part_of_hub_source,
-    "dataset_test_split": _test_split,
+    "dataset_config": _PART_OF_SOURCE,
+    "dataset_train_split": _PART_OF_SOURCE,
+    "dataset_text_field": _PART_OF_SOURCE,
+    "dataset_test_split": first_of(
+        (
+            lambda key: (
+                key.sibling("dataset_name")
+                and key.sibling("eval_strategy") not in (None, False, "no")
+            ),
+            lambda key: put("data.evaluation", _hub_source(key, "dataset_test_split")),
+        ),
+        otherwise=drop("nothing asks for an evaluation of it"),
+    ),
     "assistant_only_loss": needless(_ANSWERS_REMARK),
     "completion_only_loss": needless(_ANSWERS_REMARK),
-    "packing": EvenIfEmpty(_packing),
+    "packing": EvenIfEmpty(
+        first_of(
+            (lambda key: not _has_chats(key), needless("text is always packed")),
+            (lambda key: key.value, put("data.packing")),
+            otherwise=needless("a chat is a sample of its own"),
+        )
+    ),
     "use_peft": needless("model.lora says it"),
     "lora_r": put("model.lora.r"),
     "lora_alpha": put("model.lora.alpha"),

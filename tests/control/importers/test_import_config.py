@@ -560,7 +560,11 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
     # adam_w_mode: false is L2 regularization, which is not AdamW's decoupled weight decay.
     optimizer = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
     fp16 = {"enabled": True, "fp16_master_weights_and_grads": True}
-    text = json.dumps({**sizes, "optimizer": optimizer, "fp16": fp16, "zero_allow_it": True})
+    # `auto` is a value, and a part of this name.
+    parallel = {"tensor_parallel": {"autotp_size": 2}}
+    text = json.dumps(
+        {**sizes, **parallel, "optimizer": optimizer, "fp16": fp16, "zero_allow_it": True}
+    )
     (tmp_path / "ds.json").write_text(text)
     found = convert_config_to_recipe(
         tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ()
@@ -571,6 +575,7 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
         "optimizer.params.adam_w_mode",
         "fp16.fp16_master_weights_and_grads",
         "zero_allow_it",
+        "tensor_parallel",
     }
     assert said(found, "dropped").keys() == dropped
 
