@@ -140,15 +140,6 @@ def _pretrained_model_and_tokenizer(key: ConfigKey) -> Rule:
     )
 
 
-def _lora_target_modules(key: ConfigKey) -> Rule:
-    # A linear layer that the list names, too; the head and the word table are none of them.
-    if key.sibling("lora_target_linear") and not {"lm_head", "embed_tokens"} & {
-        *map(str, key.items)
-    }:
-        return needless("all-linear has them")
-    return put("model.lora.target_modules")
-
-
 def _rslora(key: ConfigKey) -> Rule | None:
     # It divides alpha by the root of the rank, peft's usual scale by the rank.
     alpha, rank = (number_or_none(key.sibling(name)) or 8 for name in ("lora_alpha", "lora_r"))
@@ -158,8 +149,6 @@ def _rslora(key: ConfigKey) -> Rule | None:
 
 def _unfrozen_parameters(key: ConfigKey) -> Rule:
     """Convert Axolotl's patterns of parameters that are trained."""
-    if key.recipe_value("model.lora.r"):
-        return needless("an adapter is trained, no weight of the model")
     patterns = [
         _freeze_pattern_of_regex_or_none(expression)
         for pattern in key.items
@@ -333,13 +322,6 @@ def _chat_values(key: ConfigKey, chat_type: str) -> Json:
     }
 
 
-def _chat_type(key: ConfigKey) -> Rule:
-    # The column may be missing in all rows, which this import does not read.
-    has_system = key.sibling("field_system") or key.sibling("drop_system_message")
-    column_text = "rows with a column `system`, which Axolotl reads: set data.train.system_column"
-    return () if has_system else report_change(f"chats; {column_text}")
-
-
 def _roles_to_train(key: ConfigKey) -> Rule:
     roles = _roles({"roles": key.sibling("roles")})
     return () if {roles.get(name, name) for name in key.items} == {"assistant"} else NO_COUNTERPART
@@ -436,7 +418,13 @@ _PROMPT_RULES: Rules = {
     ANY_KEY: drop(_TEMPLATE_TEXT),
 }
 _CHAT_RULES: Rules = {
-    "type": _chat_type,
+    # The column may be missing in all rows, which this import does not read.
+    "type": first_of(
+        (lambda key: any(map(key.sibling, ("field_system", "drop_system_message"))), ()),
+        otherwise=report_change(
+            "chats; rows with a column `system`, which Axolotl reads: set data.train.system_column"
+        ),
+    ),
     "message_property_mappings": {"role": put("role_key"), "content": put("content_key")},
     "message_field_role": put("role_key"),
     "message_field_content": put("content_key"),
@@ -478,7 +466,17 @@ _RULES: Rules = {
         refuse("adapters here are lora"),
     ),
     "lora_target_linear": put("model.lora.target_modules", ["all-linear"]),
-    "lora_target_modules": _lora_target_modules,
+    # A linear layer that the list names, too; the head and the word table are none of them.
+    "lora_target_modules": first_of(
+        (
+            lambda key: (
+                key.sibling("lora_target_linear")
+                and not {"lm_head", "embed_tokens"} & {*map(str, key.items)}
+            ),
+            needless("all-linear has them"),
+        ),
+        otherwise=put("model.lora.target_modules"),
+    ),
     "lora_target_parameters": (
         put("model.lora.target_parameters"),
         assume("engine.name", "eager", "lora_target_parameters requires it"),
@@ -568,7 +566,13 @@ _RULES: Rules = {
         "log.trackers",
         ["wandb", "tensorboard"] if key.sibling("wandb_project") else ["tensorboard"],
     ),
-    "unfrozen_parameters": _unfrozen_parameters,
+    "unfrozen_parameters": first_of(
+        (
+            lambda key: key.recipe_value("model.lora.r"),
+            needless("an adapter is trained, no weight of the model"),
+        ),
+        otherwise=_unfrozen_parameters,
+    ),
     "dp_shard_size": lambda key: (
         (
             sharding.zero_stage_rule(3, "by dp_shard_size"),

@@ -11,6 +11,7 @@ from ortlaunch.importers.rules import (
     Rule,
     Rules,
     by_text,
+    first_of,
     needless,
     put,
     refuse,
@@ -71,16 +72,6 @@ def _loss_fields(draft: Draft) -> Json:
     return {"train_on": chosen_parts[0]} if chosen_parts and _has_chats(draft) else {}
 
 
-def _packing(key: ConfigKey) -> Rule:
-    if not _has_chats(key.draft):
-        return needless("text is always packed")
-    if not key.value:
-        return needless("a chat is a sample of its own")
-    is_separated = key.sibling("neat_packing")
-    remark = "" if is_separated else "packed chats do not attend to each other here"
-    return put("data.packing", True, remark)
-
-
 def _loss_part(key: ConfigKey) -> Rule | None:
     part_rule = needless(f"train_on: {_LOSS_PARTS[key.name]} of each source has it")
     return part_rule if _has_chats(key.draft) else None
@@ -122,7 +113,14 @@ _DATA_RULES: Rules = {
         if _has_chats(key.draft)
         else put("data.attend_across_documents", False)
     ),
-    "packing": EvenIfEmpty(_packing),
+    "packing": EvenIfEmpty(
+        first_of(
+            (lambda key: not _has_chats(key.draft), needless("text is always packed")),
+            (lambda key: not key.value, needless("a chat is a sample of its own")),
+            (lambda key: key.sibling("neat_packing"), put("data.packing", True)),
+            otherwise=put("data.packing", True, "packed chats do not attend to each other here"),
+        )
+    ),
     "val_size": trainer.held_out_data,
     "flash_attn": by_text(
         {"disabled": put("model.attention", "eager"), "sdpa": put("model.attention")},

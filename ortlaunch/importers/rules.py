@@ -94,7 +94,7 @@ def by_text(rule_by_text: Mapping[str, Rule], other_rule: Rule) -> Rule:
     return lambda key: rule_by_text.get(key.text, other_rule)
 
 
-def first_of(*choices: tuple[Condition, Rule], otherwise: Rule) -> Rule:
+def first_of(*choices: tuple[Condition, Rule], otherwise: Rule | None) -> Rule:
     """Return the rule of the first condition that a key meets."""
     return lambda key: next((rule for is_met, rule in choices if is_met(key)), otherwise)
 

@@ -20,6 +20,7 @@ from ortlaunch.importers.rules import (
     assume,
     assume_defaults,
     drop,
+    first_of,
     needless,
     put,
     refuse,
@@ -41,12 +42,14 @@ _DATASETS: dict[str, tuple[str | None, dict[str, object]]] = {
     "chat_dataset": (None, {"messages_column": "messages"}),
     "text_completion_dataset": (None, {"text_column": "text"}),
 }
+_NOT_PAGED = "with its state not paged"
+# torchtune's component -> the recipe's optimizer, and how the meaning differs.
 _OPTIMIZERS = {
-    "torch.optim.AdamW": "adamw",
-    "torch.optim.SGD": "sgd",
-    "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
-    "bitsandbytes.optim.PagedAdamW8bit": "adamw_8bit",
-    "bitsandbytes.optim.PagedAdamW": "adamw",
+    "torch.optim.AdamW": ("adamw", ""),
+    "torch.optim.SGD": ("sgd", ""),
+    "bitsandbytes.optim.AdamW8bit": ("adamw_8bit", ""),
+    "bitsandbytes.optim.PagedAdamW8bit": ("adamw_8bit", _NOT_PAGED),
+    "bitsandbytes.optim.PagedAdamW": ("adamw", _NOT_PAGED),
 }
 
 
@@ -79,13 +82,6 @@ def _lora_target_modules(key: ConfigKey) -> Rule:
     return put("model.lora.target_modules", layer_names)
 
 
-def _model_component(key: ConfigKey) -> Rule:
-    if "vision" in key.text:
-        return refuse("images beside text cannot be trained here")
-    has_quantized_base = ".qlora_" in key.text and key.sibling("lora_attn_modules")
-    return drop("the base weights are not quantized") if has_quantized_base else ()
-
-
 def _data_set(key: ConfigKey) -> Rule:
     """Convert a data set: a component of torchtune, with its arguments."""
     component = str(key.child(_COMPONENT)).rpartition(".")[2]
@@ -101,19 +97,6 @@ def _data_set(key: ConfigKey) -> Rule:
         key.convert_child("packed", put("data.packing"))
     marks_remark = "torchtune writes the model's marks of a chat around it"
     return put(_CORPORA[key.path], source, marks_remark)
-
-
-def _optimizer_component(key: ConfigKey) -> Rule:
-    recipe_optimizer = _OPTIMIZERS.get(key.text)
-    if recipe_optimizer is None:
-        return put("optimizer.name", "adamw", OTHER_OPTIMIZER)
-    if key.sibling("fused") and recipe_optimizer == "adamw":
-        recipe_optimizer = "fused_adam"
-    return put(
-        "optimizer.name",
-        recipe_optimizer,
-        "with its state not paged" if "Paged" in key.text else "",
-    )
 
 
 def _metric_logger(key: ConfigKey) -> Rule:
@@ -143,7 +126,17 @@ _RULES: Rules = {
         ANY_KEY: needless("it is of torchtune's own files"),
     },
     "model": {
-        _COMPONENT: _model_component,
+        _COMPONENT: first_of(
+            (
+                lambda key: "vision" in key.text,
+                refuse("images beside text cannot be trained here"),
+            ),
+            (
+                lambda key: ".qlora_" in key.text and key.sibling("lora_attn_modules"),
+                drop("the base weights are not quantized"),
+            ),
+            otherwise=(),
+        ),
         "lora_attn_modules": _lora_target_modules,
         **dict.fromkeys(
             ("apply_lora_to_mlp", "apply_lora_to_output"),
@@ -166,7 +159,17 @@ _RULES: Rules = {
         ),
     },
     "optimizer": {
-        _COMPONENT: _optimizer_component,
+        _COMPONENT: first_of(
+            (
+                lambda key: key.text not in _OPTIMIZERS,
+                put("optimizer.name", "adamw", OTHER_OPTIMIZER),
+            ),
+            (
+                lambda key: key.sibling("fused") and _OPTIMIZERS[key.text][0] == "adamw",
+                lambda key: put("optimizer.name", "fused_adam", _OPTIMIZERS[key.text][1]),
+            ),
+            otherwise=lambda key: put("optimizer.name", *_OPTIMIZERS[key.text]),
+        ),
         "fused": needless("optimizer.name has it"),
         "lr": put("optimizer.learning_rate"),
         "weight_decay": put("optimizer.weight_decay"),

@@ -212,11 +212,8 @@ def _lora_plus_groups(key: ConfigKey) -> Rule | None:
 
 def _adam_betas(key: ConfigKey) -> Rule:
     beta1, beta2 = key.sibling("adam_beta1"), key.sibling("adam_beta2")
-    if key.name == "adam_beta2" and beta1 is not None:
-        return needless("optimizer.betas has it")
-    return put(
-        "optimizer.betas", [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2]
-    )
+    betas = [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2]
+    return put("optimizer.betas", betas)
 
 
 def _has_constant_schedule(key: ConfigKey) -> bool:
@@ -256,13 +253,6 @@ def _precision(key: ConfigKey) -> Rule:
         key.name,
         "with auto, that tool would detect it" if key.value == "auto" else "",
     )
-
-
-def _gradient_checkpointing(key: ConfigKey) -> Rule | None:
-    """Convert gradient checkpointing with a name, such as Axolotl's `unsloth` and `offload`."""
-    remark = "layers are computed again, and nothing is offloaded"
-    is_named = isinstance(key.value, str)
-    return put("model.gradient_checkpointing", True, remark) if is_named else None
 
 
 def offload_activations(key: ConfigKey) -> Rule:
@@ -326,7 +316,13 @@ _SHARED_RULES: Rules = {
     "use_muon": put("optimizer.name", "muon", _MUON_SCALE_REMARK),
     "loraplus_lr_ratio": _lora_plus_groups,
     "adam_beta1": _adam_betas,
-    "adam_beta2": _adam_betas,
+    "adam_beta2": first_of(
+        (
+            lambda key: key.sibling("adam_beta1") is not None,
+            needless("optimizer.betas has it"),
+        ),
+        otherwise=_adam_betas,
+    ),
     # As in Trainer, steps take precedence over a ratio, and steps below 1 are a ratio.
     "warmup_steps": first_of(
         (lambda key: key.number == 0, needless("there is none by itself")),
@@ -357,7 +353,18 @@ _SHARED_RULES: Rules = {
     ),
     # 0 turns clipping off.
     "max_grad_norm": lambda key: put("train.max_grad_norm", None) if key.number == 0 else None,
-    "gradient_checkpointing": _gradient_checkpointing,
+    # With a name, such as Axolotl's `unsloth` and `offload`.
+    "gradient_checkpointing": first_of(
+        (
+            lambda key: isinstance(key.value, str),
+            put(
+                "model.gradient_checkpointing",
+                True,
+                "layers are computed again, and nothing is offloaded",
+            ),
+        ),
+        otherwise=None,
+    ),
     "torch_compile": first_of(
         (
             lambda key: key.is_set("model.offload_activations"),
