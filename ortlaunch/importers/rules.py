@@ -183,6 +183,8 @@ def apply_rule_and_tell_if_converted(key: ConfigKey, rule: Rule | None) -> bool:
     """Apply a rule to a key; a function that returns None leaves it to the rule of all other keys."""
     while callable(rule) or isinstance(rule, EvenIfEmpty):
         rule = rule.rule if isinstance(rule, EvenIfEmpty) else rule(key)
+    if isinstance(rule, Mapping) and key.node.node_type != "mapping":
+        rule = drop("it is no mapping, as the tool has it")
     if isinstance(rule, Outcome):
         _record_outcome(key, rule)
     elif isinstance(rule, Mapping):

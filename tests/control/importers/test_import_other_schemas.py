@@ -128,10 +128,12 @@ def test_every_nested_key_is_accounted_for() -> None:
         ("accelerate", {"num_machines": 0.5, "num_processes": 2}, "taken"),
         ("accelerate", {"mixed_precision": "no"}, "needless"),
         ("hf-trainer", {"optim": "OptimizerNames.ADAMW_TORCH"}, "taken"),
+        ("deepspeed", {"optimizer": "Adam"}, "dropped"),
+        ("accelerate", {"deepspeed_config": ["a"]}, "dropped"),
     ],
 )
 def test_unusual_values(tool: str, keys: dict[str, Any], list_name: str, tmp_path: Path) -> None:
-    """Half a machine, the word for no narrow precision, and an enum's form are in the report."""
+    """Half a machine, the word for no narrow precision, an enum's form and other types are in the report."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
     base = SHIPPED / "llama2-7b/tiny.yaml"
     overrides = ("launch.nodes=1", "batch={global_size: 4, micro_size: 1}")
