@@ -108,7 +108,11 @@ def _state_error_progress_and_memory_lines(
         yield f"  {record.summary}"
         # The verdict has the traceback without the frames of packages.
         shown_lines = verdict.traceback.splitlines() if verdict is not None else []
-        yield from (f"    | {line}" for line in shown_lines or _last_error_lines(run, record.rank))
+        # The verdict is the message of an error of ortlaunch's own.
+        if not record.is_own_error:
+            yield from (
+                f"    | {line}" for line in shown_lines or _last_error_lines(run, record.rank)
+            )
     if other_ranks := [f"{record.rank}" for record in records[1:]]:
         yield f"  rank {', '.join(other_ranks[:16])} ended later: {len(other_ranks)} in all"
     if not records and verdict is not None:
