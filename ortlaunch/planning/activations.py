@@ -105,7 +105,9 @@ def _activation_bytes_per_layer_and_token(
         else 4 * hidden_size + inner_tensor_count * inner_size
     )
     # Norms of queries and keys, and Gemma's two norms more.
-    value_count += attention_values // 2 * family.head_norms + 2 * hidden_size * family.norms
+    value_count += (
+        attention_values // 2 * family.has_head_norms + 2 * hidden_size * family.extra_norms
+    )
     dropped_values = 2 * hidden_size if model_config.get("hidden_dropout_prob") else 0
     # Scores grow with the square of the length, so a token's share grows with the length.
     score_bytes = (

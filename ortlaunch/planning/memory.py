@@ -284,7 +284,7 @@ def _process_overhead_bytes_of_costliest_engine(
             + all_factor * activation_bytes_without_recomputation
         )
         + (
-            _MORE_NODES_BYTES * (family.has_rms_norms + (recipe.model.lora is not None))
+            _MORE_NODES_BYTES * (family.has_llama_layers + (recipe.model.lora is not None))
             if engine_name == "ort"
             else 0
         )

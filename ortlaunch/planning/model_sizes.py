@@ -154,10 +154,10 @@ def llama_shape(model_config: Json, task_name: str) -> ModelShape:
         "down_proj": (inner_size, hidden_size),
     }
     linear_layers = [(name, *sizes_by_name[name]) for name in family.layer_names]
-    vector_sizes = [hidden_size] * (2 + family.norms) + [
+    vector_sizes = [hidden_size] * (2 + family.extra_norms) + [
         head_size,
         head_size,
-    ] * family.head_norms
+    ] * family.has_head_norms
     vector_sizes += (
         [query_size, key_value_size, key_value_size, hidden_size]
         if model_config["attention_bias"]

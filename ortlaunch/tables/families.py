@@ -94,11 +94,11 @@ class Family:
     """Whether attention sees the tokens behind a token; None: the model's input is no text."""
     is_gated: bool = False
     """Whether a layer multiplies its inner values by a gate."""
-    has_rms_norms: bool = False
+    has_llama_layers: bool = False
     """Whether the layers are Llama's, with RMSNorm and rotary positions: many nodes in a graph."""
-    norms: int = 0
+    extra_norms: int = 0
     """Norms of a layer beside two."""
-    head_norms: bool = False
+    has_head_norms: bool = False
     """Whether queries and keys of each head have a norm."""
     inner_tensors: int = 2
     """Tensors of the inner width that a layer without a gate keeps for the backward pass."""
@@ -150,20 +150,43 @@ _LLAMA = Family(
     has_all_fields=True,
     sees_later_tokens=False,
     is_gated=True,
-    has_rms_norms=True,
+    has_llama_layers=True,
 )
-# Decoders like Llama, of which only transformers knows the other fields.
-_LIKE_LLAMA = replace(
-    _LLAMA, defaults={**LLAMA_DEFAULTS, "tie_word_embeddings": False}, has_all_fields=False
-)
-_TIED = {**LLAMA_DEFAULTS, "tie_word_embeddings": True}
+
+
+def _like_llama(own_defaults: Mapping[str, Any], **other_columns: Any) -> Family:
+    """Return a decoder like Llama, of which only transformers knows the other fields.
+
+    Args:
+        own_defaults: the defaults of its config class that differ from Llama's and count in a plan.
+        other_columns: columns of the table that differ from Llama's row.
+    """
+    defaults = {**LLAMA_DEFAULTS, "tie_word_embeddings": False, **own_defaults}
+    return replace(_LLAMA, defaults=defaults, has_all_fields=False, **other_columns)
+
+
 FAMILIES = {
     "bert": _BERT,
     "llama": _LLAMA,
-    "mistral": _LIKE_LLAMA,
-    "phi3": replace(_LIKE_LLAMA, layer_names=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
-    "qwen3": replace(_LIKE_LLAMA, head_norms=True),
-    "gemma3_text": replace(_LIKE_LLAMA, defaults=_TIED, norms=2, head_norms=True),
+    "mistral": _like_llama({"num_key_value_heads": 8, "max_position_embeddings": 131072}),
+    "phi3": _like_llama(
+        {"max_position_embeddings": 4096},
+        layer_names=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    ),
+    "qwen3": _like_llama(
+        {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+        has_head_norms=True,
+    ),
+    "gemma3_text": _like_llama(
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        extra_norms=2,
+        has_head_norms=True,
+    ),
     "deberta-v2": Family(
         f"{_MODULE}:deberta_shape",
         ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense"),

@@ -113,7 +113,7 @@ def reduced(name: str, data: Path) -> Recipe:
         changes["model.pretrained"] = None
         changes["data.evaluation"] = {"share": 0.25}
         changes["train.evaluate_every_steps"] = 3
-    elif FAMILIES[family].has_rms_norms:
+    elif FAMILIES[family].has_llama_layers:
         changes["model.config"] = {"model_type": family, **SMALL}
         changes["data.train"] = {
             "format": "jsonl", "path": str(data / "rows.jsonl"), "prompt": "alpaca"

@@ -77,8 +77,7 @@ def built(recipe: Recipe, device: str, **more: Any) -> Any:
 def test_each_family_is_compared() -> None:
     """Every family of planning/model_sizes.py is compared, here or with BERT and Llama."""
     published = {(recipe(name).model.config or {})["model_type"] for name in PUBLISHED}
-    elsewhere = {"bert", *(name for name, row in FAMILIES.items() if row.has_rms_norms)}
-    assert published | elsewhere | {*SMALL} == set(FAMILIES)
+    assert published | {"bert", *LIKE_LLAMA, *SMALL} == set(FAMILIES)
 
 
 # Sizes of small models, and the tasks that their family has.
@@ -103,6 +102,26 @@ SMALL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
              "word_embed_proj_dim": 128, **_WORDS}, _DECODES[:-1]),
     "roberta": ({**_SIZES, **_WORDS, "type_vocab_size": 1}, _ENCODES),
 }  # fmt: skip
+
+
+# Decoders whose layers tests/worker/engine/test_memory.py compares.
+LIKE_LLAMA = ("llama", "mistral", "phi3", "qwen3", "gemma3_text")
+
+
+@pytest.mark.parametrize("kind", LIKE_LLAMA)
+def test_fields_that_a_config_leaves_out_have_the_familys_defaults(kind: str) -> None:
+    """The plan has transformers' parameters for a config of sizes alone."""
+    import transformers
+
+    fields = {**_SIZES, "vocab_size": 96}
+    config = transformers.AutoConfig.for_model(kind, **fields, pad_token_id=0)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    planned = planned_config_or_none({"model_type": kind, **fields})
+    assert planned is not None
+    sizes = build_model_shape(planned, "causal-lm").parameter_element_counts()
+    assert sum(sizes) == sum(weight.numel() for weight in model.parameters())
+    assert planned["max_position_embeddings"] == config.max_position_embeddings
 
 
 @pytest.mark.parametrize("kind", SMALL)
