@@ -17,7 +17,7 @@ from ortlaunch.base.errors import FileError
 
 _NO_SPACE = "free some space"
 # Remedies; "": the system's own message is enough.
-_CAUSES = {
+_REMEDY_BY_ERRNO = {
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
     errno.EIO: "the disk or its server has a fault",
@@ -60,7 +60,7 @@ def one_line_file_error_or_none(
     # None means a bug, so the caller raises the error again with its traceback.
     if error.errno == errno.ENOENT and not _current_folder_exists():
         return FileError("the current folder no longer exists; cd to one that does", 2)
-    cause = _CAUSES.get(error.errno or 0)
+    cause = _REMEDY_BY_ERRNO.get(error.errno or 0)
     if error.filename is None and cause is None:
         return None
     path = None if error.filename is None else os.fsdecode(error.filename)
@@ -91,7 +91,7 @@ def explain_errors_on_run_folder_or_cache_files(run_folder: Path) -> Iterator[No
     except OSError as error:
         path = error.filename
         is_own_file = (
-            error.errno in _CAUSES
+            error.errno in _REMEDY_BY_ERRNO
             and isinstance(path, (str, Path))
             and _is_below(path, run_folder, *_cache_folder_or_none())
         )

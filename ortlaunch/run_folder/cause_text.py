@@ -16,7 +16,7 @@ VERDICT_PREFIX = "verdict: "
 ADVICE_PREFIX = "try: "
 CONTINUE_PREFIX = "to continue: "
 # For ends without a rank's own error record; the command prints these itself.
-_SENTENCES = {
+_COMMAND_SENTENCES = {
     Cause.LAUNCHER_FAILED: (
         "{who} failed with {detail}, and the other ranks were stopped; its traceback is above"
     ),
@@ -168,7 +168,7 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
 
 def command_end_sentence(failure: Failure) -> str:
     """Return the line that a command prints at an end for which no rank recorded a failure."""
-    return _fill_sentence_template(_SENTENCES.get(failure.cause, "{detail}"), failure)
+    return _fill_sentence_template(_COMMAND_SENTENCES.get(failure.cause, "{detail}"), failure)
 
 
 def diagnosis_verdict_line(failure: Failure) -> str:
@@ -182,7 +182,7 @@ def diagnosis_verdict_line(failure: Failure) -> str:
         crashed_code = "native code" if failure.cause is Cause.CRASH else "ONNX Runtime's graph"
         return f"{failure.rank_and_host} crashed in {crashed_code} ({_signal_name(failure)}, {meaning}){line}"
     # Without a rank the command's own sentence is the verdict.
-    if failure.rank is None and failure.cause in (*_SENTENCES, Cause.STOPPED):
+    if failure.rank is None and failure.cause in (*_COMMAND_SENTENCES, Cause.STOPPED):
         return command_end_sentence(failure)
     return _fill_sentence_template(_VERDICTS.get(failure.cause, "{detail}"), failure)
 

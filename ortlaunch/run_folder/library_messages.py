@@ -11,7 +11,7 @@ import re
 from ortlaunch.base.cause import Cause
 
 # The order matters: the first cause with a matching line wins.
-_CAUSES = (
+_CAUSE_AND_PATTERN_PAIRS = (
     (
         Cause.OUT_OF_MEMORY,
         r"allocate memory|unable to allocate|failed to allocate|out of "
@@ -51,7 +51,7 @@ _MOST_CHARACTERS = 300  # characters of a line
 
 def match_cause_in_text(text: str) -> tuple[Cause, str] | None:
     """Return the first cause of the table that matches a text, with the last line that matches."""
-    cause_and_line = ((cause, last_matching_line(pattern, text)) for cause, pattern in _CAUSES)
+    cause_and_line = ((cause, last_matching_line(pattern, text)) for cause, pattern in _CAUSE_AND_PATTERN_PAIRS)
     return next(((cause, line) for cause, line in cause_and_line if line), None)
 
 

@@ -151,6 +151,24 @@ def test_every_cause_has_words() -> None:
         assert "{" not in command_end_sentence(each) + diagnosis_verdict_line(each)
 
 
+# Causes whose detail, or the traceback before it, says what to do.
+WITHOUT_ADVICE = {
+    Cause.ENDED_WELL,
+    Cause.OUTLIVED,
+    Cause.GRADIENT_NOT_FINITE,
+    Cause.DAMAGED_CHECKPOINT,
+    Cause.BAD_INPUT,
+    Cause.RAISED,
+    Cause.LAUNCHER_FAILED,
+    Cause.UNKNOWN,
+}
+
+
+def test_every_cause_has_advice_or_needs_none() -> None:
+    """A new cause gets its advice in cause_text.py, or a place in WITHOUT_ADVICE."""
+    assert {cause for cause in Cause if not advice_for_failure(Failure(cause))} == WITHOUT_ADVICE
+
+
 def test_a_cause_of_another_version_is_unknown() -> None:
     """A record of a later version can be read; its unknown causes become UNKNOWN."""
     assert Cause("a later one") is Cause.UNKNOWN
