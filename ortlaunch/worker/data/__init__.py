@@ -34,7 +34,7 @@ from ortlaunch.worker.data.mixture import (
     Mixture,
     block_position_count_by_source,
     source_seed,
-    split_training_and_held_out,
+    split_held_out_samples,
 )
 from ortlaunch.worker.data.packed_samples import pack_chats_if_requested
 from ortlaunch.worker.data.read_ahead import ReadAheadSettings
@@ -141,8 +141,8 @@ class LoadedData:
             self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
 
     @functools.cached_property
-    def _packed_training_and_held_out_samples(self) -> tuple[Samples, Samples | None]:
-        """The samples of `data.train`, and those of them that are held out for evaluation."""
+    def _packed_samples_by_recipe_key(self) -> dict[str, Samples]:
+        """The samples of `data.train`, and as `data.evaluation` those of them that are held out for evaluation."""
         all_samples = self._renumber_labels_by_trained_classes(
             _single_or_mixed_training_samples(
                 self.recipe, self.tokenizer, self._show_progress, self._streams
@@ -150,20 +150,20 @@ class LoadedData:
         )
         data = self.recipe.data
         held_out = data.evaluation
-        if not isinstance(held_out, HeldOut):
-            return pack_chats_if_requested(all_samples, data, "data.train"), None
+        samples_by_key = {"data.train": all_samples}
         # Rows are held out, not packs.
-        training_samples, held_out_samples = split_training_and_held_out(
-            all_samples, held_out, self.recipe.seed
-        )
-        return pack_chats_if_requested(
-            training_samples, data, "data.train"
-        ), pack_chats_if_requested(held_out_samples, data, "data.evaluation")
+        if isinstance(held_out, HeldOut):
+            split = split_held_out_samples(all_samples, held_out, self.recipe.seed)
+            samples_by_key = {"data.train": split.training, "data.evaluation": split.held_out}
+        return {
+            key: pack_chats_if_requested(samples, data, key)
+            for key, samples in samples_by_key.items()
+        }
 
     @functools.cached_property
     def train(self) -> Samples:
         """The training samples."""
-        return self._packed_training_and_held_out_samples[0]
+        return self._packed_samples_by_recipe_key["data.train"]
 
     @functools.cached_property
     def evaluation(self) -> Samples | None:
@@ -171,7 +171,7 @@ class LoadedData:
         source = self.recipe.data.evaluation
         show_progress = self._show_progress
         if source is None or isinstance(source, HeldOut):
-            return self._packed_training_and_held_out_samples[1] if source else None
+            return self._packed_samples_by_recipe_key.get("data.evaluation") if source else None
         key = "data.evaluation"
         samples = samples_of_source_for_task(
             self.recipe, source, self.tokenizer, show_progress=show_progress, recipe_key=key

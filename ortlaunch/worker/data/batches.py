@@ -13,8 +13,8 @@ import torch
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data.mixture import streamed_sources_of_samples
-from ortlaunch.worker.data.order import SampleOrder
-from ortlaunch.worker.data.read_ahead import BatchReadAhead, Places, ReadAheadSettings
+from ortlaunch.worker.data.order import SampleEpoch, SampleOrder
+from ortlaunch.worker.data.read_ahead import BatchReadAhead, MicroBatchIndex, ReadAheadSettings
 from ortlaunch.worker.data.samples import (
     Samples,
     Stack,
@@ -83,7 +83,7 @@ class Batches:
             for part in getattr(samples, "parts", [samples])
         )
         # The samples of the latest step, sorted by length, under the step's first place.
-        self._sorted_step: tuple[int, list[tuple[int, int]]] | None = None
+        self._sorted_step: tuple[int, list[SampleEpoch]] | None = None
         # A rank, and the reader of its micro batches.
         self._ahead: tuple[int, BatchReadAhead] | None = None
         self.left_out = SkippedPositions()
@@ -153,19 +153,20 @@ class Batches:
         )
         return intervals_after > intervals_before
 
-    def position_range_of_step(self, step_index: int) -> tuple[int, int]:
-        """Return the places [first, after) of step `step_index` (from 0) in the order of all epochs."""
-        return self.left_out.position_of_unskipped_sample(
+    def position_range_of_step(self, step_index: int) -> range:
+        """Return the places of step `step_index` (from 0) in the order of all epochs."""
+        first_position = self.left_out.position_of_unskipped_sample(
             self._first_position, (step_index - self._step) * self.batch.global_samples
-        ), self.positions_before_step(step_index + 1)
+        )
+        return range(first_position, self.positions_before_step(step_index + 1))
 
     def are_samples_in_position_range(
-        self, position_range: list[int], sample_indices: list[int]
+        self, position_range: range, sample_indices: list[int]
     ) -> bool:
-        """Return whether the places [first, after) include all of these samples."""
-        return {index for index, _ in self.order.at(list(range(*position_range)))} >= set(
-            sample_indices
-        )
+        """Return whether these places include all of these samples."""
+        return {
+            sample_epoch.sample_index for sample_epoch in self.order.at(list(position_range))
+        } >= set(sample_indices)
 
     def read_micro_batch_and_count_tokens(
         self, step_index: int, pass_index: int, rank: int
@@ -180,10 +181,12 @@ class Batches:
         # A row of the profile of `log.profile_steps`.
         with torch.profiler.record_function("reading"):
             batch = (
-                self._ahead[1].take_next_batch_or_repeat_last(step_index, pass_index)
+                self._ahead[1].take_next_batch_or_repeat_last(
+                    MicroBatchIndex(step_index, pass_index)
+                )
                 if self._ahead is not None and self._ahead[0] == rank
                 else self._read_micro_batch_cutting_padding(
-                    self._index_epoch_pairs_of_micro_batch(step_index, pass_index, rank)
+                    self._sample_epochs_of_micro_batch(step_index, pass_index, rank)
                 )
             )
         self.tokens = self.tokens.plus_batch_tokens_and_padding(batch)
@@ -202,7 +205,7 @@ class Batches:
             return
         ahead = BatchReadAhead(
             self._read_micro_batch_cutting_padding,
-            lambda step, pass_index: self._index_epoch_pairs_of_micro_batch(step, pass_index, rank),
+            lambda micro_batch_index: self._sample_epochs_of_micro_batch(*micro_batch_index, rank),
             self.batch.accumulation_steps,
             read_ahead_settings,
         )
@@ -214,33 +217,33 @@ class Batches:
             ahead.close()
 
     def _read_micro_batch_cutting_padding(
-        self, index_epoch_pairs: Places
+        self, sample_epochs: list[SampleEpoch]
     ) -> dict[str, torch.Tensor]:
         # Some data sets make a whole batch faster than its samples one by one.
         make_batch = getattr(self.samples, "batch", None)
         return (
-            self._cut_padding_if_bucketed(make_batch(index_epoch_pairs))
+            self._cut_padding_if_bucketed(make_batch(sample_epochs))
             if make_batch
-            else self.read_and_stack_samples(self.samples, index_epoch_pairs)
+            else self.read_and_stack_samples(self.samples, sample_epochs)
         )
 
     def read_and_stack_samples(
-        self, samples: Samples, index_epoch_pairs: Places
+        self, samples: Samples, sample_epochs: Sequence[SampleEpoch]
     ) -> dict[str, torch.Tensor]:
-        """Return the batch of these (index, epoch) of samples: the training's, or others.
+        """Return the batch of these of `samples`: the training's, or others.
 
         The user's own samples are read with random generators seeded for each of them, and leave
         the training's random numbers as they were.
         """
         if not self._are_user_samples:
             return self.stack_and_cut_padding(
-                [samples.sample(index, epoch) for index, epoch in index_epoch_pairs]
+                [samples.sample(*sample_epoch) for sample_epoch in sample_epochs]
             )
         with restore_cpu_generators_after():
             samples_read = []
-            for index, epoch in index_epoch_pairs:
-                seed_cpu_generators_for_sample(self.seed, index, epoch)
-                samples_read.append(samples.sample(index, epoch))
+            for sample_epoch in sample_epochs:
+                seed_cpu_generators_for_sample(self.seed, *sample_epoch)
+                samples_read.append(samples.sample(*sample_epoch))
             return self.stack_and_cut_padding(samples_read)
 
     def stack_and_cut_padding(self, samples: list[Any]) -> dict[str, torch.Tensor]:
@@ -257,8 +260,8 @@ class Batches:
     ) -> list[int]:
         """Return the indices of the samples of `micro_batch`."""
         return [
-            index
-            for index, _ in self._index_epoch_pairs_of_micro_batch(step_index, pass_index, rank)
+            sample_epoch.sample_index
+            for sample_epoch in self._sample_epochs_of_micro_batch(step_index, pass_index, rank)
         ]
 
     def sample_indices_of_step(self, step_index: int) -> list[int]:
@@ -272,54 +275,48 @@ class Batches:
             for index in self.sample_indices_of_micro_batch(step_index, pass_index, rank)
         ]
 
-    def _index_epoch_pairs_of_micro_batch(
+    def _sample_epochs_of_micro_batch(
         self, step_index: int, pass_index: int, rank: int
-    ) -> list[tuple[int, int]]:
-        """Return (index, epoch) of each sample."""
+    ) -> list[SampleEpoch]:
         batch_plan = self.batch
         # Within a step the first passes of all ranks come first, then the second passes.
         offset = (pass_index * batch_plan.data_parallel_ranks + rank) * batch_plan.micro_samples
         first_number = (step_index - self._step) * batch_plan.global_samples
         if self.buckets:
-            return self._index_epoch_pairs_of_step_sorted_by_bucket(
+            return self._bucket_sorted_sample_epochs_of_step(
                 first_number, batch_plan.global_samples
             )[offset : offset + batch_plan.micro_samples]
-        return self._index_epoch_pairs_of_unskipped_samples(
+        return self._unskipped_sample_epochs(
             range(first_number + offset, first_number + offset + batch_plan.micro_samples)
         )
 
-    def _index_epoch_pairs_of_unskipped_samples(
-        self, sample_numbers: range
-    ) -> list[tuple[int, int]]:
+    def _unskipped_sample_epochs(self, sample_numbers: range) -> list[SampleEpoch]:
         positions = [
             self.left_out.position_of_unskipped_sample(self._first_position, sample_number)
             for sample_number in sample_numbers
         ]
-        index_epoch_pairs: list[tuple[int, int]] = self.order.at(positions)
-        return index_epoch_pairs
+        sample_epochs: list[SampleEpoch] = self.order.at(positions)
+        return sample_epochs
 
-    def _index_epoch_pairs_of_step_sorted_by_bucket(
+    def _bucket_sorted_sample_epochs_of_step(
         self, first_sample_number: int, sample_count: int
-    ) -> list[tuple[int, int]]:
+    ) -> list[SampleEpoch]:
         """Return the samples of a whole step, sorted by bucket; within a bucket the order stays."""
         # The whole step is sorted, so that any number of ranks gets the same micro batches.
         position = self.left_out.position_of_unskipped_sample(
             self._first_position, first_sample_number
         )
         if self._sorted_step is None or self._sorted_step[0] != position:
-            index_epoch_pairs = self._index_epoch_pairs_of_unskipped_samples(
+            sample_epochs = self._unskipped_sample_epochs(
                 range(first_sample_number, first_sample_number + sample_count)
             )
             padded: Any = self.samples
             buckets = [
-                bisect.bisect_left(self.buckets, padded.size(index))
-                for index, _ in index_epoch_pairs
+                bisect.bisect_left(self.buckets, padded.size(sample_epoch.sample_index))
+                for sample_epoch in sample_epochs
             ]
             self._sorted_step = (
                 position,
-                [
-                    index_epoch_pairs[i]
-                    for i in sorted(range(sample_count), key=buckets.__getitem__)
-                ],
+                [sample_epochs[i] for i in sorted(range(sample_count), key=buckets.__getitem__)],
             )
         return self._sorted_step[1]

@@ -33,6 +33,7 @@ from ortlaunch.worker.data.token_cache import (
     backend_without_truncation_or_padding,
     begin_token_ids_added_to_text,
     load_or_write_cached_tokens,
+    token_range_of_document,
     tokenizer_text_for_cache_key,
 )
 
@@ -57,8 +58,8 @@ class RenderedChat(NamedTuple):
     """The text of a chat, rendered by the template."""
 
     text: str
-    answers: list[tuple[int, int]]
-    """Character ranges [first, after) of the answers in the text."""
+    answers: list[range]
+    """Character ranges of the answers in the text."""
 
 
 def load_or_tokenize_chats_marking_trained_text(
@@ -101,7 +102,7 @@ def load_or_tokenize_chats_marking_trained_text(
 
 def _character_ranges_in_loss(
     rendered: RenderedChat, chat: Chat, source: str | Corpus, end_marks: tuple[str, ...]
-) -> list[tuple[int, int]]:
+) -> list[range]:
     """Return the ranges of the text that count in the loss, by the source's fields.
 
     Raises:
@@ -110,7 +111,7 @@ def _character_ranges_in_loss(
     if isinstance(source, str):
         return rendered.answers
     if source.train_on == "all":
-        return [(0, len(rendered.text))]
+        return [range(len(rendered.text))]
     ranges = rendered.answers[-1:] if source.train_on == "last" else rendered.answers
     if source.train_key:
         messages = [item for item in chat.messages if item["role"] == "assistant"]
@@ -128,8 +129,8 @@ def _character_ranges_in_loss(
     if source.train_on_end:
         return ranges
     return [
-        (start, _length_without_end_mark(rendered.text[start:stop], end_marks) + start)
-        for start, stop in ranges
+        item[: _length_without_end_mark(rendered.text[item.start : item.stop], end_marks)]
+        for item in ranges
     ]
 
 
@@ -159,7 +160,7 @@ class _PromptTemplate:
         """Return the text of a prompt with its response, which ends with the end mark."""
         prompt, response = (str(message["content"]) for message in chat.messages)
         text = f"{prompt}{response.removesuffix(self.end_marks[0])}{self.end_marks[0]}"
-        return RenderedChat(text, [(len(prompt), len(text))])
+        return RenderedChat(text, [range(len(prompt), len(text))])
 
 
 def _require_fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -171,16 +172,16 @@ def _require_fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _token_ids_with_answer_bit(
-    encoding: Any, answer_character_ranges: list[tuple[int, int]]
+    encoding: Any, answer_character_ranges: list[range]
 ) -> Sequence[int]:
     """Return the token ids, with ANSWER set on each token that has a character of an answer."""
     ids = np.array(encoding.ids, np.uint32)
     token_ranges = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    for start, stop in answer_character_ranges:
+    for character_range in answer_character_ranges:
         # Tokens that overlap the answer; the last condition excludes tokens without characters.
         (inside,) = np.nonzero(
-            (token_ranges[:, 1] > start)
-            & (token_ranges[:, 0] < stop)
+            (token_ranges[:, 1] > character_range.start)
+            & (token_ranges[:, 0] < character_range.stop)
             & (token_ranges[:, 1] > token_ranges[:, 0])
         )
         # The whole range is marked, so that a token without characters within an answer counts too.
@@ -244,7 +245,7 @@ class _ChatTemplate:
                 raise DataError(f"data.chat_template: line {line}: {reason}") from None
             raise DataError(f"{chat.location}: the chat template rejects it: {reason}") from None
         self._require_tools_in_rendered_text(chat, rendered.text)
-        if not any(stop > start for start, stop in rendered.answers):
+        if not any(rendered.answers):
             raise DataError(f"{chat.location}: the chat template renders no answer")
         return rendered
 
@@ -294,7 +295,7 @@ class _ChatTemplate:
         )  # fmt: skip
         # transformers annotates the result as str.
         texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)
-        return RenderedChat(texts[0], [(start, stop) for start, stop in answers[0]])
+        return RenderedChat(texts[0], [range(*answer) for answer in answers[0]])
 
     def _render_and_locate_trained_text(self, chat: Chat) -> RenderedChat:
         messages = chat.messages
@@ -303,7 +304,7 @@ class _ChatTemplate:
         )
         # A template may rewrite earlier turns, so no more answers are searched than count.
         if self.train_on == "all":
-            return RenderedChat(chat_text, [(0, len(chat_text))])
+            return RenderedChat(chat_text, [range(len(chat_text))])
         all_answer_indices = [
             message_index
             for message_index, message in enumerate(messages)
@@ -313,14 +314,12 @@ class _ChatTemplate:
         return RenderedChat(
             chat_text,
             [
-                self._locate_answer_in_text(chat_text, chat, message_index)
+                self._answer_character_range(chat_text, chat, message_index)
                 for message_index in answer_indices
             ],
         )
 
-    def _locate_answer_in_text(
-        self, chat_text: str, chat: Chat, message_index: int
-    ) -> tuple[int, int]:
+    def _answer_character_range(self, chat_text: str, chat: Chat, message_index: int) -> range:
         """Return the character range of an answer: from after the generation prompt.
 
         The range includes the end mark, but not the line end after the mark.
@@ -346,9 +345,8 @@ class _ChatTemplate:
         stripped_text = (
             bare if bare != stripped_text and bare.endswith(self.end_marks) else stripped_text
         )
-        return start, len(stripped_text) if stripped_text.endswith(self.end_marks) else len(
-            text_through
-        )
+        ends_with_mark = stripped_text.endswith(self.end_marks)
+        return range(start, len(stripped_text if ends_with_mark else text_through))
 
     def _render_first_messages_as_chat_begins(
         self, chat_text: str, chat: Chat, message_count: int
@@ -411,14 +409,12 @@ class ChatSamples:
     def size(self, index: int) -> int:
         """Return the number of tokens of a sample before padding."""
         chat = int(self.kept[index])
-        return min(self.length, int(self.ends[chat]) - (int(self.ends[chat - 1]) if chat else 0))
+        return min(self.length, len(token_range_of_document(self.ends, chat)))
 
     def sample(self, index: int, epoch: int) -> dict[str, torch.Tensor]:
         chat = int(self.kept[index])
-        begin = int(self.ends[chat - 1]) if chat else 0
-        marked = self.tokens[begin : min(int(self.ends[chat]), begin + self.length)].astype(
-            np.int64
-        )
+        token_range = token_range_of_document(self.ends, chat)[: self.length]
+        marked = self.tokens[token_range.start : token_range.stop].astype(np.int64)
         token_count = len(marked)
         empty = self.length - len(marked)
         ids = np.pad(marked & (ANSWER - 1), (0, empty), constant_values=self.pad)

@@ -41,6 +41,7 @@ from ortlaunch.worker.data.token_cache import (
     backend_without_truncation_or_padding,
     ignore_progress,
     load_or_write_cached_tokens,
+    token_range_of_document,
     tokenizer_text_for_cache_key,
 )
 
@@ -177,8 +178,7 @@ class LabelledTexts:
 
     def size(self, index: int) -> int:
         """Return the number of tokens of a sample before padding."""
-        start, stop = _document_range(self._documents, index)
-        return stop - start - self.behind
+        return len(token_range_of_document(self._documents.ends, index)) - self.behind
 
     def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
         """Return the labels as the model expects them, from a row's stored integers."""
@@ -289,8 +289,7 @@ class TaggedWords(LabelledTexts):
             yield [*encoding["input_ids"][row_index], *tags]
 
     def size(self, index: int) -> int:
-        start, stop = _document_range(self._documents, index)
-        return (stop - start) // 2
+        return len(token_range_of_document(self._documents.ends, index)) // 2
 
     def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
         tags = [
@@ -320,13 +319,9 @@ def _tokenizer_state_text(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {state_text}"
 
 
-def _document_range(documents: Documents, index: int) -> tuple[int, int]:
-    """Return the range [first, after) of a document's tokens."""
-    return int(documents.ends[index - 1]) if index else 0, int(documents.ends[index])
-
-
 def _document_tokens(documents: Documents, index: int) -> _Ints:
-    return documents.tokens[slice(*_document_range(documents, index))]
+    token_range = token_range_of_document(documents.ends, index)
+    return documents.tokens[token_range.start : token_range.stop]
 
 
 def _json_bytes_of_document(documents: Documents, index: int) -> bytes:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import MaskedLm
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.samples import IGNORED, Sample
 from ortlaunch.worker.data.shards import Tokens
 
@@ -26,29 +27,26 @@ _Bools = NDArray[np.bool_]
 _NEVER = 2.0
 
 
-IndexEpochPairs = Sequence[tuple[int, int]]
-
-
 def random_values_of_samples(
-    seed: int, index_epoch_pairs: IndexEpochPairs, values_per_sample: int
+    seed: int, sample_epochs: Sequence[SampleEpoch], values_per_sample: int
 ) -> _Floats:
     """Return the random values of samples, float64 in [0, 1).
 
     Args:
         seed: seed of the data set.
-        index_epoch_pairs: (index, epoch) of each sample.
+        sample_epochs: index and epoch of each sample.
         values_per_sample: values of each sample.
 
     Returns:
         (samples, count); a row depends on seed, index and epoch alone.
     """
-    random_values: _Floats = np.empty((len(index_epoch_pairs), values_per_sample))
-    for row, (index, epoch) in zip(random_values, index_epoch_pairs):
+    random_values: _Floats = np.empty((len(sample_epochs), values_per_sample))
+    for row, sample_epoch in zip(random_values, sample_epochs):
         # Philox encrypts a counter with a key: another key gives another stream (Salmon et al.
         # 2011). The key is made of these integers directly, as NumPy's hash of them takes four
         # times as long. The stub of Philox does not have ISeedSequence.
         np.random.Generator(
-            np.random.Philox(_SampleSeed(seed, epoch, index))  # type: ignore[arg-type]
+            np.random.Philox(_SampleSeed(seed, sample_epoch.epoch, sample_epoch.sample_index))  # type: ignore[arg-type]
         ).random(out=row)
     return random_values
 
@@ -192,11 +190,11 @@ class MaskedSamples(ABC):
     """Samples that are made for a whole micro batch: NumPy's calls take as long for one sample."""
 
     @abstractmethod
-    def batch(self, index_epoch_pairs: IndexEpochPairs) -> dict[str, torch.Tensor]:
-        """Return the samples at (index, epoch) as a batch; tensors are (samples, ...)."""
+    def batch(self, sample_epochs: Sequence[SampleEpoch]) -> dict[str, torch.Tensor]:
+        """Return these samples as a batch; tensors are (samples, ...)."""
 
     def sample(self, index: int, epoch: int) -> Sample:
-        return {name: values[0] for name, values in self.batch([(index, epoch)]).items()}
+        return {name: values[0] for name, values in self.batch([SampleEpoch(index, epoch)]).items()}
 
 
 class MaskedBlocks(MaskedSamples):
@@ -217,17 +215,19 @@ class MaskedBlocks(MaskedSamples):
     def __len__(self) -> int:
         return len(self.tokens) // self.body
 
-    def batch(self, index_epoch_pairs: IndexEpochPairs) -> dict[str, torch.Tensor]:
+    def batch(self, sample_epochs: Sequence[SampleEpoch]) -> dict[str, torch.Tensor]:
         length = self.body + 2
-        ids: _Ints = np.empty((len(index_epoch_pairs), length), dtype=np.int64)
+        ids: _Ints = np.empty((len(sample_epochs), length), dtype=np.int64)
         ids[:, 0], ids[:, -1] = self.masking.cls, self.masking.sep
-        for row, (index, _) in zip(ids, index_epoch_pairs):
-            row[1:-1] = self.tokens[index * self.body : (index + 1) * self.body]
+        for row, sample_epoch in zip(ids, sample_epochs):
+            row[1:-1] = self.tokens[
+                sample_epoch.sample_index * self.body : (sample_epoch.sample_index + 1) * self.body
+            ]
         labels = np.full_like(ids, IGNORED)
         self.masking.choose_and_mask_tokens_in_place(
             ids,
             labels,
-            [length] * len(index_epoch_pairs),
-            random_values_of_samples(self.seed, index_epoch_pairs, 2 * length),
+            [length] * len(sample_epochs),
+            random_values_of_samples(self.seed, sample_epochs, 2 * length),
         )
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

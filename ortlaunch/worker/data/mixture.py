@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data.file_rows import DataError
-from ortlaunch.worker.data.order import SampleOrder, epoch_permutation
+from ortlaunch.worker.data.order import SampleEpoch, SampleOrder, epoch_permutation
 from ortlaunch.worker.data.samples import Sample, Samples
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import Position
@@ -43,6 +43,32 @@ def source_seed(seed: int, source_index: int) -> int:
     return seed + ((source_index + 1) << 32)
 
 
+class SourceSample(NamedTuple):
+    """Which sample of which source."""
+
+    source_index: int
+    """Number of the source in the mixture, from 0."""
+    sample_index: int
+    """Index of the sample within its source."""
+
+
+class BlockSources(NamedTuple):
+    """The sources of the places of a block, each (places,)."""
+
+    sources: _Ints
+    """Number of the source at each place."""
+    earlier_counts: _Ints
+    """Earlier places of the block that have the same source."""
+
+
+class HeldOutSplit(NamedTuple):
+    """The two parts of a data set."""
+
+    training: Samples
+    held_out: Samples
+    """For the evaluation."""
+
+
 class Mixture:
     """The samples of several sources; indices go through one source after the other."""
 
@@ -60,23 +86,28 @@ class Mixture:
 
     def sample(self, index: int, epoch: int) -> Sample:
         """Return a sample; `epoch` is the epoch of the sample's own source."""
-        source_index, source_sample = self._source_and_index(index)
-        return self.parts[source_index].sample(source_sample, epoch)
+        source_sample = self._source_sample(index)
+        return self.parts[source_sample.source_index].sample(source_sample.sample_index, epoch)
 
     def _batch_grouped_by_source(
-        self, index_epoch_pairs: Sequence[tuple[int, int]]
+        self, sample_epochs: Sequence[SampleEpoch]
     ) -> dict[str, torch.Tensor]:
         """Return a batch; each source makes all of its samples in one call."""
-        source_and_index = [self._source_and_index(index) for index, _ in index_epoch_pairs]
-        rows = sorted(range(len(index_epoch_pairs)), key=lambda row: source_and_index[row][0])
+        source_samples = [
+            self._source_sample(sample_epoch.sample_index) for sample_epoch in sample_epochs
+        ]
+        rows = sorted(range(len(sample_epochs)), key=lambda row: source_samples[row].source_index)
         batches = []
         for source_index, source_rows in itertools.groupby(
-            rows, key=lambda row: source_and_index[row][0]
+            rows, key=lambda row: source_samples[row].source_index
         ):
             part: Any = self.parts[source_index]
             batches.append(
                 part.batch(
-                    [(source_and_index[row][1], index_epoch_pairs[row][1]) for row in source_rows]
+                    [
+                        SampleEpoch(source_samples[row].sample_index, sample_epochs[row].epoch)
+                        for row in source_rows
+                    ]
                 )
             )
         # The inverse of the sort by source.
@@ -86,16 +117,15 @@ class Mixture:
             for name in batches[0]
         }
 
-    def _source_and_index(self, index: int) -> tuple[int, int]:
-        """Return the source of a sample, and the sample's index within it."""
-        source_index = bisect.bisect_right(self.ends, index)
-        return source_index, index - self.ends[source_index] + len(self.parts[source_index])
+    def _source_sample(self, index: int) -> SourceSample:
+        source = bisect.bisect_right(self.ends, index)
+        return SourceSample(source, index - self.ends[source] + len(self.parts[source]))
 
     def size(self, index: int) -> int:
         """Return the number of tokens of a sample, for sources that count them."""
-        source_index, source_sample = self._source_and_index(index)
-        part: Any = self.parts[source_index]
-        return int(part.size(source_sample))
+        source_sample = self._source_sample(index)
+        part: Any = self.parts[source_sample.source_index]
+        return int(part.size(source_sample.sample_index))
 
     @property
     def classes(self) -> int:
@@ -129,20 +159,19 @@ class MixedOrder:
         ]
         self.begins = [0, *itertools.accumulate(sizes[:-1])]
         # The present block, and the next one if a batch reaches into it.
-        self._blocks: dict[int, tuple[_Ints, _Ints]] = {}
+        self._blocks: dict[int, BlockSources] = {}
 
-    def at(self, positions: list[int]) -> list[tuple[int, int]]:
-        """Return (sample, epoch of its source) at each of these places."""
+    def at(self, positions: list[int]) -> list[SampleEpoch]:
+        """Return the sample, with the epoch of its source, at each of these places."""
         return [
-            self._sample_index_and_epoch_at_block_offset(*divmod(position, BLOCK))
-            for position in positions
+            self._sample_epoch_at_block_offset(*divmod(position, BLOCK)) for position in positions
         ]
 
     def passed(self, order_place: int, samples_ahead: int) -> list[Position]:
         """Release the samples of streamed sources before a place; return their positions."""
         block, block_offset = divmod(order_place, BLOCK)
         used_in_block = np.bincount(
-            self._source_and_earlier_count_at_block_positions(block)[0][:block_offset],
+            self._sources_of_block(block).sources[:block_offset],
             minlength=len(self.counts),
         )
         used_by_source = (block * self.counts + used_in_block).tolist()
@@ -153,19 +182,15 @@ class MixedOrder:
             for position in order.passed(used, samples_ahead)
         ]
 
-    def _sample_index_and_epoch_at_block_offset(
-        self, block: int, block_offset: int
-    ) -> tuple[int, int]:
-        # Every earlier block had `counts[number]` samples of this source.
-        sources, used_in_block = self._source_and_earlier_count_at_block_positions(block)
-        source_index = int(sources[block_offset])
-        ((index, epoch),) = self.orders[source_index].at(
-            [block * int(self.counts[source_index]) + int(used_in_block[block_offset])]
-        )
-        return self.begins[source_index] + index, epoch
+    def _sample_epoch_at_block_offset(self, block: int, block_offset: int) -> SampleEpoch:
+        # Every earlier block had `counts[source]` samples of this source.
+        block_sources = self._sources_of_block(block)
+        source = int(block_sources.sources[block_offset])
+        earlier_count = int(block_sources.earlier_counts[block_offset])
+        (sample_epoch,) = self.orders[source].at([block * int(self.counts[source]) + earlier_count])
+        return SampleEpoch(self.begins[source] + sample_epoch.sample_index, sample_epoch.epoch)
 
-    def _source_and_earlier_count_at_block_positions(self, block: int) -> tuple[_Ints, _Ints]:
-        """Return the source at each place of a block, and its number of earlier places there."""
+    def _sources_of_block(self, block: int) -> BlockSources:
         if block not in self._blocks:
             self._blocks = {
                 kept_block: kept_sources
@@ -181,7 +206,7 @@ class MixedOrder:
             used_in_block[np.argsort(sources, kind="stable")] = places - np.repeat(
                 begins, self.counts
             )
-            self._blocks[block] = sources, used_in_block
+            self._blocks[block] = BlockSources(sources, used_in_block)
         return self._blocks[block]
 
 
@@ -251,20 +276,23 @@ class SampleSubset:
         return self._batch_of_subset_indices if name == "batch" else attribute
 
     def _batch_of_subset_indices(
-        self, index_epoch_pairs: Sequence[tuple[int, int]]
+        self, sample_epochs: Sequence[SampleEpoch]
     ) -> dict[str, torch.Tensor]:
         whole_samples: Any = self.whole
-        indices = self._index_of(np.array([index for index, _ in index_epoch_pairs])).tolist()
+        indices = self._index_of(
+            np.array([sample_epoch.sample_index for sample_epoch in sample_epochs])
+        ).tolist()
         batch: dict[str, torch.Tensor] = whole_samples.batch(
-            [(index, epoch) for index, (_, epoch) in zip(indices, index_epoch_pairs)]
+            [
+                SampleEpoch(index, sample_epoch.epoch)
+                for index, sample_epoch in zip(indices, sample_epochs)
+            ]
         )
         return batch
 
 
-def split_training_and_held_out(
-    samples: Samples, held_out_settings: HeldOut, seed: int
-) -> tuple[Samples, Samples]:
-    """Return the training part and the part that is held out.
+def split_held_out_samples(samples: Samples, held_out_settings: HeldOut, seed: int) -> HeldOutSplit:
+    """Return the part to train on and the part that is held out.
 
     Each source of a mixture gives its share of the samples.
 
@@ -278,25 +306,23 @@ def split_training_and_held_out(
         else float(held_out_settings.share or 0)
     )
     if not isinstance(samples, Mixture):
-        return _split_training_and_held_out_count(
+        return _split_held_out_count(
             samples, held_out_settings.samples or max(1, round(share * total)), seed
         )
     # Cumulative rounding, so that the parts have exactly as many samples as requested.
     ends = [round(end * share) for end in (0, *samples.ends)]
-    pairs = [
-        _split_training_and_held_out_count(part, stop - start, source_seed(seed, source_index))
+    splits = [
+        _split_held_out_count(part, stop - start, source_seed(seed, source_index))
         for source_index, (part, start, stop) in enumerate(zip(samples.parts, ends, ends[1:]))
     ]
-    training_part = Mixture([part for part, _ in pairs], samples.weights)
-    held_out_parts = [part for _, part in pairs if len(part)]
+    training_part = Mixture([split.training for split in splits], samples.weights)
+    held_out_parts = [split.held_out for split in splits if len(split.held_out)]
     if not held_out_parts:
         raise DataError(f"data.evaluation: {share:g} of {total:,} samples is none of any source")
-    return training_part, Mixture(held_out_parts, [1.0] * len(held_out_parts))
+    return HeldOutSplit(training_part, Mixture(held_out_parts, [1.0] * len(held_out_parts)))
 
 
-def _split_training_and_held_out_count(
-    samples: Samples, held_out_count: int, seed: int
-) -> tuple[SampleSubset, SampleSubset]:
+def _split_held_out_count(samples: Samples, held_out_count: int, seed: int) -> HeldOutSplit:
     total = len(samples)
     if held_out_count >= total:
         raise DataError(
@@ -313,6 +339,7 @@ def _split_training_and_held_out_count(
             part_indices + np.searchsorted(training_before, part_indices, side="right")
         ),
     )
-    return training_part, SampleSubset(
+    held_out_part = SampleSubset(
         samples, held_out_count, lambda part_indices: held_out_indices[part_indices]
     )
+    return HeldOutSplit(training_part, held_out_part)

@@ -11,7 +11,7 @@ has nothing to replay.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,15 @@ _FIRST_MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
 _SECOND_MULTIPLIER = np.uint64(0xC4CEB9FE1A85EC53)
 _HALF_BITS = np.uint64(32)
 _DROPPED_BITS = np.uint64(24)
+
+
+class SampleEpoch(NamedTuple):
+    """A sample at a place of an order."""
+
+    sample_index: int
+    """Index of the sample in its data set."""
+    epoch: int
+    """Passes over the sample's own source before this one."""
 
 
 class Permutation(Protocol):
@@ -49,8 +58,8 @@ class SampleOrder:
         # The present epoch, and the next one if a batch reaches into it.
         self._epochs: dict[int, Permutation] = {}
 
-    def at(self, positions: list[int]) -> list[tuple[int, int]]:
-        """Return (sample, epoch) at each of these places, which go on from epoch to epoch."""
+    def at(self, positions: list[int]) -> list[SampleEpoch]:
+        """Return the sample at each of these places, which go on from epoch to epoch."""
         epochs, epoch_offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.samples)
         sample_indices = np.empty_like(epoch_offsets)
         for epoch in np.unique(epochs):
@@ -58,7 +67,7 @@ class SampleOrder:
             sample_indices[is_in_epoch] = self._cached_permutation_of_epoch(int(epoch))(
                 epoch_offsets[is_in_epoch]
             )
-        return list(zip(sample_indices.tolist(), epochs.tolist()))
+        return list(map(SampleEpoch._make, zip(sample_indices.tolist(), epochs.tolist())))
 
     def _cached_permutation_of_epoch(self, epoch: int) -> Permutation:
         if epoch not in self._epochs:

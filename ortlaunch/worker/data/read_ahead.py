@@ -32,11 +32,11 @@ from ortlaunch.base.errors import (
 )
 from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
+from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.supervision.rank_process import PASSED_ON
 from ortlaunch.worker.tensor_batch import TensorBatch
 
-Places = list[tuple[int, int]]  # (sample, epoch)
-ReadMicroBatch = Callable[[Places], TensorBatch]
+ReadMicroBatch = Callable[[list[SampleEpoch]], TensorBatch]
 # Micro batches that the thread reads ahead.
 _THREAD_BATCHES = 2
 # Seconds between looks for an ended worker process while no batch comes; seconds in which its end
@@ -62,6 +62,15 @@ _REMEDIES = {
 }
 
 
+class MicroBatchIndex(NamedTuple):
+    """Which micro batch of a rank, in the order of training."""
+
+    step_index: int
+    """From 0."""
+    pass_index: int
+    """The pass of gradient accumulation within the step, from 0."""
+
+
 class ReadAheadSettings(NamedTuple):
     """How micro batches are read ahead, and into which memory."""
 
@@ -77,7 +86,7 @@ class BatchReadAhead:
     def __init__(
         self,
         read: ReadMicroBatch,
-        places: Callable[[int, int], Places],
+        sample_epochs_of_micro_batch: Callable[[MicroBatchIndex], list[SampleEpoch]],
         passes_per_step: int,
         reader: ReadAheadSettings,
     ) -> None:
@@ -85,33 +94,33 @@ class BatchReadAhead:
 
         Args:
             read: makes a batch of samples.
-            places: (step, pass), both from 0 -> the samples of that micro batch.
+            sample_epochs_of_micro_batch: the samples of a micro batch.
             passes_per_step: micro batches of a step.
             reader: how to read ahead.
         """
         self._read = read
-        self._places = places
+        self._sample_epochs_of_micro_batch = sample_epochs_of_micro_batch
         self._passes = passes_per_step
         self._reader = reader
         self._source: Iterator[Any] | None = None
-        self._next_key = (-1, -1)
-        self._last_batch = ((-1, -1), TensorBatch())
+        self._next_index = MicroBatchIndex(-1, -1)
+        self._last_batch = (MicroBatchIndex(-1, -1), TensorBatch())
 
-    def take_next_batch_or_repeat_last(self, step_index: int, pass_index: int) -> TensorBatch:
-        """Return micro batch `pass_index` of a step; the last one may be requested again."""
-        if (step_index, pass_index) == self._last_batch[0]:
+    def take_next_batch_or_repeat_last(self, micro_batch_index: MicroBatchIndex) -> TensorBatch:
+        """Return a micro batch; the last one may be requested again."""
+        if micro_batch_index == self._last_batch[0]:
             return self._last_batch[1]
-        if self._source is None or (step_index, pass_index) != self._next_key:
+        if self._source is None or micro_batch_index != self._next_index:
             self.close()
-            self._source = self._start_reading(step_index, pass_index)
+            self._source = self._start_reading(micro_batch_index)
         batch_or_error = next(self._source)
         # A worker process returns its error in place of the batch; see `_Reads`.
         if isinstance(batch_or_error, OrtlaunchError):
             # Else another request for this batch would return the next one.
             self.close()
             raise batch_or_error
-        self._next_key = self._next_pass(step_index, pass_index)
-        self._last_batch = (step_index, pass_index), batch_or_error
+        self._next_index = self._next_pass(micro_batch_index)
+        self._last_batch = micro_batch_index, batch_or_error
         return self._last_batch[1]
 
     def close(self) -> None:
@@ -120,28 +129,37 @@ class BatchReadAhead:
             self._source.close()  # type: ignore[attr-defined]
         self._source = None
 
-    def _start_reading(self, step: int, pass_index: int) -> Iterator[Any]:
-        place_sequence = self._sample_places_from(step, pass_index)
+    def _start_reading(self, first_index: MicroBatchIndex) -> Iterator[Any]:
+        sample_epoch_lists = self._sample_epochs_from(first_index)
         if self._reader.workers:
-            return _read_batches_by_worker_processes(self._read, place_sequence, self._reader)
-        return _read_batches_by_thread(self._read, place_sequence, self._reader)
+            return _read_batches_by_worker_processes(self._read, sample_epoch_lists, self._reader)
+        return _read_batches_by_thread(self._read, sample_epoch_lists, self._reader)
 
-    def _sample_places_from(self, step: int, pass_index: int) -> Iterator[Places]:
+    def _sample_epochs_from(
+        self, micro_batch_index: MicroBatchIndex
+    ) -> Iterator[list[SampleEpoch]]:
         """Yield the samples of each micro batch from there on."""
         # Only the rank's main thread advances this iterator, so that it needs no lock.
         while True:
-            yield self._places(step, pass_index)
-            step, pass_index = self._next_pass(step, pass_index)
+            yield self._sample_epochs_of_micro_batch(micro_batch_index)
+            micro_batch_index = self._next_pass(micro_batch_index)
 
-    def _next_pass(self, step: int, pass_index: int) -> tuple[int, int]:
-        return (step, pass_index + 1) if pass_index + 1 < self._passes else (step + 1, 0)
+    def _next_pass(self, micro_batch_index: MicroBatchIndex) -> MicroBatchIndex:
+        step_index, pass_index = micro_batch_index
+        return (
+            MicroBatchIndex(step_index, pass_index + 1)
+            if pass_index + 1 < self._passes
+            else MicroBatchIndex(step_index + 1, 0)
+        )
 
 
 def _read_batches_by_thread(
-    read: ReadMicroBatch, place_sequence: Iterator[Places], read_ahead_settings: ReadAheadSettings
+    read: ReadMicroBatch,
+    sample_epoch_lists: Iterator[list[SampleEpoch]],
+    read_ahead_settings: ReadAheadSettings,
 ) -> Iterator[TensorBatch]:
-    def read_batch(places: Places) -> TensorBatch:
-        batch = read(places)
+    def read_batch(sample_epochs: list[SampleEpoch]) -> TensorBatch:
+        batch = read(sample_epochs)
         return (
             {name: value.pin_memory() for name, value in batch.items()}
             if read_ahead_settings.pinned
@@ -151,20 +169,22 @@ def _read_batches_by_thread(
     thread = ThreadPoolExecutor(1)
     try:
         pending_batches = collections.deque(
-            thread.submit(read_batch, sample_places)
-            for sample_places in itertools.islice(place_sequence, _THREAD_BATCHES)
+            thread.submit(read_batch, sample_epochs)
+            for sample_epochs in itertools.islice(sample_epoch_lists, _THREAD_BATCHES)
         )
         while True:
             ready_batch = pending_batches.popleft().result()
             # The next one is submitted before the yield, so that it is read during the training.
-            pending_batches.append(thread.submit(read_batch, next(place_sequence)))
+            pending_batches.append(thread.submit(read_batch, next(sample_epoch_lists)))
             yield ready_batch
     finally:
         thread.shutdown(cancel_futures=True)
 
 
 def _read_batches_by_worker_processes(
-    read: ReadMicroBatch, place_sequence: Iterator[Places], read_ahead_settings: ReadAheadSettings
+    read: ReadMicroBatch,
+    sample_epoch_lists: Iterator[list[SampleEpoch]],
+    read_ahead_settings: ReadAheadSettings,
 ) -> Iterator[Any]:
     from torch.utils.data import DataLoader
     from torch.utils.data._utils import signal_handling
@@ -175,7 +195,8 @@ def _read_batches_by_worker_processes(
     # also reach them, are ignored there. The generator of its own keeps DataLoader from drawing
     # its base seed from the training's random numbers.
     loader: Any = DataLoader(
-        _BatchDataset(read), batch_size=None, sampler=place_sequence, num_workers=int(read_ahead_settings.workers or 0),
+        _BatchDataset(read), batch_size=None, sampler=sample_epoch_lists,
+        num_workers=int(read_ahead_settings.workers or 0),
         prefetch_factor=BATCHES_EACH_WORKER, pin_memory=read_ahead_settings.pinned,
         worker_init_fn=_start_function_that_ties_worker_to_rank(os.getpid(), sender),
         generator=torch.Generator(), multiprocessing_context="fork",
@@ -256,16 +277,16 @@ class _BatchDataset(Dataset[TensorBatch | OrtlaunchError]):
     def __init__(self, read: ReadMicroBatch) -> None:
         self.read = read
 
-    def __getitem__(self, places: Places) -> TensorBatch | OrtlaunchError:
+    def __getitem__(self, sample_epochs: list[SampleEpoch]) -> TensorBatch | OrtlaunchError:
         """Return a batch, or an error in its place."""
         # A raised error would get DataLoader's own text in front.
         try:
-            return self.read(places)
+            return self.read(sample_epochs)
         except InputError as error:
             return error
         # The user's own code may raise anything.
         except Exception as error:
-            samples = ", ".join(str(index) for index, _ in places)
+            samples = ", ".join(str(sample_epoch.sample_index) for sample_epoch in sample_epochs)
             stack_text = "".join(
                 traceback.format_exception(type(error), error, error.__traceback__)
             )

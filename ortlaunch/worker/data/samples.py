@@ -20,7 +20,7 @@ class Samples(Protocol):
     """A data set; with the epoch, masking differs from one pass over the data to the next.
 
     Optional attributes: `varies` is true if samples differ in the number of labels that count.
-    `batch`, [(index, epoch), ...] -> a batch, exists if several samples at once are made faster.
+    `batch`, of a list of `SampleEpoch`, exists if several samples at once are made faster.
     """
 
     def __len__(self) -> int: ...

@@ -7,19 +7,21 @@ document is one sample with padding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.masking import (
-    IndexEpochPairs,
     MaskedSamples,
     Masking,
     random_values_of_samples,
 )
+from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.samples import IGNORED
-from ortlaunch.worker.data.token_cache import Documents
+from ortlaunch.worker.data.token_cache import Documents, token_range_of_document
 
 _Ints = NDArray[np.int64]
 # Attempts to draw another document that is long enough.
@@ -59,31 +61,32 @@ class SentencePairs(MaskedSamples):
     def __len__(self) -> int:
         return int(self.until[-1])
 
-    def batch(self, index_epoch_pairs: IndexEpochPairs) -> dict[str, torch.Tensor]:
+    def batch(self, sample_epochs: Sequence[SampleEpoch]) -> dict[str, torch.Tensor]:
         random_values = random_values_of_samples(
-            self.seed, index_epoch_pairs, 2 + _ATTEMPTS + 2 * self.length
+            self.seed, sample_epochs, 2 + _ATTEMPTS + 2 * self.length
         )
-        arrays: _Ints = np.zeros((4, len(index_epoch_pairs), self.length), dtype=np.int64)
+        arrays: _Ints = np.zeros((4, len(sample_epochs), self.length), dtype=np.int64)
         ids, labels, attention, segments = arrays
         labels[:] = IGNORED
         ends = []
         unrelated = []
-        for row, ((index, _), random_row) in enumerate(
-            zip(index_epoch_pairs, random_values[:, : 2 + _ATTEMPTS].tolist())
+        for row, (sample_epoch, random_row) in enumerate(
+            zip(sample_epochs, random_values[:, : 2 + _ATTEMPTS].tolist())
         ):
-            document, start, size = self.document_start_and_token_count_of_sample(index)
+            document = int(self.until.searchsorted(sample_epoch.sample_index, side="right"))
+            token_range = self._token_range_of_sample(sample_epoch.sample_index, document)
             # The first segment has a quarter to three quarters of the tokens.
-            low = max(1, size // 4)
-            high = max(1, size * 3 // 4)
+            low = max(1, len(token_range) // 4)
+            high = max(1, len(token_range) * 3 // 4)
             cut = low + int(random_row[0] * (high + 1 - low))
-            second_segment = start + cut, size - cut
+            second_segment = token_range[cut:]
             unrelated.append(int(random_row[1] < 0.5))
             if unrelated[-1]:
-                second_segment = self._draw_start_and_token_count_in_other_document(
-                    document, size - cut, random_row[2:]
+                second_segment = self._draw_segment_of_other_document(
+                    document, len(second_segment), random_row[2:]
                 )
             end = self._write_marked_segments_and_count_tokens(
-                ids[row], (start, cut), second_segment
+                ids[row], token_range[:cut], second_segment
             )
             ids[row, end:] = self.pad
             attention[row, :end], segments[row, cut + 2 : end] = 1, 1
@@ -97,66 +100,59 @@ class SentencePairs(MaskedSamples):
         }
 
     def _write_marked_segments_and_count_tokens(
-        self, token_id_row: _Ints, *start_and_token_count_pairs: tuple[int, int]
+        self, token_id_row: _Ints, *token_ranges: range
     ) -> int:
         """Write [CLS] first [SEP] second [SEP] into `token_id_row`; return the number of tokens written.
 
         Args:
             token_id_row: (length,) a row of the batch.
-            start_and_token_count_pairs: (first token in the corpus, number of tokens) of each segment.
+            token_ranges: of the first and the second segment, in the corpus.
         """
         token_id_row[0], token_place = self.masking.cls, 1
-        for start, size in start_and_token_count_pairs:
-            token_id_row[token_place : token_place + size] = self.tokens[start : start + size]
-            token_id_row[token_place + size] = self.masking.sep
-            token_place += size + 1
+        for token_range in token_ranges:
+            end = token_place + len(token_range)
+            token_id_row[token_place:end] = self.tokens[token_range.start : token_range.stop]
+            token_id_row[end] = self.masking.sep
+            token_place = end + 1
         return token_place
 
-    def document_start_and_token_count_of_sample(self, sample_index: int) -> tuple[int, int, int]:
-        """Return (document, first token, number of tokens) of a sample."""
-        document = int(self.until.searchsorted(sample_index, side="right"))
+    def _token_range_of_sample(self, sample_index: int, document: int) -> range:
+        """Return the positions of a sample's tokens, both segments together; `document` is the sample's."""
         window_index = sample_index - (int(self.until[document - 1]) if document else 0)
-        begin, end = self._document_range(document)
+        document_range = token_range_of_document(self.ends, document)
+        begin, end = document_range.start, document_range.stop
         start = max(begin, min(begin + window_index * self.body, end - self.body))
-        return document, start, min(self.body, end - start)
+        return range(start, min(end, start + self.body))
 
-    def _document_range(self, document: int) -> tuple[int, int]:
-        return (int(self.ends[document - 1]) if document else 0), int(self.ends[document])
-
-    def _draw_start_and_token_count_in_other_document(
+    def _draw_segment_of_other_document(
         self, document: int, segment_tokens: int, random_values: list[float]
-    ) -> tuple[int, int]:
-        """Return (first token, number of tokens) of a segment of another document.
+    ) -> range:
+        """Return the positions of a segment of another document.
 
         Documents are drawn in proportion to their size. If no drawn one has `segment_tokens` tokens, the
         longest segment found is used.
 
         random_values: random values in [0, 1), one for each attempt.
         """
-        best_segment = (0, 0)
+        best_segment = range(0)
         for random_value in random_values:
             token_index = int(random_value * len(self.tokens))
             other_document = int(self.ends.searchsorted(token_index, side="right"))
             if other_document != document:
-                begin, end = self._document_range(other_document)
-                start = max(begin, min(token_index, end - segment_tokens))
-                best_segment = max(best_segment, (min(segment_tokens, end - start), start))
-            if best_segment[0] == segment_tokens:
-                break
-        token_count, start = (
-            best_segment
-            if best_segment[0]
-            else self._token_count_and_start_in_next_document(document, segment_tokens)
-        )
-        return start, token_count
+                other_range = token_range_of_document(self.ends, other_document)
+                start = max(other_range.start, min(token_index, other_range.stop - segment_tokens))
+                segment = range(start, min(start + segment_tokens, other_range.stop))
+                if len(segment) == segment_tokens:
+                    return segment
+                # Of equally long segments, the last one in the corpus.
+                best_segment = max(best_segment, segment, key=lambda it: (len(it), it.start))
+        return best_segment or self._segment_of_next_document(document, segment_tokens)
 
-    def _token_count_and_start_in_next_document(
-        self, document: int, segment_tokens: int
-    ) -> tuple[int, int]:
+    def _segment_of_next_document(self, document: int, segment_tokens: int) -> range:
         """Return a segment of the next document that has tokens.
 
         Needed where one document is nearly the whole corpus, so that every draw gave that one.
         """
         others = ((document + step) % len(self.ends) for step in range(1, len(self.ends)))
-        begin, end = next(span for span in map(self._document_range, others) if span[1] > span[0])
-        return min(segment_tokens, end - begin), begin
+        document_ranges = (token_range_of_document(self.ends, other) for other in others)
+        return next(filter(None, document_ranges))[:segment_tokens]

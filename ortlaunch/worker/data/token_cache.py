@@ -71,6 +71,11 @@ class Documents(NamedTuple):
     """(documents,) int64: the end of each document in `tokens`; a document may have no tokens."""
 
 
+def token_range_of_document(ends: NDArray[np.int64], document_index: int) -> range:
+    """Return the positions of a document's tokens; `ends` as in `Documents`."""
+    return range(int(ends[document_index - 1]) if document_index else 0, int(ends[document_index]))
+
+
 class TokenizeWork(NamedTuple):
     """Items to tokenize: texts, or other objects that have a length and that `encode` accepts."""
 

@@ -17,6 +17,7 @@ from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.worker.data import IGNORED, Batches, Samples
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.user_data import seed_all_random_generators
 from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import create_measures_of_task
@@ -51,7 +52,7 @@ def rank_batches_and_counted_indices(
         counted_indices = range(first_index, min(first_index + micro_samples, len(samples)))
         yield (
             batches.read_and_stack_samples(
-                samples, [(index, 0) for index in counted_indices or range(1)]
+                samples, [SampleEpoch(index, 0) for index in counted_indices or range(1)]
             ),
             counted_indices,
         )

@@ -69,7 +69,7 @@ class BadStepHandler:
                 earlier_step.places
                 and earlier_step.places[1] > samples_seen
                 and not session.batches.are_samples_in_position_range(
-                    earlier_step.places, earlier_step.samples
+                    range(*earlier_step.places), earlier_step.samples
                 )
             ):
                 earlier_step.places = (
@@ -216,7 +216,8 @@ class BadStepHandler:
         step_and_checkpoint_folder: tuple[int, Path],
     ) -> None:
         bad_step_record.checkpoint = step_and_checkpoint_folder[0]
-        bad_step_record.places = list(self.session.batches.position_range_of_step(train_state.step))
+        position_range = self.session.batches.position_range_of_step(train_state.step)
+        bad_step_record.places = [position_range.start, position_range.stop]
         self._count_rollback_and_skip_its_samples(bad_step_record)
         where = f"the checkpoint after step {step_and_checkpoint_folder[0]}"
         count = f"{self.rollbacks} of at most {self.train.max_rollbacks}"

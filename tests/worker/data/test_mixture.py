@@ -14,6 +14,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, LoadedData, Mixture, UserSamples
 from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, block_position_count_by_source
+from ortlaunch.worker.data.order import SampleEpoch
 from tests.makers import recipe
 
 # Sources of very different sizes: the small ones are repeated often.
@@ -23,13 +24,13 @@ PLACES = 3 * BLOCK
 
 
 @pytest.fixture(scope="module")
-def taken() -> list[tuple[int, int]]:
+def taken() -> list[SampleEpoch]:
     """Return (sample, epoch of its source) at each place of three blocks."""
     return MixedOrder(SIZES, WEIGHTS, 7).at(list(range(PLACES)))
 
 
 @pytest.fixture(scope="module")
-def sources(taken: list[tuple[int, int]]) -> NDArray[np.int64]:
+def sources(taken: list[SampleEpoch]) -> NDArray[np.int64]:
     """Return the number of the source at each of these places."""
     samples = np.array(taken)[:, 0]
     return np.searchsorted(np.cumsum(SIZES), samples, side="right")
@@ -54,7 +55,7 @@ def test_sources_are_shuffled_among_each_other(sources: NDArray[np.int64]) -> No
 
 
 def test_an_epoch_of_a_source_has_each_of_its_samples_once(
-    taken: list[tuple[int, int]], sources: NDArray[np.int64]
+    taken: list[SampleEpoch], sources: NDArray[np.int64]
 ) -> None:
     """An epoch of a source has each sample once; the next epoch follows in another order."""
     for number, (size, begin) in enumerate(zip(SIZES, (0, 1000, 1050))):
@@ -65,7 +66,7 @@ def test_an_epoch_of_a_source_has_each_of_its_samples_once(
         assert epochs[0] != epochs[1]
 
 
-def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]) -> None:
+def test_any_place_is_known_without_those_before_it(taken: list[SampleEpoch]) -> None:
     """Any place is computed alone, in constant memory, also far from the beginning."""
     # A resumed run begins in the middle.
     chosen = [0, BLOCK - 1, BLOCK, 2 * BLOCK + 17]

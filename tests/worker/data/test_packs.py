@@ -13,7 +13,7 @@ from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data import IGNORED, ChatSamples, Mixture, collate
 from ortlaunch.worker.data.chats import ANSWER
 from ortlaunch.worker.data.identity import data_identity_record
-from ortlaunch.worker.data.mixture import split_training_and_held_out
+from ortlaunch.worker.data.mixture import split_held_out_samples
 from ortlaunch.worker.data.packed_samples import (
     PackedSamples,
     bin_by_item_of_first_fit_decreasing,
@@ -85,7 +85,7 @@ def test_rows_are_held_out_before_they_are_packed() -> None:
     from ortlaunch.recipe.fields.data import Data
 
     data = Data(train="python-chats", packing=True, sequence_length=LENGTH, tokenizer="here")
-    kept, held = split_training_and_held_out(
+    kept, held = split_held_out_samples(
         Mixture([chats(), chats(SIZES[::-1])], [1.0, 3.0]), HeldOut(samples=6), 0
     )
     packs = pack_chats_if_requested(kept, data, "data.train")

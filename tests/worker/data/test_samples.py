@@ -21,6 +21,7 @@ from ortlaunch.worker.data import (
     collate,
 )
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.token_cache import Documents
 
 # Ids of the special tokens, and the size of the vocabulary.
@@ -198,7 +199,7 @@ def pairs_of_all_lengths(seed: int = 0) -> SentencePairs:
 def test_a_micro_batch_is_its_samples(samples: Any) -> None:
     """A micro batch equals its samples made one by one, in the requested order."""
     places = [
-        (int(index), number % 3)
+        SampleEpoch(int(index), number % 3)
         for number, index in enumerate(np.linspace(len(samples) - 1, 0, 40))
     ]
     assert_close(

@@ -24,7 +24,7 @@ from ortlaunch.worker.data.file_rows import (
     hash_of_size_and_first_middle_last_blocks,
     local_or_remote_file_bytes,
 )
-from ortlaunch.worker.data.order import Permutation, epoch_permutation
+from ortlaunch.worker.data.order import Permutation, SampleEpoch, epoch_permutation
 from ortlaunch.worker.data.samples import Sample, Samples
 from ortlaunch.worker.data.shards import map_file_as_array
 from ortlaunch.worker.data.streams.writer import (
@@ -157,23 +157,25 @@ class StreamedSamples:
         self._demand.changed.set()
         return [self.window_position_at_sample(sample_place)]
 
-    def at(self, sample_places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (sample, epoch) at each of these places; wait for their windows.
+    def at(self, sample_places: Sequence[int]) -> list[SampleEpoch]:
+        """Return the sample at each of these places; wait for their windows.
 
-        A place before the first window, whose sample is unknown, has sample -1.
+        A place before the first window, whose sample is unknown, has index -1.
         """
-        index_epoch_pairs = []
+        sample_epochs = []
         for sample_place in sample_places:
             if sample_place < self._begin.first_sample:
-                index_epoch_pairs.append((-1, 0))
+                sample_epochs.append(SampleEpoch(-1, 0))
                 continue
             window = self._start_writer_and_wait_for_window_of_sample(sample_place)
             order = self._cached_permutation(window)
             window_sample = int(order(np.array([sample_place - window.begin.first_sample]))[0])
-            index_epoch_pairs.append(
-                (window.begin.first_sample + window_sample, window.begin.turn // self.files)
+            sample_epochs.append(
+                SampleEpoch(
+                    window.begin.first_sample + window_sample, window.begin.turn // self.files
+                )
             )
-        return index_epoch_pairs
+        return sample_epochs
 
     def wait_and_list_indices_read_first(self, max_samples: int) -> list[int]:
         """Return the indices of up to `max_samples` samples that are read first from here on."""

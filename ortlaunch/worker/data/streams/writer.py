@@ -31,7 +31,11 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.worker.data.corpus import texts_of_rows_with_fraction_of_corpus_read
 from ortlaunch.worker.data.file_rows import DataError, NoRows, Row, read_file_rows
 from ortlaunch.worker.data.order import epoch_permutation
-from ortlaunch.worker.data.token_cache import chunks_of_limited_size, encode_chunks_reading_ahead
+from ortlaunch.worker.data.token_cache import (
+    Documents,
+    chunks_of_limited_size,
+    encode_chunks_reading_ahead,
+)
 
 TOKENS = ".u32"
 ENDS = ".ends"
@@ -232,15 +236,13 @@ class StreamWriter:
                     path.unlink()
 
     def _write_and_yield_windows(self, first_position: Position) -> Iterator[Window]:
-        for window, tokens, ends in windows_with_tokens_and_document_ends_from(
-            self.streamed, first_position
-        ):
+        for window, documents in windows_and_documents_from(self.streamed, first_position):
             if self._stopped.is_set():
                 return
-            for ending, values in ((TOKENS, tokens), (ENDS, ends)):
+            for ending, values in ((TOKENS, documents.tokens), (ENDS, documents.ends)):
                 # Renamed when it is complete: another process may map an earlier one.
                 partial = window_path(self.folder, window.begin.window_number, f"{ending}.partial")
-                values.tofile(partial)
+                np.asarray(values).tofile(partial)
                 partial.replace(window_path(self.folder, window.begin.window_number, ending))
             path = window_path(self.folder, window.begin.window_number)
             files = flush_and_checksum_files(
@@ -250,10 +252,10 @@ class StreamWriter:
             yield window
 
 
-def windows_with_tokens_and_document_ends_from(
+def windows_and_documents_from(
     streamed: StreamedCorpus, first_position: Position
-) -> Iterator[tuple[Window, NDArray[np.uint32], NDArray[np.int64]]]:
-    """Yield the windows from a position on, each with its tokens and the ends of its documents.
+) -> Iterator[tuple[Window, Documents]]:
+    """Yield the windows from a position on, each with its documents.
 
     Raises:
         DataError: a file cannot be read, or no file of an epoch has a sample.
@@ -265,9 +267,7 @@ def windows_with_tokens_and_document_ends_from(
         for ids, sizes in _token_ids_and_document_sizes_from(streamed, first_position):
             pending.append_documents(ids, sizes)
             while len(pending.ids) >= window_tokens:
-                yield pending.take_window_tokens_and_document_ends(
-                    streamed.shuffle, streamed.length
-                )
+                yield pending.take_window(streamed.shuffle, streamed.length)
         # The last tokens of a file, fewer than a sample, are left out.
         samples_left = len(pending.ids) // streamed.length
         window_number, first_sample, turn = pending.position[:3]
@@ -285,10 +285,8 @@ def windows_with_tokens_and_document_ends_from(
                 f"({streamed.length})"
             )
         if samples_left:
-            window, tokens, ends = pending.take_window_tokens_and_document_ends(
-                samples_left, streamed.length
-            )
-            yield window._replace(after=first_position), tokens, ends
+            window, documents = pending.take_window(samples_left, streamed.length)
+            yield window._replace(after=first_position), documents
 
 
 class _PendingTokens:
@@ -307,10 +305,8 @@ class _PendingTokens:
         self.sizes[0] -= self.tokens_to_drop
         self.tokens_to_drop = 0
 
-    def take_window_tokens_and_document_ends(
-        self, sample_count: int, sample_length: int
-    ) -> tuple[Window, Any, Any]:
-        """Remove the tokens of a window, and return it."""
+    def take_window(self, sample_count: int, sample_length: int) -> tuple[Window, Documents]:
+        """Remove the tokens of a window, and return it with its documents."""
         token_count = sample_count * sample_length
         ends = np.cumsum(self.sizes)
         whole_documents = int(np.searchsorted(ends, token_count, side="right"))
@@ -327,7 +323,7 @@ class _PendingTokens:
         self.sizes = self.sizes[whole_documents:]
         if tokens_into_next:
             self.sizes[0] -= tokens_into_next
-        return Window(begin, self.position), tokens, ends[:whole_documents]
+        return Window(begin, self.position), Documents(tokens, ends[:whole_documents])
 
 
 def _token_ids_and_document_sizes_from(
