@@ -179,7 +179,7 @@ def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[Tensor
     value_names = [name for node in model.graph.node for name in node.output if name]
     long, short = (_run_graph_for_all_values(model, value_names, batch) for batch in batches[:2])
     output_names = {graph_output.name for graph_output in model.graph.output}
-    name_by_sizes = _axis_name_by_size_pair(batches)
+    name_by_sizes = _axis_name_by_sizes(batches)
     for name in value_names:
         long_value = long[name]
         short_value = short[name]
@@ -194,7 +194,7 @@ def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[Tensor
     onnx.save(model, str(graph_path))
 
 
-def _axis_name_by_size_pair(batches: list[TensorBatch]) -> dict[tuple[int, int], str]:
+def _axis_name_by_sizes(batches: list[TensorBatch]) -> dict[tuple[int, int], str]:
     """Return the names of variable sizes: (size in batch 0, size in batch 1) -> name."""
     pairs = dict[tuple[int, int], str]()
     axes = _variable_axis_names_by_tensor(batches)

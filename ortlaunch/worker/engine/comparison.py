@@ -21,6 +21,7 @@ from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.differences import (
     Comparison,
+    EvaluationLosses,
     NamedTensors,
     PassResult,
     differences_between_passes,
@@ -203,13 +204,13 @@ def compare_passes_replaying_random_numbers_if_drawn(
     return comparison._replace(draws=len(draws.recorded))
 
 
-def engine_and_reference_evaluation_losses(
+def evaluation_losses_or_none(
     reference_model: nn.Module,
     engine_module: nn.Module,
     batch: dict[str, torch.Tensor],
     autocast_dtype: torch.dtype | None,
-) -> tuple[float, float] | None:
-    """Return the loss of an evaluation pass through `engine_module`, and through `reference_model`.
+) -> EvaluationLosses | None:
+    """Return the losses of an evaluation pass through `engine_module` and `reference_model`.
 
     Layers such as nn.TransformerEncoder compute otherwise in evaluation.
 
@@ -244,7 +245,8 @@ def engine_and_reference_evaluation_losses(
                 reference_loss = float(loss_of_engine_output(reference_model.forward(**batch)))
             if not torch.equal(_cpu_and_device_random_state(device), state_before):
                 return None
-            return float(loss_of_engine_output(engine_module(**batch))), reference_loss
+            engine_loss = float(loss_of_engine_output(engine_module(**batch)))
+            return EvaluationLosses(engine_loss, reference_loss)
         finally:
             for layer, mode in modes:
                 layer.training = mode

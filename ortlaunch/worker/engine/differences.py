@@ -55,6 +55,14 @@ class Difference(NamedTuple):
     """Whether the difference is above the tolerance and float64 shows that it is rounding."""
 
 
+class EvaluationLosses(NamedTuple):
+    """The losses of an evaluation pass."""
+
+    engine: float
+    reference: float
+    """Of plain PyTorch."""
+
+
 class Comparison(NamedTuple):
     """The result of comparing two passes of one micro batch."""
 
@@ -71,8 +79,8 @@ class Comparison(NamedTuple):
     whether both draw."""
     not_judged: str = ""
     """Why the values show nothing, or float64 not whether a difference is rounding; else empty."""
-    evaluation: tuple[float, float] | None = None
-    """The engine's and PyTorch's loss of an evaluation pass, if one was compared."""
+    evaluation: EvaluationLosses | None = None
+    """Of an evaluation pass, if one was compared."""
 
     @property
     def reference_norm(self) -> float:
@@ -100,11 +108,11 @@ class Comparison(NamedTuple):
     @property
     def evaluation_difference(self) -> float:
         """The relative difference of the loss in evaluation; 0 if it was not compared."""
-        engine_loss, reference_loss = self.evaluation or (0.0, 0.0)
+        losses = self.evaluation
         return (
             0.0
-            if repr(engine_loss) == repr(reference_loss)
-            else _relative_loss_difference(engine_loss, reference_loss)
+            if losses is None or repr(losses.engine) == repr(losses.reference)
+            else _relative_loss_difference(losses.engine, losses.reference)
         )
 
     @property
@@ -246,9 +254,15 @@ def _sorted_relative_differences(
     """
     differences = []
     for name in engine_tensors:
-        engine_tensor, reference_tensor = _zero_shared_non_finite_elements(
-            engine_tensors[name], reference_tensors[name]
-        )
+        engine_tensor, reference_tensor = engine_tensors[name], reference_tensors[name]
+        if (
+            engine_tensor is not None
+            and reference_tensor is not None
+            and torch.equal(engine_tensor.isfinite(), reference_tensor.isfinite())
+        ):
+            # What is not finite is the same in both.
+            engine_tensor = engine_tensor.nan_to_num(0.0, 0.0, 0.0)
+            reference_tensor = reference_tensor.nan_to_num(0.0, 0.0, 0.0)
         reference_norm = _float64_norm(reference_tensor)
         distance = _float64_norm(
             engine_tensor
@@ -267,19 +281,6 @@ def _sorted_relative_differences(
             )
         )
     return tuple(sorted(differences, key=lambda difference: -difference.value))
-
-
-def _zero_shared_non_finite_elements(
-    engine_tensor: torch.Tensor | None, reference_tensor: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return both with 0 for what is not finite, if the same elements of both are not."""
-    if (
-        engine_tensor is None
-        or reference_tensor is None
-        or not torch.equal(engine_tensor.isfinite(), reference_tensor.isfinite())
-    ):
-        return engine_tensor, reference_tensor
-    return engine_tensor.nan_to_num(0.0, 0.0, 0.0), reference_tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _norm_of_all(tensors: NamedTensors) -> float:

@@ -8,7 +8,7 @@ gradients, not this optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 # Elements that are updated at once: a step needs about three copies of them for a short time.
 _PORTION = 1 << 25
+
+
+class Moments(NamedTuple):
+    """The moments of gradients, one tensor for each parameter."""
+
+    means: list[torch.Tensor]
+    squares: list[torch.Tensor]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -57,7 +64,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _update_parameters(self, parameter_group: Json, parameters: list[torch.Tensor]) -> None:
         first_beta, second_beta = parameter_group["betas"]
-        means, squares = self._moments_created_if_missing(parameters)
+        means, squares = self._get_or_create_moments(parameters)
         gradients = [
             p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None
         ]
@@ -78,15 +85,14 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_mul_(updates, self._trust_ratios(parameters, updates))
         torch._foreach_add_(parameters, updates, alpha=-parameter_group["lr"])
 
-    def _moments_created_if_missing(
-        self, parameters: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _get_or_create_moments(self, parameters: list[torch.Tensor]) -> Moments:
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        return [self.state[p]["exp_avg"] for p in parameters], [
-            self.state[p]["exp_avg_sq"] for p in parameters
-        ]
+        return Moments(
+            [self.state[p]["exp_avg"] for p in parameters],
+            [self.state[p]["exp_avg_sq"] for p in parameters],
+        )
 
     @staticmethod
     def _trust_ratios(

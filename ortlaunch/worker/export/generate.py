@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ortlaunch.base.errors import InputError, first_message_line
 from ortlaunch.recipe.inputs import (
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 # A sample answer, to find the text that a chat template writes after an answer.
 _ANSWER = "ortlaunch"
+
+
+class PromptTokens(NamedTuple):
+    """The token ids of a prompt."""
+
+    ids: list[int]
+    answer_end_ids: Sequence[int] = ()
+    """Tokens that end an answer, beside the tokenizer's end mark."""
 
 
 def run(request: GenerationRequest) -> None:
@@ -90,26 +99,29 @@ def seed_and_generate_after_plain_or_chat_prompt(
             file=sys.stderr,
             flush=True,
         )
-    ids, ends = (
-        _chat_prompt_ids_and_answer_end_token_ids(tokenizer, prompt)
+    prompt_tokens = (
+        _chat_prompt_tokens(tokenizer, prompt)
         if uses_template
-        else (_prompt_ids_with_begin_mark_or_refuse_empty(tokenizer, prompt), [])
+        else PromptTokens(_prompt_ids_with_begin_mark_or_refuse_empty(tokenizer, prompt))
     )
-    _require_enough_positions(model, len(ids), request.tokens)
+    _require_enough_positions(model, len(prompt_tokens.ids), request.tokens)
     samples = request.temperature > 0
     generation_config = GenerationConfig(
         max_new_tokens=request.tokens,
         do_sample=samples,
         # top_k 0: sample from all tokens; transformers' default is 50.
         **({"temperature": request.temperature, "top_k": 0} if samples else {}),
-        eos_token_id=[*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        eos_token_id=[
+            *prompt_tokens.answer_end_ids,
+            *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]),
+        ]
         or None,
         pad_token_id=tokenizer.pad_token_id
         if tokenizer.pad_token_id is not None
         else tokenizer.eos_token_id,
     )
     torch.manual_seed(request.seed)
-    input_ids = torch.tensor([ids])
+    input_ids = torch.tensor([prompt_tokens.ids])
     (output_ids,) = (
         model.float()
         .eval()
@@ -122,15 +134,13 @@ def seed_and_generate_after_plain_or_chat_prompt(
     if uses_template:
         return (
             f"{prompt}\n\n"
-            f"{str(tokenizer.decode(output_ids[len(ids) :], skip_special_tokens=True)).strip()}"
+            f"{str(tokenizer.decode(output_ids[len(prompt_tokens.ids) :], skip_special_tokens=True)).strip()}"
         )
     return str(tokenizer.decode(output_ids, skip_special_tokens=True))
 
 
-def _chat_prompt_ids_and_answer_end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: str
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of the prompt as a user's message, and the tokens that end an answer.
+def _chat_prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> PromptTokens:
+    """Return the tokens of the prompt as a user's message.
 
     The ids go up to the beginning of the answer, as in training.
 
@@ -160,7 +170,7 @@ def _chat_prompt_ids_and_answer_end_token_ids(
         *(n for n, t in tokenizer.added_tokens_decoder.items() if t.special),
     }
     # An ordinary token after the answer, for example a line end, must not end the generation.
-    return ids, [token for token in ids_after[:1] if token in special]
+    return PromptTokens(ids, [token for token in ids_after[:1] if token in special])
 
 
 def _prompt_ids_with_begin_mark_or_refuse_empty(

@@ -60,6 +60,15 @@ class Heartbeat(NamedTuple):
         return self.silent > SILENT_SECONDS
 
 
+class StallLimits(NamedTuple):
+    """The longest times without progress."""
+
+    idle_seconds: float
+    """If all ranks are idle."""
+    busy_seconds: float
+    """If one computes."""
+
+
 class StallVerdict(NamedTuple):
     """A stalled run: the ranks that the others wait for, all heartbeats, and its seconds."""
 
@@ -76,10 +85,10 @@ class StallVerdict(NamedTuple):
         )
 
 
-def idle_and_busy_stall_limit_seconds(
+def stall_limits(
     stall_seconds: float, past_first_steps: bool, median_step_seconds: float
-) -> tuple[float, float]:
-    """Return the limits without progress, in seconds: if all ranks are idle, and if one computes.
+) -> StallLimits:
+    """Return the limits without progress.
 
     Args:
         stall_seconds: `train.stall_seconds`; AUTO learns from the steps so far.
@@ -87,11 +96,12 @@ def idle_and_busy_stall_limit_seconds(
         median_step_seconds: median seconds of the last steps.
     """
     if stall_seconds != AUTO:
-        return stall_seconds, stall_seconds * (1 if past_first_steps else _OTHER_PHASE_BUSY_FACTOR)
+        busy_factor = 1 if past_first_steps else _OTHER_PHASE_BUSY_FACTOR
+        return StallLimits(stall_seconds, stall_seconds * busy_factor)
     if not past_first_steps:
-        return _OTHER_PHASE_SECONDS, float("inf")
+        return StallLimits(_OTHER_PHASE_SECONDS, float("inf"))
     learned_seconds = max(_LEAST_SECONDS, _TIMES_A_STEP * median_step_seconds)
-    return learned_seconds, learned_seconds * _BUSY_FACTOR
+    return StallLimits(learned_seconds, learned_seconds * _BUSY_FACTOR)
 
 
 def stall_verdict_or_none(
@@ -107,20 +117,20 @@ def stall_verdict_or_none(
     """
     quiet_seconds = min(watched_seconds, *(beat.still + beat.silent for beat in heartbeats))
     late_beats = heartbeats_of_ranks_behind(heartbeats)
-    idle_limit, busy_limit = idle_and_busy_stall_limit_seconds(
+    limits = stall_limits(
         stall_seconds,
         all(beat.warm for beat in late_beats),
         max(beat.step_seconds for beat in heartbeats),
     )
     # "t": a debugger holds the process.
-    if quiet_seconds <= idle_limit or any(
+    if quiet_seconds <= limits.idle_seconds or any(
         beat.state == "t" or beat.phase == MEETING for beat in heartbeats
     ):
         return None
-    is_at_work = any(beat.idle <= idle_limit and not beat.is_silent for beat in late_beats)
+    is_at_work = any(beat.idle <= limits.idle_seconds and not beat.is_silent for beat in late_beats)
     return (
         None
-        if is_at_work and quiet_seconds <= busy_limit
+        if is_at_work and quiet_seconds <= limits.busy_seconds
         else StallVerdict(late_beats, tuple(heartbeats), quiet_seconds)
     )
 

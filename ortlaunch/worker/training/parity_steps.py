@@ -25,7 +25,7 @@ from ortlaunch.run_folder.records import ParityLine, json_values_of_record
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.comparison import (
     compare_passes_replaying_random_numbers_if_drawn,
-    engine_and_reference_evaluation_losses,
+    evaluation_losses_or_none,
     owner_name_and_ratio_of_active_dropouts,
 )
 from ortlaunch.worker.engine.differences import Comparison, Difference
@@ -164,7 +164,7 @@ class ParitySteps:
                 )
                 if step_index + 1 == self.end_step and self._compares_evaluation_loss():
                     dtype = narrow_dtype_or_none(recipe.precision) if recipe.zero is None else None
-                    losses = engine_and_reference_evaluation_losses(
+                    losses = evaluation_losses_or_none(
                         engine.plain, engine.eval_module, batch, dtype
                     )
                     comparison = comparison._replace(evaluation=losses)

@@ -16,7 +16,7 @@ from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.comparison import (
     compare_passes_replaying_random_numbers_if_drawn,
     disable_dropout,
-    engine_and_reference_evaluation_losses,
+    evaluation_losses_or_none,
     owner_name_and_ratio_of_active_dropouts,
     run_and_compare_passes,
 )
@@ -442,16 +442,18 @@ def test_evaluation_is_compared_too() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x + torch.rand_like(x))
 
-    assert engine_and_reference_evaluation_losses(Drawing(), Drawing(), BATCH, None) is None
+    assert evaluation_losses_or_none(Drawing(), Drawing(), BATCH, None) is None
     net = Pooled()
     net.norm.eval()
     statistics = net.norm.running_mean.clone()
-    ours, theirs = engine_and_reference_evaluation_losses(net, net, BATCH, None) or (0.0, 1.0)
-    assert ours == theirs
+    losses = evaluation_losses_or_none(net, net, BATCH, None)
+    assert losses is not None
+    assert losses.engine == losses.reference
     plain = Net()
     plain.load_state_dict(net.state_dict())
-    ours, theirs = engine_and_reference_evaluation_losses(net, plain, BATCH, None) or (0.0, 0.0)
-    assert theirs == pytest.approx(2 * ours)
+    losses = evaluation_losses_or_none(net, plain, BATCH, None)
+    assert losses is not None
+    assert losses.reference == pytest.approx(2 * losses.engine)
     assert (net.training, net.norm.training, plain.training) == (True, False, True)
     assert torch.equal(net.norm.running_mean, statistics)
 

@@ -30,7 +30,7 @@ from ortlaunch.worker.supervision.stall_rules import (
     MEETING,
     Heartbeat,
     heartbeats_of_ranks_behind,
-    idle_and_busy_stall_limit_seconds,
+    stall_limits,
     stall_verdict_or_none,
 )
 from ortlaunch.worker.supervision.watchdog import Watchdog, _innermost_main_thread_lines
@@ -79,7 +79,7 @@ def test_limits(
     setting: float, warm: bool, step_seconds: float, found: tuple[float, float]
 ) -> None:
     """The limits depend on whether ranks are idle or busy, in training steps or elsewhere."""
-    assert idle_and_busy_stall_limit_seconds(setting, warm, step_seconds) == found
+    assert stall_limits(setting, warm, step_seconds) == found
 
 
 @pytest.mark.parametrize(
