@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +96,15 @@ def _presence_and_reason_of_unsupported_properties(
     ]
 
 
+class PartitionGradients(NamedTuple):
+    """The gradients of a rank's partition."""
+
+    counted: list[Tensor]
+    """In the norm and in the overflow check."""
+    others: list[Tensor]
+    """Padding and surplus: in the overflow check only."""
+
+
 class _FusedNormMethods:
     """The replacement methods, and the sums of squares that the check keeps for the norm."""
 
@@ -112,15 +122,13 @@ class _FusedNormMethods:
             gradients = [
                 gradient for gradient in optimizer.averaged_gradients[i] if gradient is not None
             ]
-            norm_gradients, other_gradients = _counted_gradients_and_padding_or_surplus(
-                gradients, optimizer.params_in_partition[i]
-            )
+            partition_gradients = _partition_gradients(gradients, optimizer.params_in_partition[i])
             squares = [
                 float64_sum_of_squares(tensors) if tensors else None
-                for tensors in (norm_gradients, other_gradients)
+                for tensors in partition_gradients
             ]
             if squares[0] is not None:
-                self.kept_squares.append((_TensorVersions(norm_gradients), squares[0]))
+                self.kept_squares.append((_TensorVersions(partition_gradients.counted), squares[0]))
             sums += [square for square in squares if square is not None]
         if not sums:
             return torch.zeros(1, dtype=torch.bool, device=self._device())
@@ -145,7 +153,7 @@ class _FusedNormMethods:
             return norm
         import deepspeed.comm as dist
 
-        norm_gradients, _ = _counted_gradients_and_padding_or_surplus(gradients, params)
+        norm_gradients = _partition_gradients(gradients, params).counted
         total = self._take_kept_or_compute_sum_of_squares(norm_gradients).float()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
         total = total.sqrt()
@@ -186,20 +194,16 @@ class _TensorVersions:
         )
 
 
-def _counted_gradients_and_padding_or_surplus(
+def _partition_gradients(
     gradients: Sequence[Tensor], partition_parameters: Sequence[torch.nn.Parameter]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (counted gradients, others: padding and surplus).
-
-    The norm uses the first list only. The overflow check uses both.
-    """
+) -> PartitionGradients:
     real_gradients = [
         gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)
     ]
     padding_gradients = [
         gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)
     ]
-    return real_gradients[: len(partition_parameters)], [
-        *real_gradients[len(partition_parameters) :],
-        *padding_gradients,
-    ]
+    return PartitionGradients(
+        real_gradients[: len(partition_parameters)],
+        [*real_gradients[len(partition_parameters) :], *padding_gradients],
+    )

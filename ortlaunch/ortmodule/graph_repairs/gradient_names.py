@@ -47,7 +47,7 @@ def slice_repeated_constants(
         return
     graph = exported_model.graph
     trained_names = names_of_trained_inputs_and_dependent_values(export_context, graph)
-    value_numbers = _computation_and_output_index_by_untrained_name(graph, trained_names)
+    value_numbers = _value_number_by_untrained_name(graph, trained_names)
     gradient_uses = [
         (node, position)
         for node, position in _nodes_and_positions_of_listed_and_norm_inputs(graph)
@@ -77,7 +77,7 @@ def slice_repeated_constants(
         )
 
 
-def _computation_and_output_index_by_untrained_name(
+def _value_number_by_untrained_name(
     onnx_graph: onnx.GraphProto, trained_names: set[str]
 ) -> dict[str, tuple[int, int]]:
     """Return the value number of each computed tensor without a gradient, by name.

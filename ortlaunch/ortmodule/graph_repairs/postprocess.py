@@ -26,7 +26,7 @@ def apply_check_and_record_user_postprocess_if_set(
         return exported_model
     # The function may change the graph that it is given.
     nodes_before = len(exported_model.graph.node)
-    original_names = _input_and_output_names(exported_model)
+    original_names = _value_names_by_side(exported_model)
     model_class = type(exported_model)
     name = module_and_qualified_name_text(function)
     try:
@@ -41,9 +41,8 @@ def apply_check_and_record_user_postprocess_if_set(
             "postprocess",
             f"{name} returned {type(exported_model).__name__}; it must return an onnx.ModelProto",
         )
-    for side, names_before, names_after in zip(
-        ("inputs", "outputs"), original_names, _input_and_output_names(exported_model)
-    ):
+    for side, names_after in _value_names_by_side(exported_model).items():
+        names_before = original_names[side]
         if names_before != names_after:
             raise SettingError(
                 "postprocess",
@@ -64,5 +63,6 @@ def apply_check_and_record_user_postprocess_if_set(
     return exported_model
 
 
-def _input_and_output_names(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
-    return [value.name for value in model.graph.input], [value.name for value in model.graph.output]
+def _value_names_by_side(model: onnx.ModelProto) -> dict[str, list[str]]:
+    sides = {"inputs": model.graph.input, "outputs": model.graph.output}
+    return {side: [value.name for value in values] for side, values in sides.items()}

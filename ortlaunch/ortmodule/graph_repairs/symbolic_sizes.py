@@ -67,7 +67,8 @@ def _infer_chunked_loss_types_and_shapes(
     inference: ShapeInference, loss_node: onnx.NodeProto
 ) -> None:
     """Infer a chunked loss, of which only the gradient of `hidden` has the type of `hidden`."""
-    own_type, exact_type = _type_codes_of_input_and_at_least_float32(inference, loss_node)
+    own_type = _first_input_type_code(inference, loss_node)
+    exact_type = _at_least_float32(own_type)
     hidden, weight = (inference._get_shape(loss_node, position) for position in (0, 1))
     # A gradient that is not wanted is empty.
     gradients = (
@@ -86,6 +87,7 @@ def _infer_attention_types_and_shapes(
     inference: ShapeInference, attention_node: onnx.NodeProto
 ) -> None:
     """Infer attention, of shape (batch, length, heads, size), and its log-sum-exp of the scores."""
+    own_type = _first_input_type_code(inference, attention_node)
     swapped_bits = int(inference._try_get_value(attention_node, 6))
     shapes = [inference._get_shape(attention_node, position) for position in range(3)]
     # The query, and likewise keys and values, may be shared by all samples.
@@ -96,18 +98,18 @@ def _infer_attention_types_and_shapes(
     _set_output_types_and_shapes(
         inference,
         attention_node,
-        _type_codes_of_input_and_at_least_float32(inference, attention_node),
+        (own_type, _at_least_float32(own_type)),
         ([batch, *lengths, value[3]], sum_shape),
     )
 
 
-def _type_codes_of_input_and_at_least_float32(
-    inference: ShapeInference, onnx_node: onnx.NodeProto
-) -> tuple[int, int]:
-    """Return the type of the first input, and the same in float32 or above."""
+def _first_input_type_code(inference: ShapeInference, onnx_node: onnx.NodeProto) -> int:
+    return int(inference.known_vi_[onnx_node.input[0]].type.tensor_type.elem_type)
+
+
+def _at_least_float32(type_code: int) -> int:
     tensor_types = importlib.import_module("onnx").TensorProto
-    own_type = inference.known_vi_[onnx_node.input[0]].type.tensor_type.elem_type
-    return own_type, own_type if own_type == tensor_types.DOUBLE else tensor_types.FLOAT
+    return type_code if type_code == tensor_types.DOUBLE else int(tensor_types.FLOAT)
 
 
 def _set_output_types_and_shapes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import onnx
@@ -22,6 +22,16 @@ _OUTPUT_TYPES = {
     **dict.fromkeys(("ArgMax", "ArgMin", "NonZero", "Shape", "Size"), "int64"),
     **dict.fromkeys(("GreaterOrEqual", "LessOrEqual"), "bool"),
 }
+
+
+class OperatorKernels(NamedTuple):
+    """The kernels of some versions of an operator."""
+
+    first_version: int
+    last_version: int
+    """0: still current."""
+    types: list[set[str]]
+    """Of each kernel."""
 
 
 def has_cuda_kernel_for_types(
@@ -45,11 +55,9 @@ def has_cuda_kernel_for_types(
     # ORT's own operators (com.microsoft) have version 1 only.
     version = 1 if onnx_node.domain else onnx_opset
     return any(
-        first_version <= version <= (last_version or version)
-        and any("any" in kernel or required_types <= kernel for kernel in kernels)
-        for first_version, last_version, kernels in _first_last_version_and_kernel_types_by_operator().get(
-            (onnx_node.domain, onnx_node.op_type), ()
-        )
+        kernels.first_version <= version <= (kernels.last_version or version)
+        and any("any" in types or required_types <= types for types in kernels.types)
+        for kernels in _kernels_by_operator().get((onnx_node.domain, onnx_node.op_type), ())
     )
 
 
@@ -99,15 +107,9 @@ def _lower_case_type_name(type_code: int) -> str:
 
 
 @functools.cache
-def _first_last_version_and_kernel_types_by_operator() -> dict[
-    tuple[str, str], list[tuple[int, int, list[set[str]]]]
-]:
-    """Return the kernels by (domain, operator name).
-
-    Each entry holds the operator's first version, its last version (0: still current), and one set
-    of types for each kernel.
-    """
-    table: dict[tuple[str, str], list[Any]] = {}
+def _kernels_by_operator() -> dict[tuple[str, str], list[OperatorKernels]]:
+    """Return the kernels by (domain, operator name)."""
+    table: dict[tuple[str, str], list[OperatorKernels]] = {}
     for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
         if not line.startswith("#"):
             domain, operator_name, versions, kernels = line.split(" ", 3)
@@ -121,6 +123,6 @@ def _first_last_version_and_kernel_types_by_operator() -> dict[
                 for kernel in kernels.split(" | ")
             ]
             table.setdefault((domain.strip("-"), operator_name), []).append(
-                (int(first_version), int(last_version or 0), types)
+                OperatorKernels(int(first_version), int(last_version or 0), types)
             )
     return table

@@ -81,7 +81,7 @@ static at::Tensor tensor_from_capsule(PyObject* capsule) {
 _INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "custom_function_fw")
 
 
-def _old_and_new_texts_that_stop_error_printing(
+def _changes_that_stop_error_printing(
     forward_or_backward: str,
 ) -> tuple[tuple[str, str], ...]:
     """Return the changes after which an error in a function is raised alone, and not printed too."""
@@ -157,7 +157,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         "custom_function_bw.cc": (
             ("#include <torch/extension.h>", ""),
             ("torch::utils::tensor_fromDLPack(", "tensor_from_capsule("),
-            *_old_and_new_texts_that_stop_error_printing("backward"),
+            *_changes_that_stop_error_printing("backward"),
         ),
         "custom_function_fw.h": (("#include <torch/extension.h>", ""),),
         "custom_function_fw.cc": (
@@ -211,7 +211,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
                 'and mark_dirty infos." << std::endl;',
                 "",
             ),
-            *_old_and_new_texts_that_stop_error_printing("forward"),
+            *_changes_that_stop_error_printing("forward"),
         ),
         "torch_interop_utils.cc": (
             (

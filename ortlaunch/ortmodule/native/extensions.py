@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ortlaunch.base import machine
 from ortlaunch.base.cache import (
@@ -43,6 +44,13 @@ _FIRST_WITHOUT_VOLTA = 13
 
 # Without this extension custom autograd functions are refused; everything else works.
 INTEROP = "torch_interop_utils"
+
+
+class CudaVersions(NamedTuple):
+    """The versions of CUDA that two packages were built for."""
+
+    torch: str
+    ort: str
 
 
 def installed_ort_package_name_or_refuse() -> str:
@@ -95,7 +103,7 @@ def extension_cache_folder() -> Path:
 def required_extension_names() -> list[str]:
     """Return the names of the extensions that ORT uses with the installed versions."""
     names = ["aten_op_executor", INTEROP]
-    if _cuda_versions_of_torch_and_ort_or_none() is not None:
+    if _cuda_versions_or_none() is not None:
         names += ["torch_gpu_allocator", "fused_ops"]
     return names
 
@@ -278,7 +286,7 @@ def _read_string_constant_or_none(python_file: Path, constant_name: str) -> str 
     return match[1] if match else None
 
 
-def _cuda_versions_of_torch_and_ort_or_none() -> tuple[str, str] | None:
+def _cuda_versions_or_none() -> CudaVersions | None:
     """Return the CUDA versions of torch and of ORT if both are CUDA builds, else None."""
     if installed_ort_package_name_or_refuse() != "onnxruntime-training":
         return None
@@ -289,7 +297,7 @@ def _cuda_versions_of_torch_and_ort_or_none() -> tuple[str, str] | None:
         _installed_package_folder_or_refuse("onnxruntime") / "capi" / "build_and_package_info.py",
         "cuda_version",
     )
-    return (torch_cuda, ort_cuda) if torch_cuda and ort_cuda else None
+    return CudaVersions(torch_cuda, ort_cuda) if torch_cuda and ort_cuda else None
 
 
 def _extension_cache_key() -> str:
@@ -297,9 +305,9 @@ def _extension_cache_key() -> str:
     # wheels for few versions of Python. So its package is determined first.
     ort = f"{installed_ort_package_name_or_refuse()}-{ORT_VERSION}"
     python_tag = sys.implementation.cache_tag or "python"
-    cuda = _cuda_versions_of_torch_and_ort_or_none()
+    cuda = _cuda_versions_or_none()
     gpu_architectures = (
-        (re.sub(r"[^\w.+]+", "-", _gpu_architectures_to_compile_for(cuda[0])),) if cuda else ()
+        (re.sub(r"[^\w.+]+", "-", _gpu_architectures_to_compile_for(cuda.torch)),) if cuda else ()
     )
     platform = sysconfig.get_platform()
     return "_".join(
@@ -341,14 +349,9 @@ def _missing_build_tool_hints() -> Iterator[str]:
         yield "setuptools (pip install setuptools)"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield "Python's C headers (apt-get install python3-dev)"
-    if (
-        _cuda_versions_of_torch_and_ort_or_none()
-        and not cuda_libraries.cuda_toolkit_folder_or_empty(_executable_search_path())
-    ):
-        yield (
-            f"CUDA's compiler (nvcc {(_cuda_versions_of_torch_and_ort_or_none() or ('',))[0]} "
-            "was not found; set CUDA_HOME)"
-        )
+    cuda = _cuda_versions_or_none()
+    if cuda and not cuda_libraries.cuda_toolkit_folder_or_empty(_executable_search_path()):
+        yield (f"CUDA's compiler (nvcc {cuda.torch} was not found; set CUDA_HOME)")
 
 
 def _compile_extensions_or_write_interop_refusal(
@@ -434,11 +437,11 @@ def _build_environment_variables() -> dict[str, str]:
     values["CFLAGS"] = (
         f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
     )
-    cuda = _cuda_versions_of_torch_and_ort_or_none()
+    cuda = _cuda_versions_or_none()
     if cuda is not None:
         # torch_cpp_extensions/install.py sets these variables for the extensions' setup.py.
-        values["ONNXRUNTIME_CUDA_VERSION"] = cuda[1]
-        values["TORCH_CUDA_ARCH_LIST"] = _gpu_architectures_to_compile_for(cuda[0])
+        values["ONNXRUNTIME_CUDA_VERSION"] = cuda.ort
+        values["TORCH_CUDA_ARCH_LIST"] = _gpu_architectures_to_compile_for(cuda.torch)
         values["CUDA_HOME"] = cuda_libraries.cuda_toolkit_folder_or_empty(_executable_search_path())
         # Searched last, for toolkits without the headers of cuBLAS, cuSPARSE and cuSOLVER.
         values["CPATH"] = os.pathsep.join(

@@ -27,6 +27,7 @@ from ortlaunch.ortmodule.tracing.python_state import (
     ENVIRONMENT,
     GLOBAL,
     MISSING_VALUE,
+    AttributeWriter,
     RecordedStateReads,
     StateValueSnapshots,
     are_snapshots_equal,
@@ -86,13 +87,13 @@ def _run_pass_again_and_refuse_changing_read_state(
         traced_model(*(tensor.clone() for tensor in example_inputs))
     for state_path in values_after.state_paths_with_changed_value():
         if state_path in changed_paths:
-            line, layer = state_reads.writer_by_layer.get(state_path[0], ("", ""))
-            layer = path_in_model(layer)
+            writer = state_reads.writer_by_layer.get(state_path[0], AttributeWriter())
+            layer = path_in_model(writer.layer_path)
             torch_remedy = f", or let {layer} run as torch (Settings.torch_modules={[layer]})"
             raise RuntimeError(
-                f"a forward pass reads and changes {_state_name_for_messages(*state_path)}{line}, and ONNX Runtime's "
-                "graph would hold its first value; give such a value to the forward pass as an "
-                f"argument{torch_remedy if layer else ''}"
+                f"a forward pass reads and changes {_state_name_for_messages(*state_path)}"
+                f"{writer.line_text}, and ONNX Runtime's graph would hold its first value; give such a "
+                f"value to the forward pass as an argument{torch_remedy if layer else ''}"
             )
 
 

@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +85,24 @@ def wrap_export_with_alias_tracking(torch_export: ExportFunction) -> ExportFunct
             return torch_export(model, *args, **kwargs)
 
     return export_with_aliases
+
+
+class MaskedIndex(NamedTuple):
+    """An index expression such as `[mask, 0]` in two steps."""
+
+    view: Args
+    """`[:, 0]`, which gives a view."""
+    mask: Args
+    """`[mask]`, an index of that view."""
+
+
+class ChangedTensor(NamedTuple):
+    """A tensor that a call has changed in place."""
+
+    tensor: Tensor
+    """As the model's code passed it."""
+    value: Tensor
+    """The tensor that the call was given for it."""
 
 
 @dataclass(eq=False)
@@ -182,18 +200,18 @@ class _AliasTracker(TorchFunctionMode):
             func, args, kwargs, input_tensors, current_values, result
         )
         pairs = zip(input_tensors, current_values, versions, inplace_change_counts(current_values))
-        changed_pairs = [
-            (tensor, value)
+        changed_tensors = [
+            ChangedTensor(tensor, value)
             for tensor, value, version_before, version_after in pairs
             if version_before != version_after
         ]
-        for tensor, value in _changed_tensor_and_value_per_shared_memory(changed_pairs, result):
+        for changed in _changed_tensors_of_separate_memory(changed_tensors, result):
             if any(
-                _share_storage_or_false(tensor, forward_input)
+                _share_storage_or_false(changed.tensor, forward_input)
                 for forward_input in self._forward_inputs
             ):
                 _note_that_an_argument_is_changed_in_place()
-            self._record_inplace_change_or_refuse(tensor, value)
+            self._record_inplace_change_or_refuse(changed.tensor, changed.value)
         return result
 
     def _rewrite_inplace_call_for_exporter(
@@ -208,13 +226,12 @@ class _AliasTracker(TorchFunctionMode):
                 raise RuntimeError(_COMPLEX_MESSAGE)
             return Tensor.copy_, (part, _convert_like(args[2], part)), {}
         if tensor_function is Tensor.__setitem__ and (
-            view_and_mask := _split_into_view_and_mask_index_or_none(args[1])
+            masked_index := _split_masked_index_or_none(args[1])
         ):
             # The exporter would take the mask for an index.
-            view, mask_index = view_and_mask
-            part = self.__torch_function__(Tensor.__getitem__, tensor_types, (x, view))
+            part = self.__torch_function__(Tensor.__getitem__, tensor_types, (x, masked_index.view))
             return self._rewrite_inplace_call_for_exporter(
-                tensor_function, tensor_types, (part, mask_index, args[2]), kwargs
+                tensor_function, tensor_types, (part, masked_index.mask, args[2]), kwargs
             )
         if tensor_function is Tensor.__setitem__ and (
             index_tensors := _tensor_indices_or_empty(args[1])
@@ -377,7 +394,7 @@ def _out_of_place_function_or_none(in_place_function: AnyFunction) -> AnyFunctio
     return function if callable(function) and function_name not in _FORM_CHANGING_NAMES else None
 
 
-def _split_into_view_and_mask_index_or_none(index_expression: object) -> tuple[Args, Args] | None:
+def _split_masked_index_or_none(index_expression: object) -> MaskedIndex | None:
     """Split `[mask, 0]` into the view `[:, 0]` and the index `[mask]` of it.
 
     Returns:
@@ -403,7 +420,7 @@ def _split_into_view_and_mask_index_or_none(index_expression: object) -> tuple[A
             mask_index += [] if isinstance(part, int) else [slice(None)]
     while isinstance(mask_index[-1], slice):
         mask_index.pop()
-    return tuple(view_index), tuple(mask_index)
+    return MaskedIndex(tuple(view_index), tuple(mask_index))
 
 
 def _tensor_indices_or_empty(index_expression: object) -> list[Tensor | None]:
@@ -419,22 +436,22 @@ def _convert_like(value: Any, tensor: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
-def _changed_tensor_and_value_per_shared_memory(
-    changed_tensors_and_values: Sequence[tuple[Tensor, Tensor]], call_result: object
-) -> list[tuple[Tensor, Tensor]]:
+def _changed_tensors_of_separate_memory(
+    changed_tensors: Sequence[ChangedTensor], call_result: object
+) -> list[ChangedTensor]:
     """Return the tensors through which a call changed memory, one for each shared memory.
 
     Of several tensors that share memory, the result of the call comes first, then the first
     argument.
     """
-    targets: list[tuple[Tensor, Tensor]] = []
+    targets: list[ChangedTensor] = []
     result_tensors = tensors_inside_nested_values(call_result)
-    for tensor, value in sorted(
-        changed_tensors_and_values,
-        key=lambda pair: not any(pair[1] is output for output in result_tensors),
+    for changed in sorted(
+        changed_tensors,
+        key=lambda changed: not any(changed.value is output for output in result_tensors),
     ):
-        if not any(_share_storage_or_false(value, other) for _, other in targets):
-            targets.append((tensor, value))
+        if not any(_share_storage_or_false(changed.value, target.value) for target in targets):
+            targets.append(changed)
     return targets
 
 

@@ -109,9 +109,12 @@ def _create_loss_wrapper_dropping_rows_if_sparse(
                 density = float(is_counted.float().mean())
                 if density < SPARSE_LABEL_SHARE:
                     trace_facts["label_density"] = round(density, 3)
-                    scores, labels = _drop_ignored_rows_or_print_density(
-                        scores, labels, is_counted, ignore_index, prints_density
-                    )
+                    if prints_density:
+                        labels = _print_density(labels, ignore_index)
+                    else:
+                        row_indices = _counted_row_indices(labels, is_counted)
+                        scores = scores.index_select(0, row_indices)
+                        labels = labels.index_select(0, row_indices)
             return original_loss(scores, labels, weight, reduction, ignore_index, smoothing)
 
         return gathering_loss
@@ -119,23 +122,19 @@ def _create_loss_wrapper_dropping_rows_if_sparse(
     return wrap_loss
 
 
-def _drop_ignored_rows_or_print_density(
-    scores: torch.Tensor,
-    labels: torch.Tensor,
-    is_counted_label: torch.Tensor,
-    ignore_index: int,
-    prints_density: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _print_density(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     # ORT's operator prints in every step, and marks the place for ORT's own gather.
-    if prints_density:
-        from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
+    from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
 
-        return scores, FlagAndPrintDensity.apply(labels, ignore_index, "label")
+    marked_labels: torch.Tensor = FlagAndPrintDensity.apply(labels, ignore_index, "label")
+    return marked_labels
+
+
+def _counted_row_indices(labels: torch.Tensor, is_counted_label: torch.Tensor) -> torch.Tensor:
     # If every label is ignored, the first row is kept, because ORT's matmul fails for empty
     # matrices. The loss ignores its label anyway.
     is_first_row = torch.ones_like(labels).cumsum(0) == 1
-    row_indices = (is_counted_label | (is_first_row & ~is_counted_label.any())).nonzero().squeeze(1)
-    return scores.index_select(0, row_indices), labels.index_select(0, row_indices)
+    return (is_counted_label | (is_first_row & ~is_counted_label.any())).nonzero().squeeze(1)
 
 
 def change_label_gathers_to_shrunken_gathers(

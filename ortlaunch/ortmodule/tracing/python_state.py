@@ -19,7 +19,7 @@ import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -84,18 +84,28 @@ def innermost_frame_of_model_code_or_none() -> types.FrameType | None:
     return frame
 
 
-def _running_line_text_and_layer_path(path_by_layer_id: Mapping[int, str]) -> tuple[str, str]:
-    """Return the running line of the model's code, and the path of its layer."""
+def _running_attribute_writer(path_by_layer_id: Mapping[int, str]) -> AttributeWriter:
+    """Return the running line of the model's code as a writer."""
     frame = innermost_frame_of_model_code_or_none()
     if frame is None:
-        return "", ""
+        return AttributeWriter()
     line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-    return line, path_by_layer_id.get(id(first_argument_of_running_function(frame)), "")
+    layer_id = id(first_argument_of_running_function(frame))
+    return AttributeWriter(line, path_by_layer_id.get(layer_id, ""))
 
 
 def first_argument_of_running_function(frame: types.FrameType) -> object:
     """Return the first argument of a running function, which is `self` in a method."""
     return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+
+
+class AttributeWriter(NamedTuple):
+    """The code that wrote an attribute of a layer."""
+
+    line_text: str = ""
+    """The line, for messages."""
+    layer_path: str = ""
+    """The path of the layer whose code it is."""
 
 
 class RecordedStateReads:
@@ -110,9 +120,8 @@ class RecordedStateReads:
     def __init__(self) -> None:
         self.value_by_path: dict[StatePath, object] = {}
         self.code_names: set[str] = set()
-        self.writer_by_layer: dict[str, tuple[str, str]] = {}
-        """The line that last wrote an attribute of a layer, and the path of the layer whose code it
-        is; by the path of the former."""
+        self.writer_by_layer: dict[str, AttributeWriter] = {}
+        """The last writer of an attribute of a layer, by the path of that layer."""
 
 
 @contextlib.contextmanager
@@ -146,7 +155,7 @@ def record_python_values_that_passes_read(traced_model: nn.Module) -> Iterator[R
     def set_and_record(layer: nn.Module, name: str, value: Any) -> None:
         if running_passes and not _paused and id(layer) in path_by_layer_id:
             written_paths.add((path_by_layer_id[id(layer)], name))
-            reads.writer_by_layer[path_by_layer_id[id(layer)]] = _running_line_text_and_layer_path(
+            reads.writer_by_layer[path_by_layer_id[id(layer)]] = _running_attribute_writer(
                 path_by_layer_id
             )
         original_setattr(layer, name, value)
@@ -356,7 +365,7 @@ class StateValueSnapshots:
         self._names = only_attributes_with_tensors
         self._recorded_values = []
         for state_path in state_paths:
-            own_values, class_values = _own_and_class_mappings_to_search(layers, *state_path)
+            own_values, class_values = _mappings_to_search(layers, *state_path)
             value = own_values.get(state_path[1], class_values.get(state_path[1], MISSING_VALUE))
             self._recorded_values.append(
                 (state_path, own_values, class_values, value, isinstance(value, _IMMUTABLE_TYPES))
@@ -385,10 +394,10 @@ class StateValueSnapshots:
         return differing_paths
 
 
-def _own_and_class_mappings_to_search(
+def _mappings_to_search(
     layer_by_path: dict[str, nn.Module], layer_path_or_global_holder: str, value_name: str
 ) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """Return two mappings to search for a place, in order.
+    """Return the two mappings to search for a place, in this order.
 
     Layer: its own attributes, then the class that defines `value_name`. Global or environment: the second
     is empty.
