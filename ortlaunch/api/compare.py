@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import read_resolved_recipe_of_run
-from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values
+from ortlaunch.recipe.rules.resume_rules import changed_leaves
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.started_runs.status import read_status
@@ -31,8 +31,8 @@ def compare_runs(first_run: RunDir, second_run: RunDir) -> list[str]:
         *(change.change_text for change in origin_changes),
         *_user_code_difference_lines(first_run, second_run),
         *(
-            f"{name}: {_old_and_new_value_text(old_value, new_value)}"
-            for name, old_value, new_value in changed_leaf_paths_and_values(*results)
+            f"{leaf.path}: {_old_and_new_value_text(leaf.old_value, leaf.new_value)}"
+            for leaf in changed_leaves(*results)
         ),
     ]
 
@@ -68,7 +68,7 @@ def _user_code_difference_lines(first_run: RunDir, second_run: RunDir) -> Iterat
         {path.relative_to(run.modules): path.read_bytes() for path in run.modules.rglob("*.py")}
         for run in (first_run, second_run)
     )
-    for name, old_bytes, new_bytes in changed_leaf_paths_and_values(first_files, second_files):
+    for name, old_bytes, new_bytes in changed_leaves(first_files, second_files):
         difference_text = "only in the first run" if new_bytes is None else "only in the second run"
         yield f"modules/{name}: {difference_text if None in (old_bytes, new_bytes) else 'other content'}"
 

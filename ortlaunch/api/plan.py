@@ -16,7 +16,7 @@ from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.prediction_table import engine_prediction_table_lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
-from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values
+from ortlaunch.recipe.rules.resume_rules import changed_leaves
 from ortlaunch.resolve import shipped
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import (
@@ -72,10 +72,10 @@ class PlannedRun(NamedTuple):
         other_plan = _plan_of_run_folder_plan_file_or_recipe(other_path, self.resolved)
         return [
             # All hosts on one line: a cluster has too many for a line each.
-            f"{path}: {_hosts_text(old_value)} -> {_hosts_text(new_value)}"
-            if path == "nodes"
-            else f"{path}: {json.dumps(old_value)} -> {json.dumps(new_value)}"
-            for path, old_value, new_value in changed_leaf_paths_and_values(
+            f"{leaf.path}: {_hosts_text(leaf.old_value)} -> {_hosts_text(leaf.new_value)}"
+            if leaf.path == "nodes"
+            else f"{leaf.path}: {json.dumps(leaf.old_value)} -> {json.dumps(leaf.new_value)}"
+            for leaf in changed_leaves(
                 json.loads(other_plan.to_json()), json.loads(self.plan.to_json())
             )
         ]

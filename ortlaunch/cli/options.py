@@ -157,8 +157,8 @@ def exit_with_status_of_process() -> Iterator[None]:
         raise typer.Exit(error.exit_status) from None
 
 
-def parse_port_range(range_text: str | None) -> tuple[int, int] | None:
-    """Return the two ends of `LOW-HIGH`; None for None.
+def parse_port_range(range_text: str | None) -> range | None:
+    """Return the ports of `LOW-HIGH`; None for None.
 
     Raises:
         typer.BadParameter: the text is not a range of ports.
@@ -174,7 +174,7 @@ def parse_port_range(range_text: str | None) -> tuple[int, int] | None:
         raise typer.BadParameter(
             f"got {range_text}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports"
         )
-    return int(first_port), int(last_port)
+    return range(int(first_port), int(last_port) + 1)
 
 
 def launch_options_from_typed_values(

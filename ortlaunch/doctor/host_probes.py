@@ -60,7 +60,7 @@ class ProbeRequest(NamedTuple):
     interface: str | None
     counts_gpus: bool
     port: int
-    port_range: tuple[int, int] | None = None  # of ports to try, at every host
+    port_range: range | None = None  # of ports to try, at every host
 
     def probe_arguments_for_host(self, host_name: str) -> dict[str, object]:
         """Return the request to one host, as the argument of the probe's `main`."""
@@ -77,7 +77,7 @@ class ProbeRequest(NamedTuple):
     def _ports_of_host(self, host_name: str) -> tuple[int, ...]:
         """Return the ports on which a host listens: the ends of the range, else one port."""
         if self.port_range is not None:
-            return tuple(dict.fromkeys(self.port_range))
+            return tuple(dict.fromkeys((self.port_range[0], self.port_range[-1])))
         return (self.port if (host_name,) == self.host_names[:1] or not self.host_names else 0,)
 
     def program_for_host(self, host_name: str) -> bytes:

@@ -38,9 +38,7 @@ class HostRequirements(NamedTuple):
     interface: str | None = None  # the network interface where ranks meet
     port: int = 0  # the port of the first host where ranks meet; 0: any
     shared_memory_bytes: int = 0  # bytes of /dev/shm that data workers need on a host
-    port_range: tuple[int, int] | None = (
-        None  # range of ports that all hosts must reach of each other
-    )
+    port_range: range | None = None  # ports that all hosts must reach of each other
 
     @property
     def probe_request(self) -> ProbeRequest:
@@ -226,7 +224,7 @@ def _interface_address_and_port_findings(
     if isinstance(properties["listens"], str) and must_listen:
         port_text = f"port {requirements.port}" if requirements.port else "a free port"
         port_text = (
-            f"ports {requirements.port_range[0]} and {requirements.port_range[1]}"
+            f"ports {requirements.port_range[0]} and {requirements.port_range[-1]}"
             if requirements.port_range
             else port_text
         )
@@ -465,29 +463,23 @@ def _ok_or_warning_findings_on_slow_conditions(
             )
         )
     if requirements.device == "cuda" and properties["gpus"]:
-        checks.append(_idle_gpu_check_name_verdict_text_and_remedy(properties["busy_gpus"]))
+        busy_processes = properties["busy_gpus"]
+        checks.append(
+            (
+                "gpus idle",
+                busy_processes == [],
+                "nvidia-smi does not report it"
+                if busy_processes is None
+                else f"busy: {'; '.join(busy_processes) or 'none'}",
+                "check that nvidia-smi works there"
+                if busy_processes is None
+                else "end those processes, or wait for them",
+            )
+        )
     for check_name, is_good, observation, remedy in checks:
         yield finding_ok_or_with_remedy(
             host_name, check_name, is_good, observation, remedy, verdict_if_not_good=WARNING
         )
-
-
-def _idle_gpu_check_name_verdict_text_and_remedy(
-    busy_processes: list[str] | None,
-) -> tuple[str, bool, str, str]:
-    if busy_processes is None:
-        return (
-            "gpus idle",
-            False,
-            "nvidia-smi does not report it",
-            "check that nvidia-smi works there",
-        )
-    return (
-        "gpus idle",
-        not busy_processes,
-        f"busy: {'; '.join(busy_processes) or 'none'}",
-        "end those processes, or wait for them",
-    )
 
 
 @contextlib.contextmanager

@@ -166,6 +166,7 @@ class OpenPorts:
     @property
     def ports(self) -> list[tuple[int, int]]:
         """The (TCP port, UDP port) of each pair of sockets."""
+        # Plain tuples, here and in `try_peers`: they are printed as literals for another host.
         port_numbers = [open_socket.getsockname()[1] for open_socket in self.sockets]
         return list(zip(port_numbers[::2], port_numbers[1::2]))
 
@@ -199,7 +200,7 @@ class OpenPorts:
                 *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
                 yield from (line.decode() for line in complete_lines)
 
-    def try_peers_and_list_tcp_error_udp_and_mtu_success(
+    def try_peers(
         self, address_tcp_udp_mtu_of_peers: Sequence[tuple[str, int, int, int]]
     ) -> list[tuple[str, bool, bool]]:
         """Try to reach ports of other hosts, all at the same time.
@@ -453,7 +454,7 @@ def main(request: Json) -> None:
             (peer_words[word_index], *map(int, peer_words[word_index + 1 : word_index + 4]))
             for word_index in range(0, len(peer_words), 4)
         ]
-        connection_results = open_ports.try_peers_and_list_tcp_error_udp_and_mtu_success(peers)  # type: ignore[arg-type]
+        connection_results = open_ports.try_peers(peers)  # type: ignore[arg-type]
         print(
             {"time": request_time, "took": time.time() - request_time, "reach": connection_results},
             flush=True,

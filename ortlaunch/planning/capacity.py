@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ortlaunch.base.errors import PlanError
 from ortlaunch.base.machine import smallest_memory_limit, usable_core_count
@@ -10,6 +11,15 @@ from ortlaunch.base.units import count_with_noun, human_bytes
 from ortlaunch.launch_plan import Memory, Node, ProcessMemory
 from ortlaunch.planning.workload import Workload
 from ortlaunch.planning.world import World
+
+
+class HostModelBytes(NamedTuple):
+    """Bytes of host memory of a rank beside its process."""
+
+    least: int
+    likely: int
+    content_text: str
+    """Their content, for messages."""
 
 
 def notes_or_refusal_for_crowding_of_this_host(
@@ -31,21 +41,14 @@ def notes_or_refusal_for_crowding_of_this_host(
         yield from _memory_notes_or_refusal_for_host(
             node,
             workload.process,
-            _least_and_likely_host_bytes_and_content_text(workload.memory, world.device),
+            _host_model_bytes(workload.memory, world.device),
             is_planned_only,
         )
 
 
-def _least_and_likely_host_bytes_and_content_text(
-    memory: Memory | None, device: str
-) -> tuple[int, int, str]:
-    """Return the host memory of a rank beside its process.
-
-    Returns:
-        The least bytes, the likely bytes, and a phrase for their content.
-    """
+def _host_model_bytes(memory: Memory | None, device: str) -> HostModelBytes:
     if memory is None:
-        return 0, 0, "of weights, gradients and optimizer state"
+        return HostModelBytes(0, 0, "of weights, gradients and optimizer state")
     stage_bytes = dict(memory.by_stage)[memory.chosen]
     host_memory = memory.host
     least_bytes = host_memory.offloaded + host_memory.snapshot
@@ -54,7 +57,7 @@ def _least_and_likely_host_bytes_and_content_text(
         least_bytes, likely_bytes = least_bytes + stage_bytes.model, least_bytes + stage_bytes.total
     # The model is built in float32 before it is cast or sharded; the larger of the two counts.
     if least_bytes < host_memory.built:
-        return (
+        return HostModelBytes(
             host_memory.built,
             max(host_memory.built, likely_bytes),
             "to build the model in float32",
@@ -63,27 +66,26 @@ def _least_and_likely_host_bytes_and_content_text(
     content_text = (
         "of weights, gradients and optimizer state" if device == "cpu" else "of what is offloaded"
     )
-    return least_bytes, likely_bytes, content_text + save_text
+    return HostModelBytes(least_bytes, likely_bytes, content_text + save_text)
 
 
 def _memory_notes_or_refusal_for_host(
     host_node: Node,
     process_memory: ProcessMemory,
-    least_likely_bytes_and_text: tuple[int, int, str],
+    model_bytes: HostModelBytes,
     is_planned_only: bool,
 ) -> Iterator[str]:
     """Yield a note if the ranks of a host do not fit into its memory; raise PlanError for a run."""
     limit_name, limit_bytes, _ = smallest_memory_limit()
-    least_model_bytes, likely_model_bytes, content_text = least_likely_bytes_and_text
     # The kernel can drop pages of files, so that only private bytes are needed at least.
-    least_bytes = host_node.slots * (process_memory.own + least_model_bytes)
+    least_bytes = host_node.slots * (process_memory.own + model_bytes.least)
     likely_bytes = (
-        process_memory.bytes_of_ranks(host_node.slots) + host_node.slots * likely_model_bytes
+        process_memory.bytes_of_ranks(host_node.slots) + host_node.slots * model_bytes.likely
     )
     if least_bytes > limit_bytes:
         rank_bytes_text = (
             f"({human_bytes(process_memory.own)} a process + "
-            f"{human_bytes(least_model_bytes)} {content_text})"
+            f"{human_bytes(model_bytes.least)} {model_bytes.content_text})"
         )
         message = (
             f"{host_node.host}: {count_with_noun(host_node.slots, 'rank')} x {rank_bytes_text} = "

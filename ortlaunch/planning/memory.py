@@ -470,10 +470,6 @@ def _adapter_tensor_sizes_or_none(lora: Lora, model_shape: ModelShape) -> list[i
     """Return the number of elements of each matrix of the adapters; None: an unknown target."""
     if lora.target_parameters or lora.modules_to_save:
         return None
-    linear_sizes = model_shape.linear_layer_input_and_output_sizes_or_none(lora.target_modules)
+    side_sizes = model_shape.linear_layer_side_sizes_or_none(lora.target_modules)
     # Each adapter has two matrices, of r x input and output x r elements.
-    return (
-        None
-        if linear_sizes is None
-        else [lora.r * side for layer_sizes in linear_sizes for side in layer_sizes]
-    )
+    return None if side_sizes is None else [lora.r * side_size for side_size in side_sizes]

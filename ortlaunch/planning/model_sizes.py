@@ -48,10 +48,14 @@ class ModelShape(NamedTuple):
         ]
         return [*layer_sizes, *self.other_sizes]
 
-    def linear_layer_input_and_output_sizes_or_none(
+    def linear_layer_side_sizes_or_none(
         self, names_or_all_linear: Sequence[str]
-    ) -> list[tuple[int, int]] | None:
-        """Return inputs and outputs of the linear layers of these names; None: one is unknown."""
+    ) -> list[int] | None:
+        """Return the sizes of the two sides, inputs and outputs, of each linear layer of these names.
+
+        Returns:
+            None if a name is unknown.
+        """
         all_linear_layers = [
             *self.adaptable_layers,
             *(
@@ -65,7 +69,7 @@ class ModelShape(NamedTuple):
             known_names if "all-linear" in names_or_all_linear else set(names_or_all_linear)
         )
         return (
-            [(a, b) for name, a, b in all_linear_layers if name in wanted_names]
+            [side for name, *sides in all_linear_layers if name in wanted_names for side in sides]
             if wanted_names <= known_names
             else None
         )

@@ -18,7 +18,7 @@ from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import variables_in
-from ortlaunch.recipe.rules.resume_rules import changed_leaf_paths_and_values
+from ortlaunch.recipe.rules.resume_rules import changed_leaves
 from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder import origin
@@ -215,6 +215,6 @@ def _has_run_or_interrupted_start(run: RunDir) -> bool:
 def difference_texts(old_value: object, new_value: object) -> Iterator[str]:
     """Return `key.path: old -> new` for every leaf that differs."""
     return (
-        f"{path}: {old_leaf!r} -> {new_leaf!r}"
-        for path, old_leaf, new_leaf in changed_leaf_paths_and_values(old_value, new_value)
+        f"{leaf.path}: {leaf.old_value!r} -> {leaf.new_value!r}"
+        for leaf in changed_leaves(old_value, new_value)
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ortlaunch.base.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_leaf_paths_and_values
+from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_leaves
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import Command, ResolvedRun
 from ortlaunch.run_folder import origin
@@ -309,10 +309,8 @@ def _recipe_change_lines_without_checkpoint(
     """Yield the changes of the recipe for a run that has no checkpoint, and begins again."""
     if earlier_recipe is not None:
         recipe_values = resolved_run.recipe_file.recipe.model_dump(mode="json")
-        for path, old_value, new_value in changed_leaf_paths_and_values(
-            earlier_recipe.model_dump(mode="json"), recipe_values
-        ):
-            yield f"  changed: {path}: {old_value!r} -> {new_value!r}"
+        for leaf in changed_leaves(earlier_recipe.model_dump(mode="json"), recipe_values):
+            yield f"  changed: {leaf.path}: {leaf.old_value!r} -> {leaf.new_value!r}"
 
 
 def origin_record_of_resolved_run(resolved_run: ResolvedRun) -> dict[str, object]:

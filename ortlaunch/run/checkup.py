@@ -47,7 +47,7 @@ class CheckupOptions(NamedTuple):
     device: str | None = None
     interface: str | None = None
     port: int = 0
-    port_range: tuple[int, int] | None = None
+    port_range: range | None = None
 
 
 def requirements_of_run_on_hosts(resolved: ResolvedRun, run_folder: Path) -> HostRequirements:

@@ -88,6 +88,15 @@ _OTHER_DATA = ChangeRule(
 ALLOW_NAMES = ("data", "loss", "model", "optimizer", "precision")
 
 
+class LeafChange(NamedTuple):
+    """A value that differs between two nested mappings."""
+
+    path: str
+    """Its keys, joined by dots."""
+    old_value: Any
+    new_value: Any
+
+
 class Change(NamedTuple):
     """A value that differs from that of the checkpoint."""
 
@@ -152,13 +161,10 @@ def changed_leaves_with_rules(
     """Return every leaf that differs, in the order of `old_values`, each with its rule."""
     return [
         Change(
-            field,
-            old_value,
-            new_value,
-            rule_of_field_or_nearest_parent(field, rules, old_value, new_value),
+            *leaf, rule_of_field_or_nearest_parent(leaf.path, rules, leaf.old_value, leaf.new_value)
         )
-        for field, old_value, new_value in changed_leaf_paths_and_values(old_values, new_values)
-        if not _are_absolute_paths_of_same_files(old_value, new_value)
+        for leaf in changed_leaves(old_values, new_values)
+        if not _are_absolute_paths_of_same_files(leaf.old_value, leaf.new_value)
     ]
 
 
@@ -226,17 +232,15 @@ def rule_of_field_or_nearest_parent(
     return rule if isinstance(rule, ChangeRule) else rule(old_value, new_value)
 
 
-def changed_leaf_paths_and_values(
-    old_value: Any, new_value: Any, dotted_path: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted path, before, after) of every leaf that differs."""
+def changed_leaves(old_value: Any, new_value: Any, dotted_path: str = "") -> Iterator[LeafChange]:
+    """Yield every leaf that differs."""
     if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
         # Keys of both, in order, each once.
         for key in dict.fromkeys((*old_value, *new_value)):
-            yield from changed_leaf_paths_and_values(
+            yield from changed_leaves(
                 old_value.get(key),
                 new_value.get(key),
                 f"{dotted_path}.{key}" if dotted_path else key,
             )
     elif old_value != new_value:
-        yield dotted_path, old_value, new_value
+        yield LeafChange(dotted_path, old_value, new_value)

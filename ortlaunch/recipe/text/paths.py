@@ -53,9 +53,7 @@ def expand_input_paths_and_note_folders(
             continue
         path_text = _expand_home_and_variables(node.scalar, known_variables)
         expanded_path, note = (
-            (path_text, "")
-            if key_path in _OUTPUT_PATHS
-            else _path_beside_recipe_or_current_and_note(path_text, node)
+            (path_text, "") if key_path in _OUTPUT_PATHS else _path_and_folder_note(path_text, node)
         )
         if note:
             notes.append(f"{format_key_path(key_path)}: {note}")
@@ -106,7 +104,7 @@ def _expand_home_and_variables(path_text: str, known_variables: Mapping[str, str
     )
 
 
-def _path_beside_recipe_or_current_and_note(path_text: str, node: Tree) -> tuple[str, str]:
+def _path_and_folder_note(path_text: str, node: Tree) -> tuple[str, str]:
     """Return a path as seen from the current folder, and a note if another one might be meant."""
     # A value of the command line has no line.
     folder = Path(node.location.source).parent if node.location.line else Path()

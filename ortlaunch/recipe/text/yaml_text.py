@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -127,56 +127,73 @@ def _syntax_error_at_place_to_correct(
         lines[problem_mark.line] if problem_mark and problem_mark.line < len(lines) else ""
     )
     is_same_line = bool(problem_mark and context_mark and problem_mark.line == context_mark.line)
-    is_at_opening, message, hint = _is_error_at_opening_message_and_remedy(
+    problem = _yaml_problem(
         error.problem or "syntax error", error.context or "", problem_line_text, is_same_line
     )
-    mark = context_mark if is_at_opening and context_mark else problem_mark
+    mark = context_mark if problem.is_at_opening and context_mark else problem_mark
     location = (
         SourceLocation(source_name, mark.line + 1, mark.column + 1)
         if mark
         else SourceLocation(source_name, 1, 1)
     )
-    return SourceError(location, f"is not YAML: {message}" + (f"; {hint}" if hint else ""))
+    remedy_text = f"; {problem.remedy}" if problem.remedy else ""
+    return SourceError(location, f"is not YAML: {problem.message}{remedy_text}")
 
 
-def _is_error_at_opening_message_and_remedy(
+class YamlProblem(NamedTuple):
+    """The error of a text that is not YAML."""
+
+    is_at_opening: bool
+    """Whether the place to correct is the opening quote or bracket."""
+    message: str
+    remedy: str
+
+
+def _yaml_problem(
     parser_message: str, parser_context: str, line_text: str, is_same_line: bool
-) -> tuple[bool, str, str]:
-    """Return (whether the error is placed at the opening quote or bracket, problem, remedy)."""
+) -> YamlProblem:
     if "quoted" in parser_context and "unexpected" in parser_message:
-        return True, "this quote is never closed", "close it at the end of the value"
+        return YamlProblem(True, "this quote is never closed", "close it at the end of the value")
     if "quoted" in parser_context:
-        return (
+        return YamlProblem(
             True,
             parser_message,
             "in double quotes a backslash is an escape: use single quotes, or / in a path",
         )
     if "flow" in parser_context and not is_same_line:
         bracket = "{" if "mapping" in parser_context else "["
-        return True, f"this {bracket} is never closed", "close it, or add the comma that is missing"
+        return YamlProblem(
+            True, f"this {bracket} is never closed", "close it, or add the comma that is missing"
+        )
     if "flow" in parser_context:
-        return False, parser_message, "a comma, a bracket or quotes are missing"
+        return YamlProblem(False, parser_message, "a comma, a bracket or quotes are missing")
     if "\t" in line_text:
-        return False, parser_message, "this line holds a tab: indent with spaces"
+        return YamlProblem(False, parser_message, "this line holds a tab: indent with spaces")
     if "another document" in parser_message or "<document start>" in parser_message:
-        return (
+        return YamlProblem(
             False,
             "a second document begins here",
             "a recipe has one document, without `---` between its lines",
         )
     if "mapping values are not allowed" in parser_message:
-        return False, parser_message, "quote a value that contains ': ', and check the indentation"
+        return YamlProblem(
+            False, parser_message, "quote a value that contains ': ', and check the indentation"
+        )
     if "alias" in parser_message + parser_context or "cannot start any token" in parser_message:
-        return (
+        return YamlProblem(
             "alias" in parser_context,
             parser_message,
             "quote a value that begins with `*`, `@`, `%` or a backquote",
         )
     if "':'" in parser_message:
-        return False, parser_message, "write `key: value`, with a space after the colon"
+        return YamlProblem(
+            False, parser_message, "write `key: value`, with a space after the colon"
+        )
     if "block" in parser_message + parser_context:
-        return False, parser_message, "the keys of one section begin in the same column"
-    return False, parser_message, ""
+        return YamlProblem(
+            False, parser_message, "the keys of one section begin in the same column"
+        )
+    return YamlProblem(False, parser_message, "")
 
 
 class _Dumper(yaml.SafeDumper):
