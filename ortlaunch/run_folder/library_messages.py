@@ -51,7 +51,9 @@ _MOST_CHARACTERS = 300  # characters of a line
 
 def match_cause_in_text(text: str) -> tuple[Cause, str] | None:
     """Return the first cause of the table that matches a text, with the last line that matches."""
-    cause_and_line = ((cause, last_matching_line(pattern, text)) for cause, pattern in _CAUSE_AND_PATTERN_PAIRS)
+    cause_and_line = (
+        (cause, last_matching_line(pattern, text)) for cause, pattern in _CAUSE_AND_PATTERN_PAIRS
+    )
     return next(((cause, line) for cause, line in cause_and_line if line), None)
 
 
