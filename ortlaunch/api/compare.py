@@ -51,11 +51,9 @@ def _old_and_new_value_text(old_value: object, new_value: object) -> str:
 def _origin_at_newest_checkpoint_or_start(run: RunDir) -> Json:
     if not run.has_plan_and_recipe:
         raise InputError(f"{run}: has not begun, so it has no record to compare")
-    complete_checkpoints = run.complete_checkpoints()
-    recorded_origin = (
-        origin.read_checkpoint_origin_or_none(complete_checkpoints[-1][1])
-        if complete_checkpoints
-        else None
+    newest_checkpoint = run.newest_complete_checkpoint()
+    recorded_origin = newest_checkpoint and origin.read_checkpoint_origin_or_none(
+        newest_checkpoint[1]
     )
     return recorded_origin or origin.read_origin_of_started_run(
         run, read_resolved_recipe_of_run(run.recipe)

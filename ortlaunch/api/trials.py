@@ -169,7 +169,7 @@ class TrialRunner:
         slots = set(range(self._study.sweep.parallel)) - {running.slot for running in self._running}
         slot = min(slots)
         fields = self._study.read_trials()[trial_number].fields
-        newest = _newest_checkpoint_step(run)
+        newest = run.newest_checkpoint_step_or_zero()
         starts_since_checkpoint = 1 if newest > saved_step else starts_since_checkpoint + 1
         try:
             # Inside a job its own launcher counts.
@@ -231,7 +231,7 @@ class TrialRunner:
             self._record_and_print_trial_end(running_trial.trial_number, "pruned")
         elif _was_killed(exit_status) and (
             running_trial.starts < _MOST_STARTS
-            or _newest_checkpoint_step(run) > running_trial.saved_step
+            or run.newest_checkpoint_step_or_zero() > running_trial.saved_step
         ):
             self._start_or_continue_trial_or_record_its_end(
                 running_trial.trial_number, running_trial.starts, running_trial.saved_step
@@ -311,11 +311,6 @@ class TrialRunner:
 
 def _was_killed(exit_status: int) -> bool:
     return exit_status < 0 or exit_status in _KILLED
-
-
-def _newest_checkpoint_step(run: RunDir) -> int:
-    """Return the step of the newest checkpoint; 0 if there is none."""
-    return max((step for step, _ in run.complete_checkpoints()), default=0)
 
 
 def _last_recorded_step(run: RunDir) -> int:

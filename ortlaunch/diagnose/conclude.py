@@ -128,10 +128,9 @@ def _advice_for_run(run: RunDir, failure: Failure) -> tuple[str, ...]:
         return tuple(_advice_if_learning_rate_is_doubtful(run)) or advice_for_failure(failure)
     if failure.cause is not Cause.GRAPH_CRASH:
         return advice_for_failure(failure)
-    complete_checkpoints = run.complete_checkpoints()
     continuation_text = (
-        f"goes on with --run-dir={run} after step {complete_checkpoints[-1][0]}, its newest checkpoint"
-        if complete_checkpoints
+        f"goes on with --run-dir={run} after step {newest_checkpoint[0]}, its newest checkpoint"
+        if (newest_checkpoint := run.newest_complete_checkpoint())
         else "begins again: this run had no checkpoint yet (checkpoint.every_steps)"
     )
     return (

@@ -257,7 +257,7 @@ def _end_of_stopped_run_without_new_save(
     """
     too_slow = first_record is None or first_record.cause is Cause.OUTLIVED
     stop_text = f"stopped by {signal.Signals(signal_number).name}"
-    complete_checkpoints = run.complete_checkpoints()
+    newest_checkpoint = run.newest_complete_checkpoint()
     all_steps = None
     with contextlib.suppress(DamagedFile, KeyError):
         all_steps = planned_or_recorded_step_count_or_none(run)
@@ -267,21 +267,21 @@ def _end_of_stopped_run_without_new_save(
         and not run.cancelled.exists()
         and Plan.read(run.plan).traits.saves
     )
-    if complete_checkpoints:
+    if newest_checkpoint:
         lost_steps_text = ""
-        if all_steps is not None and complete_checkpoints[-1][0] >= all_steps:
+        if all_steps is not None and newest_checkpoint[0] >= all_steps:
             lost_steps_text = " after its last step"
         elif can_continue:
             lost_steps_text = " before it had saved; the steps after its newest checkpoint are lost"
         stop_text += (
-            f"{lost_steps_text}; the newest checkpoint is after step {complete_checkpoints[-1][0]}"
+            f"{lost_steps_text}; the newest checkpoint is after step {newest_checkpoint[0]}"
         )
     verdict = Verdict(
-        EXIT_SAVED if complete_checkpoints and can_continue else 128 + signal_number,
+        EXIT_SAVED if newest_checkpoint and can_continue else 128 + signal_number,
         stop_text,
         Failure(Cause.STOPPED, stop_text, signal=signal_number),
         stopped_by=signal.Signals(signal_number).name,
-        can_continue=bool(complete_checkpoints),
+        can_continue=newest_checkpoint is not None,
     )
     if first_record is None or (first_record.secondary and not too_slow):
         return verdict
@@ -307,10 +307,9 @@ def _end_of_stopped_run_with_nothing_to_save(
         sender_name = read_json_or_raise_damaged(run.stop_request).get("by")
     if sender_name is None:
         return replace(_end_from_error_record(first_record), exit_status=status)
-    complete_checkpoints = run.complete_checkpoints()
     newest = (
-        f"; the newest checkpoint is after step {complete_checkpoints[-1][0]}"
-        if complete_checkpoints
+        f"; the newest checkpoint is after step {newest_checkpoint[0]}"
+        if (newest_checkpoint := run.newest_complete_checkpoint())
         else ""
     )
     text = (

@@ -37,7 +37,7 @@ def record_of_failed_attempt_with_last_step(
         message=verdict.message.partition("\n")[0],
         failure=_exception_or_exit_status_text(first_record, verdict),
         step=None if not has_begun or first_record is None else first_record.step,
-        checkpoint=newest_complete_checkpoint_step_or_zero(run),
+        checkpoint=run.newest_checkpoint_step_or_zero(),
         resumed=checkpoint_at_start,
     )
 
@@ -58,22 +58,6 @@ def _exception_or_exit_status_text(
         if message
         else first_error_record_or_none.type
     )
-
-
-def newest_complete_checkpoint_step_or_zero(
-    run: RunDir, before_time_ns: float = float("inf")
-) -> int:
-    """Return the step of the newest checkpoint that was complete before a time; 0 if there is none.
-
-    Args:
-        before_time_ns: time of a file, in nanoseconds.
-    """
-    complete_steps = (
-        step
-        for step, path in run.complete_checkpoints()
-        if (path / COMPLETE).stat().st_mtime_ns < before_time_ns
-    )
-    return max(complete_steps, default=0)
 
 
 def failed_attempt_unless_good_stopped_or_restarted(
@@ -99,14 +83,20 @@ def failed_attempt_unless_good_stopped_or_restarted(
     ):
         return None
     if rank0_prepared_folder:
+        start_time_ns = run.request.stat().st_mtime_ns
+        steps_at_start = (
+            step
+            for step, path in run.complete_checkpoints()
+            if (path / COMPLETE).stat().st_mtime_ns < start_time_ns
+        )
         return record_of_failed_attempt_with_last_step(
             run,
             verdict,
             attempt_number,
             attempt_seconds,
-            newest_complete_checkpoint_step_or_zero(run, run.request.stat().st_mtime_ns),
+            max(steps_at_start, default=0),
         )
-    newest_step = newest_complete_checkpoint_step_or_zero(run)
+    newest_step = run.newest_checkpoint_step_or_zero()
     failure = f"exit status {verdict.exit_status}"
     return Attempt(
         attempt_number,

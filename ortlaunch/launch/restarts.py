@@ -18,7 +18,6 @@ from typing import NamedTuple
 from ortlaunch.base.units import clock_duration, count_with_noun
 from ortlaunch.launch.attempts import (
     move_logs_to_new_attempt_and_return_number_or_0,
-    newest_complete_checkpoint_step_or_zero,
     record_of_failed_attempt_with_last_step,
 )
 from ortlaunch.launch.record import Attempt
@@ -53,13 +52,13 @@ def start_ranks_and_restart_after_failures(
         start_and_wait: function that starts the ranks and waits; its argument counts the starts from 1.
     """
     failed_attempts: list[Attempt] = []
-    checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
+    checkpoint_at_start = run.newest_checkpoint_step_or_zero()
     for start_number in itertools.count(1):
         began = time.monotonic()
         ended = start_and_wait(start_number)
         # A requested restart is no fault and counts as no attempt.
         if _consume_and_announce_restart_request_if_saved(run, ended):
-            checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
+            checkpoint_at_start = run.newest_checkpoint_step_or_zero()
             continue
         if (
             ended.verdict.exit_status == 0
@@ -92,7 +91,7 @@ def start_ranks_and_restart_after_failures(
             folder=f"{run.attempts.name}/{attempt_number}" if attempt_number else None,
         )
         record_failed_attempts(failed_attempts)
-        checkpoint_at_start = newest_complete_checkpoint_step_or_zero(run)
+        checkpoint_at_start = run.newest_checkpoint_step_or_zero()
     raise AssertionError
 
 
@@ -120,7 +119,7 @@ def _announce_and_sleep_until_restart(
     run: RunDir, failed_attempts: Sequence[Attempt], max_restarts_without_progress: int
 ) -> None:
     seconds = restart_delay_seconds(failed_attempts)
-    newest = newest_complete_checkpoint_step_or_zero(run)
+    newest = run.newest_checkpoint_step_or_zero()
     position_text = (
         f"after step {newest}" if newest else "at step 1, because no checkpoint is complete"
     )

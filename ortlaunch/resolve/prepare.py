@@ -150,16 +150,16 @@ def read_earlier_or_else_given_recipe_or_none(
         return recipe.load_recipe(run.recipe).recipe
     except RecipeError as error:
         # The run can continue if a checkpoint has a record of its own to compare with.
-        complete_checkpoints = run.complete_checkpoints()
+        newest_checkpoint = run.newest_complete_checkpoint()
         if (
-            not complete_checkpoints
-            or origin.read_checkpoint_origin_or_none(complete_checkpoints[-1][1]) is None
+            newest_checkpoint is None
+            or origin.read_checkpoint_origin_or_none(newest_checkpoint[1]) is None
         ):
             raise
-        comparison_text = (
-            f"{complete_checkpoints[-1][1]} has a recipe of its own, which is compared"
+        print(
+            f"{error}\n{run.recipe} is replaced by the recipe given: {newest_checkpoint[1]} has a "
+            "recipe of its own, which is compared"
         )
-        print(f"{error}\n{run.recipe} is replaced by the recipe given: {comparison_text}")
         return resolved_run.recipe_file.recipe
 
 

@@ -29,17 +29,11 @@ def _nothing_to_train_text_or_none(recipe: Recipe, run: RunDir) -> str | None:
         max_steps = (
             recorded_steps["max_steps"] if recorded_steps["epochs"] == recipe.train.epochs else None
         )
-    complete_checkpoints = run.complete_checkpoints()
-    if (
-        max_steps is None
-        or not complete_checkpoints
-        or not run.summary.exists()
-        or not run.export.exists()
-    ):
-        return None
     # Not the summary's steps: a user who deletes the last checkpoint wants to continue from the
     # one before it.
-    done_steps = complete_checkpoints[-1][0]
+    done_steps = run.newest_checkpoint_step_or_zero()
+    if max_steps is None or not done_steps or not run.summary.exists() or not run.export.exists():
+        return None
     # The summary is that of a shorter training: this one ended before its export.
     if read_json_or_raise_damaged(run.summary)["steps"] != done_steps:
         return None

@@ -358,6 +358,14 @@ class RunDir:
             if _path_exists_raising_other_errors(path / COMPLETE)
         )
 
+    def newest_complete_checkpoint(self) -> tuple[int, Path] | None:
+        """Return (step, folder) of the newest complete checkpoint; None if there is none."""
+        return next(reversed(self.complete_checkpoints()), None)
+
+    def newest_checkpoint_step_or_zero(self) -> int:
+        """Return the step of the newest complete checkpoint; 0 if there is none."""
+        return max((step for step, _ in self.complete_checkpoints()), default=0)
+
 
 FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _FileRow))
 """Every row of the table of files."""

@@ -164,10 +164,9 @@ def _step_bad_step_and_checkpoint_lines(run: RunDir) -> Iterator[str]:
     for line in _json_lines_with_keys_in_file_tail(run.bad_steps, "step", "action", "message")[-3:]:
         message = str(line["message"]).partition("\n")[0]
         yield f"  bad step {line['step']} ({line['action']}): {message}"
-    complete_checkpoints = run.complete_checkpoints()
     yield (
-        f"  the newest complete checkpoint is after step {complete_checkpoints[-1][0]}"
-        if complete_checkpoints
+        f"  the newest complete checkpoint is after step {newest_checkpoint[0]}"
+        if (newest_checkpoint := run.newest_complete_checkpoint())
         else "  no complete checkpoint"
     )
 

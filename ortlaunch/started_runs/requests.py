@@ -65,7 +65,7 @@ def request_stop_and_wait_if_asked(
     elif is_queued(status.job):
         checkpoint_text = (
             f"its last checkpoint is of step {step}"
-            if (step := _newest_checkpoint_step(run))
+            if (step := run.newest_checkpoint_step_or_zero())
             else "it has no checkpoint"
         )
         raise InputError(f"{run}: is queued, and {checkpoint_text}; `ortlaunch cancel` removes it")
@@ -94,7 +94,7 @@ def request_checkpoint_and_wait(run: RunDir) -> int:
     if status.state is not JobState.RUNNING:
         raise InputError(f"{run}: {status.state.value}; only a training run can save")
     _refuse_run_that_saves_nothing(run, "checkpoint")
-    step_before = _newest_checkpoint_step(run)
+    step_before = run.newest_checkpoint_step_or_zero()
     _write_request_and_signal_command(run, status, "checkpoint")
     # Rank 0 removes the request once it has saved, or failed to save.
     while run.save_request.exists():
@@ -103,7 +103,7 @@ def request_checkpoint_and_wait(run: RunDir) -> int:
         if not status.certain and (verdict := _recorded_end_or_none(run, status)):
             raise LaunchError(f"{run}: ended before it saved\n{verdict.message}")
         time.sleep(_POLL_SECONDS)
-    step_after = _newest_checkpoint_step(run)
+    step_after = run.newest_checkpoint_step_or_zero()
     if step_after == step_before:
         raise LaunchError(f"{run}: could not save; see {run.rank_log_path(0, 'out')}")
     return step_after
@@ -138,7 +138,10 @@ def request_restart_and_wait(run: RunDir) -> str:
         time.sleep(_POLL_SECONDS)
     nodes = Plan.read(run.plan).nodes
     host_names = ", ".join(node.host for node in nodes)
-    return f"restarted after step {_newest_checkpoint_step(run)} on {count_with_noun(len(nodes), 'host')}: {host_names}"
+    return (
+        f"restarted after step {run.newest_checkpoint_step_or_zero()} on "
+        f"{count_with_noun(len(nodes), 'host')}: {host_names}"
+    )
 
 
 def _write_request_and_signal_command(
@@ -198,9 +201,3 @@ def _refuse_run_that_saves_nothing(run: RunDir, command_verb: str) -> None:
         raise InputError(
             f"{run}: runs {plan.task}, which saves nothing; use `ortlaunch cancel`, not `{command_verb}`"
         )
-
-
-def _newest_checkpoint_step(run: RunDir) -> int:
-    """Return the step of the newest checkpoint; 0 if there is none."""
-    complete_checkpoints = run.complete_checkpoints()
-    return complete_checkpoints[-1][0] if complete_checkpoints else 0

@@ -13,7 +13,7 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
-from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest_complete_checkpoint
+from ortlaunch.worker.checkpoint import CompleteCheckpoint
 from ortlaunch.worker.data import Batches, UserSamples
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.run_length import resolve_max_steps_and_write_length, run_length_line
@@ -34,7 +34,7 @@ def checkpoint(run: RunDir, step: int, samples: int) -> None:
 def steps(run: RunDir, samples: int, **sections: Any) -> int:
     """Return the steps of a recipe with these sections."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    there = newest_complete_checkpoint(run)
+    there = run.newest_complete_checkpoint()
     return resolve_max_steps_and_write_length(
         recipe(**sections), BATCH, run, group, samples, there and CompleteCheckpoint(*there)
     ).train.steps

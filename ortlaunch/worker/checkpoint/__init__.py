@@ -5,10 +5,7 @@ it before it is loaded. snapshot is its content, and restore loads that into an 
 size.
 """
 
-from ortlaunch.worker.checkpoint.manifest import (
-    newest_complete_checkpoint,
-    samples_trained_until_checkpoint,
-)
+from ortlaunch.worker.checkpoint.manifest import samples_trained_until_checkpoint
 from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.save_records import failed_save_count
 from ortlaunch.worker.checkpoint.saver import (
@@ -34,7 +31,6 @@ __all__ = [
     "failed_save_count",
     "load_checkpoint_print_notes_and_return_loop_state",
     "newest_checkpoint_seen_by_rank_0",
-    "newest_complete_checkpoint",
     "print_training_changes_and_refuse_unallowed",
     "remove_old_checkpoints_and_exports",
     "rename_damaged_until_newest_intact_or_refuse",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ortlaunch.run_folder.file_sums import SizeAndChecksum
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json_or_raise_damaged
+from ortlaunch.run_folder.folder import MANIFEST, read_json_or_raise_damaged
 
 
 def build_manifest(
@@ -31,12 +31,6 @@ def build_manifest(
         "ranks": rank_count,
         "files": record_by_file_name,
     }
-
-
-def newest_complete_checkpoint(run: RunDir) -> tuple[int, Path] | None:
-    """Return (step, folder) of the newest checkpoint that was written completely."""
-    checkpoints = run.complete_checkpoints()
-    return checkpoints[-1] if checkpoints else None
 
 
 def samples_trained_until_checkpoint(checkpoint_folder: Path) -> int:

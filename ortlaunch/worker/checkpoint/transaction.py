@@ -31,7 +31,7 @@ from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.worker.checkpoint.completion_mark import (
     write_manifest_rename_partial_and_mark_complete,
 )
-from ortlaunch.worker.checkpoint.manifest import build_manifest, newest_complete_checkpoint
+from ortlaunch.worker.checkpoint.manifest import build_manifest
 from ortlaunch.worker.checkpoint.snapshot import RankSnapshot, snapshot_of_this_rank
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -154,7 +154,7 @@ def _remove_files_and_raise_on_all_ranks_if_one_fails(
     if group.rank == 0:
         # A partial folder would keep the disk full.
         shutil.rmtree(partial_folder, ignore_errors=True)
-    last_checkpoint = newest_complete_checkpoint(run)
+    last_checkpoint = run.newest_complete_checkpoint()
     raise CheckpointError(
         f"{agreed_error}; {last_checkpoint[1]} is complete" if last_checkpoint else agreed_error
     )
@@ -177,7 +177,7 @@ def _require_disk_space_of_last_checkpoint_size(run: RunDir) -> None:
     Raises:
         CheckpointError: it has not.
     """
-    last_checkpoint = newest_complete_checkpoint(run)
+    last_checkpoint = run.newest_complete_checkpoint()
     if last_checkpoint is None:
         return
     needed_bytes = sum(

@@ -11,7 +11,6 @@ from ortlaunch.base.errors import CheckpointError
 from ortlaunch.run_folder.file_sums import file_difference_text_or_empty
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json_or_raise_damaged
 from ortlaunch.worker.checkpoint.completion_mark import manifest_damage_or_empty
-from ortlaunch.worker.checkpoint.manifest import newest_complete_checkpoint
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Set aside as step_N.broken, step_N.broken1 and so on.
@@ -59,7 +58,7 @@ def newest_checkpoint_seen_by_rank_0(
 
     Rank 0 decides, because other hosts may see it later on a shared disk.
     """
-    rank_newest = newest_complete_checkpoint(run)
+    rank_newest = run.newest_complete_checkpoint()
     step, name = group.gather((rank_newest[0], rank_newest[1].name) if rank_newest else (0, ""))[0]
     return (step, run.checkpoints / name) if name else None
 

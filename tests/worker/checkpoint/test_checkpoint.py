@@ -84,7 +84,7 @@ def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
 def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     """Steps are compared as numbers; a folder without COMPLETE, or with another name, is none."""
     run = RunDir(tmp_path)
-    assert checkpoint.newest_complete_checkpoint(run) is None
+    assert run.newest_complete_checkpoint() is None
     for step in (9, 100_000_000, 20):
         save(run, step)
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     # A user's own folder.
     (run.checkpoints / "mine").mkdir()
     (run.checkpoints / "mine" / "COMPLETE").touch()
-    found = checkpoint.newest_complete_checkpoint(run)
+    found = run.newest_complete_checkpoint()
     assert found is not None
     assert found == (100_000_000, run.checkpoint_folder(100_000_000))
 
@@ -175,7 +175,7 @@ def test_a_damaged_one_is_set_aside(
     assert capsys.readouterr().out == ""
     damage(run.checkpoint_folder(30) / file)
     checkpoint.rename_damaged_until_newest_intact_or_refuse(run, GROUP)
-    assert checkpoint.newest_complete_checkpoint(run) == (20, run.checkpoint_folder(20))
+    assert run.newest_complete_checkpoint() == (20, run.checkpoint_folder(20))
     said = capsys.readouterr().out
     assert said.startswith(f"{run.checkpoint_folder(30)} is damaged: {wrong}")
     assert (run.checkpoints / "step_00000030.broken").is_dir()

@@ -303,5 +303,5 @@ def test_a_disk_that_turns_read_only(disk: Path, tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"Read-only file system.*00002 is complete$"):
         trained(run, 6, Net(before))
-    assert checkpoint.newest_complete_checkpoint(run) == (2, run.checkpoint_folder(2))
+    assert run.newest_complete_checkpoint() == (2, run.checkpoint_folder(2))
     assert read_json_or_raise_damaged(run.checkpoint_folder(2) / "manifest.json")["step"] == 2
