@@ -15,7 +15,13 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.bench.variants import Variant
 from ortlaunch.diagnose.conclude import conclude_run
-from ortlaunch.launch import JobState, load_backend
+from ortlaunch.launch import JobState
+from ortlaunch.launch.processes import (
+    end_job_and_its_processes,
+    forward_signals_until_job_ends,
+    job_state,
+    write_files_and_start_job,
+)
 from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
@@ -72,7 +78,7 @@ class VariantJob:
         write_json_atomically(
             self.run.bench, {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS}
         )
-        self._job = load_backend(plan.launcher).write_files_and_start_job(request, self.run.output)
+        self._job = write_files_and_start_job(request, self.run.output)
         answer = self._wait_for_next_result_line()
         # A job that starts again for each turn would report times with warm caches.
         if not self.ready_answer:
@@ -113,14 +119,12 @@ class VariantJob:
 
     def _forget_job_and_raise_if_it_has_ended(self) -> None:
         """Raise Failed if the job has ended."""
-        assert self.variant.resolved_run is not None
-        launcher = load_backend(self.variant.resolved_run.plan.launcher)
-        if launcher.job_state(self._job) is not JobState.RUNNING:
+        if job_state(self._job) is not JobState.RUNNING:
             job = self._job
             self._job = None
             verdict = conclude_run(
                 self.run,
-                launcher.forward_signals_until_job_ends(job),
+                forward_signals_until_job_ends(job),
                 None,
                 job.foreign_signal,
                 job.oom_kills,
@@ -132,19 +136,16 @@ class VariantJob:
 
     def request_end_and_cancel_if_late(self) -> None:
         """Let the job end by itself, and cancel it if it does not."""
-        if not self.is_running or self.variant.resolved_run is None:
+        if not self.is_running:
             return
         write_json_atomically(self.run.order, {"number": self._order_number + 1, "do": "leave"})
-        launcher = load_backend(self.variant.resolved_run.plan.launcher)
         wait_until_true_or_timeout(
-            lambda: launcher.job_state(self._job) is not JobState.RUNNING, _LEAVE_SECONDS
+            lambda: job_state(self._job) is not JobState.RUNNING, _LEAVE_SECONDS
         )
         self.cancel_job()
 
     def cancel_job(self) -> None:
         """End the job now, with all processes that it started."""
-        if self.is_running and self.variant.resolved_run is not None:
-            load_backend(self.variant.resolved_run.plan.launcher).end_job_and_its_processes(
-                self._job
-            )
+        if self.is_running:
+            end_job_and_its_processes(self._job)
             self._job = None

@@ -1,8 +1,8 @@
 """Start the processes of a plan.
 
-A backend first builds a Request, which has no side effects. Only `submit`, `wait` and `cancel` act
-on processes; `state` only looks at them. A backend is a module path in LAUNCHERS, imported on first
-use. An unused one costs nothing. This package never imports the recipe or the worker.
+A backend builds a request, which has no side effects; processes.py starts and ends the job of any
+request. A backend is a module path in LAUNCHERS, imported on first use. An unused one costs nothing.
+This package never imports the recipe or the worker.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from ortlaunch.launch.stop import StopRequest
 from ortlaunch.launch_plan import Node, Plan
@@ -114,10 +114,7 @@ class JobState(Enum):
 
 
 class Backend(Protocol):
-    """A module with these functions.
-
-    A job is what `submit` returned. For a job of another process it is a JobRecord.
-    """
+    """A module with these functions; processes.py starts and ends what they request."""
 
     def require_launchable_hosts(self, nodes: Sequence[Node], run_dir: RunDir) -> None:
         """Check that the backend can start ranks there, before anything is measured or written.
@@ -128,28 +125,6 @@ class Backend(Protocol):
 
     def launch_request_of_plan(self, plan: Plan, run_dir: RunDir) -> LaunchRequest:
         """Return the request for this plan, without side effects."""
-
-    def write_files_and_start_job(self, request: LaunchRequest, output: Path | None = None) -> Any:
-        """Start the request and return the job.
-
-        If the user stops the job by a signal, the job's `signal` has its number.
-
-        Args:
-            output: a file for the job's output, instead of this process's own output.
-        """
-
-    def job_state(self, job: object) -> JobState:
-        """Return the state of the job."""
-
-    def forward_signals_until_job_ends(self, job: Any) -> int:
-        """Wait for the end of the job and return its exit status."""
-
-    def end_job_and_its_processes(self, job: object) -> None:
-        """End the job and every process that it started; return when they have ended.
-
-        Raises:
-            PermissionError: the job belongs to another user.
-        """
 
 
 def load_backend(name: str) -> Backend:

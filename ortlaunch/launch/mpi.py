@@ -19,26 +19,8 @@ from pathlib import Path
 from ortlaunch.base.errors import MissingDependency, PlanError
 from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_if_plan_saves
 from ortlaunch.launch.private import private_folder_path_in_tmp
-from ortlaunch.launch.processes import (
-    end_job_and_its_processes,
-    forward_signals_until_job_ends,
-    job_state,
-    write_files_and_start_job,
-)
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
-
-__all__ = [
-    "end_job_and_its_processes",
-    "forward_signals_until_job_ends",
-    "job_state",
-    "launch_request_of_plan",
-    "mpi_family_by_running_mpirun",
-    "mpich_argv",
-    "open_mpi_argv",
-    "require_launchable_hosts",
-    "write_files_and_start_job",
-]
 
 # mpi4py's wheel has a module for each MPI family, and loads that of the first library it detects.
 _ABI = "MPI4PY_MPIABI"

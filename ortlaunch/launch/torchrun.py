@@ -22,25 +22,10 @@ from ortlaunch.base import module_start
 from ortlaunch.base.errors import PlanError
 from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_if_plan_saves
 from ortlaunch.launch.private import private_folder_path_in_tmp
-from ortlaunch.launch.processes import (
-    end_job_and_its_processes,
-    forward_signals_until_job_ends,
-    job_state,
-    write_files_and_start_job,
-)
 from ortlaunch.launch.ssh import needs_no_ssh
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
-
-__all__ = [
-    "end_job_and_its_processes",
-    "forward_signals_until_job_ends",
-    "job_state",
-    "launch_request_of_plan",
-    "require_launchable_hosts",
-    "write_files_and_start_job",
-]
 
 # Each host reads the whole file, which grows with the square of the number of hosts.
 MOST_RENDEZVOUS_HOSTS = 64

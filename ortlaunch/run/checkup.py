@@ -19,7 +19,7 @@ from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.doctor import fabric, hosts, this_host
 from ortlaunch.doctor.finding import FAILED, WARNING, Finding
 from ortlaunch.doctor.hosts import HostRequirements
-from ortlaunch.launch import load_backend
+from ortlaunch.launch.processes import forward_signals_until_job_ends, write_files_and_start_job
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.hosts import (
     filter_hosts_by_include_or_exclude,
@@ -144,13 +144,12 @@ def _measure_by_ranks_and_judge(resolved_run: ResolvedRun, shared_folder: Path) 
     plan = resolved_run.plan
     run = RunDir(Path(tempfile.mkdtemp(prefix="ortlaunch-doctor-", dir=shared_folder)))
     request = write_run_files_and_clear_earlier_start(run, resolved_run.recipe_file.recipe, plan)
-    launcher = load_backend(plan.launcher)
     output_path = run.path / "output.txt"
     # The ranks are a part of this command: SIGUSR1, too, has to end them.
-    job = launcher.write_files_and_start_job(request._replace(notice_ends=True), output_path)
+    job = write_files_and_start_job(request._replace(notice_ends=True), output_path)
     verdict = conclude_run(
         run,
-        launcher.forward_signals_until_job_ends(job),
+        forward_signals_until_job_ends(job),
         job.user_signal,
         job.foreign_signal,
         job.oom_kills,

@@ -14,7 +14,7 @@ from pathlib import Path
 from ortlaunch.base.output import ERASE, print_lines, terminal_width
 from ortlaunch.base.units import clock_duration
 from ortlaunch.diagnose.conclude import conclude_run
-from ortlaunch.launch import load_backend
+from ortlaunch.launch.processes import forward_signals_until_job_ends, write_files_and_start_job
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
 from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -113,7 +113,6 @@ def _prepare_start_and_report_training(
         run_on_all_hosts = choices.search_and_apply_micro_size_if_auto(resolved, run)
         # Ranks write the progress line in this width; empty where the output is no terminal.
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
-        launcher = load_backend(run_on_all_hosts.world.launcher)
 
         def start_ranks(attempt_number: int) -> EndedAttempt:
             usable_run, lines = check_hosts_and_return_shrunk_run_and_lines(
@@ -124,12 +123,12 @@ def _prepare_start_and_report_training(
             )
             file.record_start_of_ranks()
             early_signals = file.start_collecting_signals_for_ranks()
-            job = launcher.write_files_and_start_job(request)
+            job = write_files_and_start_job(request)
             job.early_signals = early_signals
             run.restart_request.unlink(missing_ok=True)
             verdict = conclude_run(
                 run,
-                launcher.forward_signals_until_job_ends(job),
+                forward_signals_until_job_ends(job),
                 job.user_signal,
                 job.foreign_signal,
                 job.oom_kills,

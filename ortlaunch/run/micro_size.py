@@ -17,6 +17,7 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import human_bytes
 from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import load_backend
+from ortlaunch.launch.processes import forward_signals_until_job_ends, write_files_and_start_job
 from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.planning.make_plan import plan_with_batch_and_memory_of_recipe
 from ortlaunch.rank import EXIT_SAVED
@@ -197,17 +198,16 @@ def _run_micro_size_trial(
 ) -> SizeTrial:
     trial_folder = run.micro_size_trial_folder(tried_micro_size)
     log = run.micro_size_trial_folder(tried_micro_size).path / "output.txt"
-    launcher = load_backend(plan.launcher)
-    request = launcher.launch_request_of_plan(
+    request = load_backend(plan.launcher).launch_request_of_plan(
         _write_trial_files_and_return_plan(recipe, plan, trial_folder, tried_micro_size),
         trial_folder,
     )
     # The output goes to a file: a trial has to fail at some size, and should not look like a
     # failed run.
-    job = launcher.write_files_and_start_job(request._replace(notice_ends=True), log)
+    job = write_files_and_start_job(request._replace(notice_ends=True), log)
     verdict = conclude_run(
         trial_folder,
-        launcher.forward_signals_until_job_ends(job),
+        forward_signals_until_job_ends(job),
         job.user_signal,
         job.foreign_signal,
         job.oom_kills,

@@ -21,15 +21,6 @@ from ortlaunch.schedulers import (
     yaml_text_of_manifests,
 )
 
-__all__ = [
-    "log_command_of_first_node",
-    "queue_state_by_id_of_user_jobs",
-    "queue_state_or_none",
-    "request_end_of_job",
-    "submission_request_of_job",
-    "write_files_and_queue_job",
-]
-
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 _HOST_ADVICE = "use a host with `az extension add --name ml`"
 # Azure ML's states of a job. CancelRequested still runs.

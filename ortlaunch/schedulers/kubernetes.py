@@ -22,15 +22,6 @@ from ortlaunch.schedulers import (
     yaml_text_of_manifests,
 )
 
-__all__ = [
-    "log_command_of_first_node",
-    "queue_state_by_id_of_user_jobs",
-    "queue_state_or_none",
-    "request_end_of_job",
-    "submission_request_of_job",
-    "write_files_and_queue_job",
-]
-
 ManifestObject = dict[str, object]
 _RESOURCES = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
 # The container of a TrainJob is named by the runtime.

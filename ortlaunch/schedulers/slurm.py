@@ -18,14 +18,6 @@ from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, run_scheduler_command
 
-__all__ = [
-    "queue_state_by_id_of_user_jobs",
-    "queue_state_or_none",
-    "request_end_of_job",
-    "submission_request_of_job",
-    "write_files_and_queue_job",
-]
-
 _HOST_ADVICE = "use a host of the cluster"
 # The first words of each turn of a job in its output, to which all turns append.
 TURN_PREFIX = "ortlaunch: the job begins on "

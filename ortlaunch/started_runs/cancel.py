@@ -6,9 +6,9 @@ import signal
 
 from ortlaunch.base.errors import InputError, LaunchError
 from ortlaunch.base.process import Process, wait_until_true_or_timeout
-from ortlaunch.launch import JobState, load_backend
+from ortlaunch.launch import JobState
 from ortlaunch.launch.orphans import send_signal
-from ortlaunch.launch.processes import KILLED_SECONDS
+from ortlaunch.launch.processes import KILLED_SECONDS, end_job_and_its_processes
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
@@ -39,7 +39,7 @@ def cancel_run_and_wait_for_its_end(run: RunDir) -> str:
         if not status.state.is_end:
             # Without this file, SIGTERM would request the ranks to save first.
             write_text_atomically(run.cancelled, "")
-            load_backend(status.job.backend).end_job_and_its_processes(status.job)
+            end_job_and_its_processes(status.job)
         killed_count = _wait_for_ranks_or_kill_and_count(run, status.job.process)
     except PermissionError:
         raise InputError(

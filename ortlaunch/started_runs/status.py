@@ -15,7 +15,8 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.base.process import name_by_stopped_process_id_in_tree
 from ortlaunch.base.units import clock_duration, count_with_noun, number_or_none
 from ortlaunch.diagnose.conclude import conclude_run_whose_command_vanished
-from ortlaunch.launch import JobState, load_backend
+from ortlaunch.launch import JobState
+from ortlaunch.launch.processes import job_state
 from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.launch_plan import Plan
@@ -33,7 +34,6 @@ from ortlaunch.run_folder.origin import planned_or_recorded_step_count_or_none
 from ortlaunch.run_folder.records import record_from_json_values
 from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs import queued, registry
-from ortlaunch.tables.launchers import LAUNCHERS
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.5
@@ -407,8 +407,7 @@ def _job_record_with_live_state(run: RunDir, job: JobRecord, ask_queue: queued.Q
     """Return the record with the job's current state, and with a verdict if none was recorded."""
     if queued.is_queued(job):
         return queued.job_record_by_queue_recording_unrecorded_end(run, job, ask_queue)
-    # A job that no launcher of ours started (`inside`) is checked by its process alone.
-    state = load_backend(job.backend if job.backend in LAUNCHERS else "local").job_state(job)
+    state = job_state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)
     # The command may have recorded its end since the record was read.

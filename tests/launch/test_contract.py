@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.launch import load_backend, mpi
+from ortlaunch.launch import load_backend, mpi, processes
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.error_record import first_error_record
@@ -62,8 +62,8 @@ def test_every_rank_is_the_planned_one(
     starter = load_backend(name)
     run = RunDir(tmp_path)
     assert (
-        starter.forward_signals_until_job_ends(
-            starter.write_files_and_start_job(starter.launch_request_of_plan(made, run))
+        processes.forward_signals_until_job_ends(
+            processes.write_files_and_start_job(starter.launch_request_of_plan(made, run))
         )
         == 0
     )
@@ -93,8 +93,8 @@ def test_one_process_is_the_planned_rank(tmp_path: Path) -> None:
     starter = load_backend("local")
     made = dataclasses.replace(made, env=(("NOTE", ""),))
     assert (
-        starter.forward_signals_until_job_ends(
-            starter.write_files_and_start_job(
+        processes.forward_signals_until_job_ends(
+            processes.write_files_and_start_job(
                 starter.launch_request_of_plan(made, RunDir(tmp_path))
             )
         )
@@ -233,8 +233,7 @@ def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
     run.plan.write_text(made.to_json())
     # Two ranks instead of three, as with a wrong number typed by hand.
     fewer = request._replace(argv=(request.argv[0], "-n", "2", *request.argv[3:]))
-    starter = load_backend("mpi")
-    assert starter.forward_signals_until_job_ends(starter.write_files_and_start_job(fewer)) != 0
+    assert processes.forward_signals_until_job_ends(processes.write_files_and_start_job(fewer)) != 0
     # Of either rank: mpirun ends the other one, perhaps before it wrote its own record.
     record = first_error_record(run)
     assert record is not None

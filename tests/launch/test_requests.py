@@ -27,6 +27,7 @@ from ortlaunch.launch import (
     LaunchRequest,
     load_backend,
     mpi,
+    processes,
     torchrun,
 )
 from ortlaunch.launch.private import (
@@ -144,10 +145,7 @@ def test_ranks_of_many_hosts_are_the_planned_ones(
     request = request._replace(argv=(sys.executable, *request.argv[1:]))
     write_text_atomically(tmp_path / "plan.json", planned.to_json())
     assert (
-        load_backend("torchrun").forward_signals_until_job_ends(
-            load_backend("torchrun").write_files_and_start_job(request)
-        )
-        == 0
+        processes.forward_signals_until_job_ends(processes.write_files_and_start_job(request)) == 0
     )
     found = [(tmp_path / f"told-{rank}").read_text() for rank in range(4)]
     assert found == [str(tuple(rank)) for rank in planned.ranks]
@@ -484,10 +482,6 @@ def test_every_backend_keeps_the_protocol(name: str) -> None:
     assert needed == {
         "require_launchable_hosts",
         "launch_request_of_plan",
-        "write_files_and_start_job",
-        "job_state",
-        "forward_signals_until_job_ends",
-        "end_job_and_its_processes",
     }
     assert {word for word in needed if callable(getattr(load_backend(name), word, None))} == needed
 
@@ -518,10 +512,7 @@ def test_options_of_an_outer_torchrun_stay_there(
     )
     monkeypatch.chdir(tmp_path)
     assert (
-        load_backend("local").forward_signals_until_job_ends(
-            load_backend("local").write_files_and_start_job(request)
-        )
-        == 0
+        processes.forward_signals_until_job_ends(processes.write_files_and_start_job(request)) == 0
     )
     assert Path("got").read_text() == "['x']"
 

@@ -44,13 +44,8 @@ class Counted:
             return made(*arguments, **named)
 
         monkeypatch.setattr(resolving, "make_plan", counted)
-        monkeypatch.setattr(
-            control,
-            "load_backend",
-            lambda name: SimpleNamespace(
-                write_files_and_start_job=self._submit, forward_signals_until_job_ends=lambda job: 0
-            ),
-        )
+        monkeypatch.setattr(control, "write_files_and_start_job", self._submit)
+        monkeypatch.setattr(control, "forward_signals_until_job_ends", lambda job: 0)
         monkeypatch.setattr(control, "conclude_run", lambda run, *_, **__: self._end(run))
 
     def _submit(self, request: Any) -> SimpleNamespace:
