@@ -97,9 +97,10 @@ class Sweep:
     def __str__(self) -> str:
         """Return a table of the trials and lines on the best, for a person."""
         trials = self.trials()
-        lines = aligned_table_lines(
-            [("trial", "state", "steps", "result"), *map(_trial_row, trials)]
-        )
+        rows = [
+            (str(trial.number), trial.state, f"{trial.steps:,}", trial.line()) for trial in trials
+        ]
+        lines = aligned_table_lines([("trial", "state", "steps", "result"), *rows])
         for best_trial in self.best():
             lines.append(
                 f"best: trial {best_trial.number}; its recipe: {self.recipe(best_trial.number)}"
@@ -107,10 +108,6 @@ class Sweep:
             if note := equal_result_sentence_or_empty(best_trial, trials):
                 lines.append(f"  {note}")
         return "\n".join(lines)
-
-
-def _trial_row(trial: Trial) -> tuple[str, ...]:
-    return str(trial.number), trial.state, f"{trial.steps:,}", trial.line()
 
 
 def sweep(

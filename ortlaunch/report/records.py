@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from ortlaunch.base.errors import DamagedFile, InputError, OrtlaunchError
+from ortlaunch.base.units import number_or_none
 from ortlaunch.recipe.text.source_location import (
     HIDDEN_VALUE,
     SECRET_NAME,
@@ -202,10 +204,5 @@ def typed_command_with_hidden_secrets(command_record: Mapping[str, Any]) -> str:
 
 def finite_number_or_none(value: Any) -> float | None:
     """Return a finite number of a record, or None for any other value."""
-    try:
-        # Records write nan and inf as text, which float() reads as well.
-        parsed_number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    # inf - inf and nan - nan are nan, which does not equal 0.
-    return parsed_number if parsed_number - parsed_number == 0 else None
+    number = number_or_none(value)
+    return None if number is None or not math.isfinite(number) else number

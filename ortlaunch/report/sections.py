@@ -145,7 +145,7 @@ def _last_evaluation_metrics(run_record: Record) -> dict[str, object]:
     }
 
 
-def _newest_value(record: Record, metric_name: str) -> object:
+def _newest_value(record: Record, metric_name: str) -> Any:
     return next(
         (line[metric_name] for line in reversed(record.lines) if line.get(metric_name) is not None),
         None,
@@ -163,10 +163,6 @@ def _median_value_after_first_line(run_record: Record, metric_name: str) -> floa
         if (value := finite_number_or_none(line.get(metric_name))) is not None
     ]
     return statistics.median(values[1:] or values) if values else None
-
-
-def _duration_text(seconds: Any) -> str | None:
-    return clock_duration(seconds) if seconds else None
 
 
 def _ranks_text(record: Record) -> str | None:
@@ -398,19 +394,17 @@ def _save_evaluation_and_export_rows_or_none(run_record: Record) -> dict[str, ob
         + [(step, "kept", None) for step in run_record.kept if step not in saved_steps],
         "evaluated": [_evaluation_text(recorded) for recorded in run_record.evaluations],
         "exported": [
-            (recorded.get("step"), recorded.get("format"), _export_cell(recorded))
+            (
+                recorded.get("step"),
+                recorded.get("format"),
+                warning_markup(recorded["error"])
+                if recorded.get("error")
+                else recorded.get("folder"),
+            )
             for recorded in run_record.exports
         ],
     }
     return checkpoint_values if any(checkpoint_values.values()) else None
-
-
-def _export_cell(export_record: Json) -> object:
-    return (
-        warning_markup(export_record["error"])
-        if export_record.get("error")
-        else export_record.get("folder")
-    )
 
 
 def _save_step_state_and_seconds_row(
@@ -422,10 +416,6 @@ def _save_step_state_and_seconds_row(
         warning_markup(save_record["error"]) if save_record.get("error") else state_text,
         save_record.get("seconds"),
     )
-
-
-def _rows_of_values(json_lines: Sequence[Json], *field_names: str) -> list[list[object]]:
-    return [[line.get(name) for name in field_names] for line in json_lines]
 
 
 def _evaluation_text(evaluation_record: dict[str, object]) -> str:
@@ -454,7 +444,10 @@ def _command_attempt_bad_step_and_slow_rank_rows(run_record: Record) -> dict[str
             )
             for attempt in attempts
         ],
-        "bad_steps": _rows_of_values(run_record.bad_steps, "step", "kind", "action", "message"),
+        "bad_steps": [
+            [line.get(name) for name in ("step", "kind", "action", "message")]
+            for line in run_record.bad_steps
+        ],
         "slow_ranks": "\n".join(map(json.dumps, run_record.slow_ranks)),
     }
 
@@ -515,8 +508,13 @@ _OVERVIEW_FACTS: tuple[Fact, ...] = (
     ),
     (
         "training time, all starts",
-        lambda record: _duration_text(
-            record.summary.get("training_seconds") or _newest_value(record, "elapsed_seconds")
+        lambda record: (
+            clock_duration(seconds)
+            if (
+                seconds := record.summary.get("training_seconds")
+                or _newest_value(record, "elapsed_seconds")
+            )
+            else None
         ),
     ),
     (

@@ -298,7 +298,14 @@ def choose_checkpoint_and_list_or_refuse_changes(
     return RunBeginning(
         checkpoint,
         resume_options,
-        (*text_lines, *change_lines(origin_differences, resume_options.allow)),
+        (
+            *text_lines,
+            *(
+                f"  changed: {change.summary_line(resume_options.allow)}"
+                for change in origin_differences
+            ),
+            *(() if origin_differences else ("  no settings have changed since",)),
+        ),
         tuple(origin_differences),
     )
 
@@ -326,13 +333,6 @@ def origin_record_of_resolved_run(resolved_run: ResolvedRun) -> dict[str, object
         environment,
         git,
     )
-
-
-def change_lines(changes: list[Change], allowed_names: tuple[str, ...]) -> list[str]:
-    """Return a line for each change, or one that there is none."""
-    return [f"  changed: {change.summary_line(allowed_names)}" for change in changes] or [
-        "  no settings have changed since"
-    ]
 
 
 def refuse_changes_not_allowed(

@@ -91,7 +91,10 @@ def check_hosts_or_this_machine(
         requirements_of_run_on_hosts(resolved, folder)
         if resolved
         else HostRequirements(
-            _nodes_of_hostfile_or_empty(launch_options), _automatic_device(environ), folder
+            _nodes_of_hostfile_or_empty(launch_options),
+            # As `launch.device: auto` of a recipe.
+            "cuda" if machine.visible_gpu_count(environ) else "cpu",
+            folder,
         )
     )
     requirements = requirements._replace(
@@ -209,11 +212,6 @@ def _options_with_slurm_hosts_unless_given(
         return launch_options
     text = "".join(f"{host.name} slots={host.slots}\n" for host in job_hosts)
     return launch_options._replace(hostfile="SLURM_JOB_NODELIST", hosts_text=text)
-
-
-def _automatic_device(environ: Mapping[str, str]) -> str:
-    """Return the device that `launch.device: auto` of a recipe stands for."""
-    return "cuda" if machine.visible_gpu_count(environ) else "cpu"
 
 
 def _nodes_of_hostfile_or_empty(launch_options: LaunchOptions) -> tuple[Node, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ortlaunch import doctor
-from ortlaunch.base.errors import LaunchError, PlanError
+from ortlaunch.base.errors import PlanError
 from ortlaunch.base.process import read_process_stat_or_none
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
@@ -98,11 +99,13 @@ def requested_or_absent_folder_for_checks(run: RunDir, requested_folder: Path | 
 def create_run_folder_or_numbered_one(run: RunDir) -> RunDir:
     """Create the folder for this run alone."""
     # Runs that start in the same second must not share one: mkdir succeeds for one of them.
-    for path in (run.path, *(Path(f"{run}-{suffix}") for suffix in range(2, 1000))):
+    path = run.path
+    for suffix in itertools.count(2):
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
-            return RunDir(path)
-    raise LaunchError(f"a thousand folders exist named {run}-*")
+            break
+        path = Path(f"{run}-{suffix}")
+    return RunDir(path)
 
 
 def startable_run_beginning_and_done_text_or_refuse(

@@ -146,7 +146,7 @@ def merge_user_fields_recursively(
         if isinstance(own_value, Mapping) and isinstance(value, Mapping):
             merged_object[key] = merge_user_fields_recursively(own_value, value)
         elif isinstance(own_value, list) and all(
-            _is_named(named_item) for named_item in (*own_value, *value)
+            isinstance(item, Mapping) and "name" in item for item in (*own_value, *value)
         ):
             item_by_name = {named_item["name"]: named_item for named_item in own_value}
             item_by_name |= {
@@ -159,10 +159,6 @@ def merge_user_fields_recursively(
         else:
             merged_object[key] = value
     return merged_object
-
-
-def _is_named(item: object) -> bool:
-    return isinstance(item, Mapping) and "name" in item
 
 
 def run_scheduler_command(

@@ -110,9 +110,8 @@ def _state_error_progress_and_memory_lines(
         shown_lines = verdict.traceback.splitlines() if verdict is not None else []
         # The verdict is the message of an error of ortlaunch's own.
         if not record.is_own_error:
-            yield from (
-                f"    | {line}" for line in shown_lines or _last_error_lines(run, record.rank)
-            )
+            log_end = _tail_lines(run.rank_log_path(record.rank, "err"))[-_LAST_LINES:]
+            yield from (f"    | {line}" for line in shown_lines or log_end)
     if other_ranks := [f"{record.rank}" for record in records[1:]]:
         yield f"  rank {', '.join(other_ranks[:16])} ended later: {len(other_ranks)} in all"
     if not records and verdict is not None:
@@ -179,11 +178,6 @@ def _failed_save_and_free_space_lines(run: RunDir, verdict: Verdict | None) -> I
     free_bytes = shutil.disk_usage(run.path).free
     if free_bytes < _FEW_BYTES or (verdict is not None and verdict.cause is Cause.DISK_FULL):
         yield f"  {human_bytes(free_bytes)} free now on the disk of {run}"
-
-
-def _last_error_lines(run: RunDir, rank: int) -> list[str]:
-    """Return the last lines of a rank's error log."""
-    return _tail_lines(run.rank_log_path(rank, "err"))[-_LAST_LINES:]
 
 
 def _json_lines_with_keys_in_file_tail(file_path: Path, *required_keys: str) -> list[Json]:

@@ -98,7 +98,8 @@ class LossWeight:
     def _no_weight_error(self, batches: Batches, step_index: int) -> DataError:
         samples = ", ".join(map(str, batches.sample_indices_of_step(step_index)))
         return DataError(
-            f"step {step_index + 1}: no sample counts: the sum of {self._weight_name} is 0 in samples {samples}"
+            f"step {step_index + 1}: no sample counts: the sum of "
+            f"{'counted labels' if self.key is None else repr(self.key)} is 0 in samples {samples}"
         )
 
     def weight_of_micro_batch(self, batch: TensorBatch, sample_indices: Sequence[int]) -> float:
@@ -154,7 +155,3 @@ class LossWeight:
                 f"it has {', '.join(batch)}"
             )
         return batch[key]
-
-    @property
-    def _weight_name(self) -> str:
-        return "counted labels" if self.key is None else repr(self.key)

@@ -68,14 +68,6 @@ def own_address_on_route_or_none(other_host: str) -> str | None:
     return None
 
 
-def gloo_and_nccl_interface_variables(interface_name: str) -> dict[str, str]:
-    """Return the environment variables that restrict gloo and NCCL to this interface.
-
-    NCCL treats a name without "=" as a prefix.
-    """
-    return {_GLOO: interface_name, _NCCL: f"={interface_name}"}
-
-
 def set_gloo_and_nccl_interface_unless_set(
     own_address: str, environ: MutableMapping[str, str]
 ) -> None:
@@ -89,8 +81,9 @@ def set_gloo_and_nccl_interface_unless_set(
         _require_all_interfaces_and_return_first_address(requested_interface)
     name = requested_interface or interface_with_address_or_none(own_address)
     if name:
-        for variable, value in gloo_and_nccl_interface_variables(name).items():
-            environ.setdefault(variable, value)
+        environ.setdefault(_GLOO, name)
+        # NCCL treats a name without "=" as a prefix.
+        environ.setdefault(_NCCL, f"={name}")
 
 
 def interface_with_address_or_none(address: str) -> str | None:

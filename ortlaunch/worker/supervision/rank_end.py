@@ -235,7 +235,12 @@ def _print_failure_under_foreign_launcher_and_mark_it(
     with contextlib.suppress(OSError):
         record = end_recorder.read_record()
         if Plan.read(run.plan).started_by.is_ours or (
-            record.secondary and _wait_until_other_rank_prints_cause(run, child)
+            # Another rank prints the cause, or a launcher ends this one.
+            record.secondary
+            and wait_until_true_or_timeout(
+                lambda: child.first_signal is not None or run.failure_printed.exists(),
+                _CAUSE_SECONDS,
+            )
         ):
             return
         # Rank 0's own output is on the terminal already.
@@ -248,10 +253,3 @@ def _print_failure_under_foreign_launcher_and_mark_it(
         )
         time.sleep(_FORWARDED_SECONDS)
         run.failure_printed.touch()
-
-
-def _wait_until_other_rank_prints_cause(run: RunDir, child: RankProcess) -> bool:
-    """Return whether another rank prints the cause, or a launcher ends this one, within seconds."""
-    return wait_until_true_or_timeout(
-        lambda: child.first_signal is not None or run.failure_printed.exists(), _CAUSE_SECONDS
-    )

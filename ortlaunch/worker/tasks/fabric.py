@@ -39,21 +39,19 @@ def run(session: Session) -> None:
         "flops": [rate for (rate,) in rates],
     }
     if group.size > 1:
-        measurements["all_reduce"] = _measure_all_reduce(group)
+        measurements["all_reduce"] = _measure_small_and_large_message(
+            group,
+            dist.all_reduce,
+            # By the slowest rank.
+            lambda seconds: max(
+                rank_seconds for (rank_seconds,) in group.gather_numbers([seconds])
+            ),
+        )
         measurements["links"] = _measure_links_of_neighbour_hosts(
             group, [node.first_rank for node in session.plan.nodes]
         )
     if group.rank == 0:
         write_json_atomically(session.run.fabric, measurements)
-
-
-def _measure_all_reduce(group: DistributedContext) -> dict[str, float]:
-    """Measure a small and a large all-reduce, by the slowest rank (collective)."""
-    return _measure_small_and_large_message(
-        group,
-        dist.all_reduce,
-        lambda seconds: max(rank_seconds for (rank_seconds,) in group.gather_numbers([seconds])),
-    )
 
 
 def _measure_links_of_neighbour_hosts(

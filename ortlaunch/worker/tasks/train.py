@@ -211,7 +211,10 @@ def _train_until_end_stop_or_rollback(
 
         state.owes_evaluation = session.data.evaluation is not None and (
             is_last_step
-            or _is_step_due(state.step, recipe.train.evaluate_every_steps)
+            or (
+                recipe.train.evaluate_every_steps is not None
+                and state.step % recipe.train.evaluate_every_steps == 0
+            )
             or session.batches.does_step_complete_interval(
                 state.step, recipe.train.evaluate_every_epochs
             )
@@ -613,10 +616,6 @@ def report_no_steps_and_evaluate_if_missing(
             )
             metrics.close_file_and_trackers()
             hook.on_evaluation(train_state.step, evaluation_metrics)
-
-
-def _is_step_due(step: int, every_steps: int | None) -> bool:
-    return every_steps is not None and step % every_steps == 0
 
 
 def _load_newest_checkpoint_or_fresh_state(session: Session) -> TrainState:

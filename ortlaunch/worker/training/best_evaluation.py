@@ -42,7 +42,11 @@ def update_best_evaluations(
         if math.isfinite(value) and (
             previous_entry is None
             or previous_entry["value"] is None
-            or _is_better(value, previous_entry["value"], request.direction)
+            or (
+                value < previous_entry["value"]
+                if request.direction == "min"
+                else value > previous_entry["value"]
+            )
         ):
             best_evaluations[request_name] = {
                 **new_entry,
@@ -196,7 +200,3 @@ def _named_best_and_stop_requests(recipe: Recipe) -> Iterator[tuple[str, KeepBes
     ):
         if request is not None:
             yield request_name, request
-
-
-def _is_better(value: float, best_value: float, direction: str) -> bool:
-    return value < best_value if direction == "min" else value > best_value

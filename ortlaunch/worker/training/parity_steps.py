@@ -116,7 +116,9 @@ class ParitySteps:
             line = f"parity, step {record['step']}: not judged: {record['not_judged']}"
         else:
             line = (
-                self._automatic_comparison_line(record)
+                f"parity: step 1 in plain PyTorch: loss within {record['loss_difference']:.2g}, "
+                f"gradients within {record['gradient_difference']:.2g}; took "
+                f"{record['seconds']:.1f} s, once{_rounding_and_random_number_lines(record)}"
                 if self.automatic_reason
                 else _requested_comparison_line(record)
             )
@@ -265,14 +267,6 @@ class ParitySteps:
             "such change; correct the function, or leave it out\n"
             if function
             else ""
-        )
-
-    def _automatic_comparison_line(self, record: ParityRecord) -> str:
-        """Return the line for a comparison that was not requested."""
-        return (
-            f"parity: step 1 in plain PyTorch: loss within {record['loss_difference']:.2g}, "
-            f"gradients within {record['gradient_difference']:.2g}; "
-            f"took {record['seconds']:.1f} s, once{_rounding_and_random_number_lines(record)}"
         )
 
     def _passed_text_or_refuse_unjudged(self) -> str:

@@ -213,20 +213,16 @@ class StreamWriter:
             elif written_window is not None:
                 position = written_window.after
                 source = None
-            elif self._has_no_room_for_next(position, present, required):
+            elif (
+                position.window_number - (present - 1) >= self.window_capacity
+                and position.window_number > self.demand.awaited_window
+                and position.first_sample >= required
+            ):
+                # No room for the next window.
                 self.demand.changed.wait()
             else:
                 source = source or self._write_and_yield_windows(position)
                 position = next(source).after
-
-    def _has_no_room_for_next(
-        self, next_position: Position, present_window: int, required_sample: int
-    ) -> bool:
-        return (
-            next_position.window_number - (present_window - 1) >= self.window_capacity
-            and next_position.window_number > self.demand.awaited_window
-            and next_position.first_sample >= required_sample
-        )
 
     def _delete_windows_before(self, window_number: int) -> None:
         # The record first: a window with a record is complete.
