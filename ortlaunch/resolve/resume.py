@@ -191,9 +191,9 @@ def _given_or_newest_checkpoint_of_other_folder(source_path: Path) -> ChosenChec
     source_path = Path(os.path.abspath(source_path))
     # With this mark the folder is itself a checkpoint, else it is a run's.
     if (source_path / COMPLETE).exists():
-        return ChosenCheckpoint(
-            source_path, _step_in_manifest_or_refuse(source_path), source_path, is_exact=True
-        )
+        # The folder may have any name, so the step comes from the manifest.
+        step = int(read_json_or_raise_damaged(source_path / MANIFEST)["step"])
+        return ChosenCheckpoint(source_path, step, source_path, is_exact=True)
     other_run = RunDir(source_path)
     complete_checkpoints = other_run.complete_checkpoints()
     skipped_lines = tuple(unusable_checkpoint_lines(other_run.checkpoints))
@@ -214,17 +214,6 @@ def _given_or_newest_checkpoint_of_other_folder(source_path: Path) -> ChosenChec
     return ChosenCheckpoint(
         complete_checkpoints[-1][1], complete_checkpoints[-1][0], source_path, skipped=skipped_lines
     )
-
-
-def _step_in_manifest_or_refuse(checkpoint_folder: Path) -> int:
-    # The folder may have any name, so the step comes from the manifest.
-    try:
-        step = read_json_or_raise_damaged(checkpoint_folder / MANIFEST)["step"]
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"--resume {checkpoint_folder}: its {MANIFEST} cannot be read: {error}"
-        ) from None
-    return int(step)
 
 
 class RunBeginning(NamedTuple):
@@ -265,13 +254,6 @@ def choose_checkpoint_and_list_or_refuse_changes(
             (*text_lines, *_recipe_change_lines_without_checkpoint(earlier_recipe, resolved_run)),
         )
     checkpoint_origin = origin.read_checkpoint_origin_or_none(checkpoint.folder)
-    # A checkpoint of this folder without a record was written with the folder's own recipe.
-    if (
-        checkpoint_origin is None
-        and earlier_recipe is not None
-        and run.checkpoints in checkpoint.folder.parents
-    ):
-        checkpoint_origin = {"recipe": earlier_recipe.model_dump(mode="json")}
     is_training = not resolved_run.traits.evaluates
     text_lines.append(
         f"{'continuing' if is_training else 'evaluating'} after step {checkpoint.step} from {checkpoint.folder}"
@@ -280,7 +262,7 @@ def choose_checkpoint_and_list_or_refuse_changes(
         return RunBeginning(
             checkpoint,
             resume_options,
-            (*text_lines, "  it has no record of its recipe, so nothing is compared"),
+            (*text_lines, "  its record of the recipe cannot be read, so nothing is compared"),
         )
     origin_differences = origin.changes_between_origins(
         checkpoint_origin, origin_record_of_resolved_run(resolved_run)

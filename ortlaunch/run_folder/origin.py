@@ -27,8 +27,6 @@ ORIGIN = "training.json"
 # Packages whose versions affect results. Of all others only the number of changes is reported.
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "onnx",
              "numpy", "tokenizers", "datasets", "safetensors", "triton")  # fmt: skip
-# Of training.json; a file of another format is not compared.
-_FORMAT = 1
 
 
 def origin_of_run_to_start(
@@ -57,7 +55,6 @@ def origin_of_run_to_start(
     packages = environment.get("packages")
     code = {name: environment.get(name) for name in ("ortlaunch", "python")}
     return {
-        "format": _FORMAT,
         "recipe": recipe.model_dump(mode="json"),
         "world": {**world, **samples},
         "code": {**code, **(git_state or {"commit": None, "dirty": None})},
@@ -83,16 +80,12 @@ def read_origin_of_started_run(run: RunDir, recipe: Recipe) -> dict[str, object]
 
 
 def read_checkpoint_origin_or_none(checkpoint_folder: Path) -> Json | None:
-    """Return the origin of a checkpoint; None if it cannot be read or an old version wrote none."""
+    """Return the origin of a checkpoint; None if it cannot be read."""
     try:
-        origin_record = read_json_or_raise_damaged(checkpoint_folder / ORIGIN)
+        origin_record: Json = read_json_or_raise_damaged(checkpoint_folder / ORIGIN)
     except (OSError, ValueError):
         return None
-    return (
-        origin_record
-        if isinstance(origin_record, dict) and origin_record.get("format") == _FORMAT
-        else None
-    )
+    return origin_record
 
 
 def changes_between_origins(
@@ -110,11 +103,7 @@ def changes_between_origins(
     earlier_parts = {part: earlier_origin[part] for part in parts}
     present_parts = {part: present_origin[part] for part in parts}
     return [
-        *changed_leaves_with_rules(
-            _recipe_with_defaults_or_unchanged(earlier_origin["recipe"]),
-            present_origin["recipe"],
-            RULES,
-        ),
+        *changed_leaves_with_rules(earlier_origin["recipe"], present_origin["recipe"], RULES),
         *(
             change
             for change in changed_leaves_with_rules(earlier_parts, present_parts, OTHER_RULES)
@@ -145,15 +134,6 @@ def changes_affecting_evaluation(checkpoint: Path, origin_changes: list[Change])
     return resume_rules.changes_concerning_evaluation_with_own_rules(
         origin_changes, RunDir(checkpoint.parents[1]).vocabulary.exists()
     )
-
-
-def _recipe_with_defaults_or_unchanged(recipe: Mapping[str, object]) -> Mapping[str, Any]:
-    """Return the recipe with defaults for fields that newer versions added."""
-    try:
-        filled: Mapping[str, object] = Recipe.model_validate(recipe).model_dump(mode="json")
-    except ValueError:  # an old version had fields that this one rejects
-        return recipe
-    return filled
 
 
 def _changes_of_main_packages_and_other_count(

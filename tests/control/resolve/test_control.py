@@ -158,9 +158,14 @@ def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     """Write the folder of an earlier run, with a checkpoint after some steps."""
     run = RunDir(folder)
     JobRecord.for_this_process("local", JobState.FAILED).write(run)
-    write_text_atomically(run.recipe, dump_recipe_yaml(resolved(**sections).recipe_file.recipe))
+    recipe = resolved(**sections).recipe_file.recipe
+    write_text_atomically(run.recipe, dump_recipe_yaml(recipe))
     if steps:
         write_text_atomically(run.checkpoint_folder(steps) / "COMPLETE", "")
+        write_json_atomically(
+            run.checkpoint_folder(steps) / "training.json",
+            {"recipe": recipe.model_dump(mode="json")},
+        )
     return run
 
 
@@ -277,9 +282,11 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
     run = older("mine", steps=2)
     made = resolved()
     run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
+    origin_record = run.checkpoint_folder(2) / "training.json"
+    origin_record.rename("training.json")
     with pytest.raises(RecipeError):
         read_earlier_or_else_given_recipe_or_none(run, made)
-    write_json_atomically(run.checkpoint_folder(2) / "training.json", {"format": 1})
+    Path("training.json").rename(origin_record)
     assert read_earlier_or_else_given_recipe_or_none(run, made) == made.recipe_file.recipe
     assert (
         "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step"
