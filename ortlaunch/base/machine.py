@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import resource
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -295,6 +296,16 @@ def _processor_ticks_by_process() -> dict[tuple[int, str], int]:
         for process in all_processes()
         if process.pid != os.getpid()
     }
+
+
+def own_address_on_route_or_none(other_host: str) -> str | None:
+    """Return this host's address on its route to another; None if only loopback leads there."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a UDP socket sends no packet: the kernel only picks the route. 9 is "discard".
+        probe.connect((other_host, 9))
+        address: str = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
+    return None
 
 
 def raise_open_file_limit_to_hard_limit() -> None:

@@ -5,17 +5,16 @@ Variables are forwarded by name, so that no value appears on a command line.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ortlaunch.base import machine
 from ortlaunch.base.errors import MissingDependency, PlanError
 from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_if_plan_saves
 from ortlaunch.launch.private import private_folder_path_in_tmp
@@ -111,17 +110,12 @@ def mpich_argv(plan: Plan, run_dir: RunDir, mpirun_path: str) -> tuple[str, ...]
 
 def _own_address_on_route_to_other_host(plan: Plan) -> str | None:
     """Return this host's address on its route to another host of the plan; None if there is none."""
-    for node in plan.nodes:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-        ):
-            # A datagram socket sends nothing here: connect() chooses the route. The port is any.
-            probe.connect((node.host.rpartition("@")[2], 9))
-            address: str = probe.getsockname()[0]
-            if not address.startswith("127.") and address != probe.getpeername()[0]:
-                return address
-    return None
+    addresses = (
+        machine.own_address_on_route_or_none(node.host.rpartition("@")[2])
+        for node in plan.nodes
+        if not node.is_here
+    )
+    return next(filter(None, addresses), None)
 
 
 def mpi_hostfile_text(nodes: Sequence[Node], mpi_family_name: str) -> str:

@@ -147,6 +147,13 @@ class JobRecord:
         """The process of the command."""
         return Process(int(self.id), self.host, self.space, self.began)
 
+    def has_completed_training(self, run: RunDir) -> bool:
+        """Return whether this job wrote the run's summary; one from before it is of an earlier job."""
+        return (
+            run.summary.exists()
+            and run.summary.stat().st_mtime >= datetime.fromisoformat(self.started).timestamp()
+        )
+
     def write(self, run: RunDir) -> None:
         """Write the record into the run folder."""
         write_json_atomically(run.job, {**asdict(self), "state": self.state.value})

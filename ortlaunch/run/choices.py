@@ -26,7 +26,7 @@ def apply_recorded_engine_and_micro_size(resolved: ResolvedRun, run: RunDir) -> 
         # A rank may use a recorded size, but cannot start trials.
         if recorded_micro_size is None and enclosing_rank is not None:
             micro_size.refuse_micro_size_search_in_rank()
-    if is_engine_still_auto(resolved):
+    if resolved.recipe_file.recipe.engine.name == "auto":
         # Imported on use: only a run with an open engine needs the bench.
         from ortlaunch.bench import auto
 
@@ -39,13 +39,8 @@ def apply_recorded_engine_and_micro_size(resolved: ResolvedRun, run: RunDir) -> 
     return (
         resolved
         if recorded_micro_size is None
-        else resolved.apply_auto_results(micro_size.micro_size_override(recorded_micro_size))
+        else resolved.apply_auto_results(f"batch.micro_size={recorded_micro_size}")
     )
-
-
-def is_engine_still_auto(resolved: ResolvedRun) -> bool:
-    """Whether the engine must be measured."""
-    return resolved.recipe_file.recipe.engine.name == "auto"
 
 
 def measure_cache_and_apply_engine(resolved: ResolvedRun) -> ResolvedRun:
@@ -67,4 +62,4 @@ def search_and_apply_micro_size_if_auto(resolved: ResolvedRun, run: RunDir) -> R
     found_size = micro_size.search_and_record_largest_micro_size(
         resolved.recipe_file.recipe, resolved.plan, run
     )
-    return resolved.apply_auto_results(micro_size.micro_size_override(found_size))
+    return resolved.apply_auto_results(f"batch.micro_size={found_size}")

@@ -99,7 +99,7 @@ def _prepare_start_and_report_training(
         return rank_under_launcher.prepare_folder_and_become_rank0_worker(
             resolved, ready_mark, run, lock, beginning
         )
-    if choices.is_engine_still_auto(resolved):
+    if resolved.recipe_file.recipe.engine.name == "auto":
         measured_run = choices.measure_cache_and_apply_engine(resolved)
         # The engine may have requirements of its own.
         resolved, beginning, _ = startable_run_beginning_and_done_text_or_refuse(

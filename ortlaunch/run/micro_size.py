@@ -60,11 +60,6 @@ def is_search_requested(recipe: Recipe) -> bool:
     return recipe.batch.micro_size == "auto"
 
 
-def micro_size_override(size: int) -> str:
-    """Return the override that sets the size in the recipe."""
-    return f"batch.micro_size={size}"
-
-
 def candidate_micro_sizes(batch: BatchPlan) -> list[int]:
     """Return the micro sizes with which accumulation keeps the global batch, ascending."""
     largest = batch.global_samples // batch.data_parallel_ranks

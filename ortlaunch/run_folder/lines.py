@@ -35,7 +35,7 @@ def read_json_lines_with_keys(file_path: Path, *required_keys: str) -> JsonLines
     # The piece after the last newline is dropped: a line that is still being written.
     data = read_regular_file_bytes_or_refuse(file_path) if file_path.exists() else b""
     for line_number, line in enumerate(data.split(b"\n")[:-1], 1):
-        parse_line_into_values_or_unreadable(
+        _parse_line_into_values_or_unreadable(
             lines, f"{file_path.name}:{line_number}", line, *required_keys
         )
     return lines
@@ -45,6 +45,8 @@ def read_json_lines_in_tail_or_whole_if_damaged(
     file_path: Path, tail_bytes: int, *required_keys: str
 ) -> JsonLines:
     """Return the same for the lines in the last `tail_bytes` bytes of a file."""
+    if not file_path.exists():
+        return JsonLines([], [])
     with open_regular_file_or_refuse(file_path) as file:
         tail_offset = max(0, file.seek(0, os.SEEK_END) - tail_bytes)
         file.seek(tail_offset)
@@ -56,7 +58,7 @@ def read_json_lines_in_tail_or_whole_if_damaged(
         for line_number, line in enumerate(
             text[first_line_offset - tail_offset :].split(b"\n")[:-1], 1
         ):
-            parse_line_into_values_or_unreadable(
+            _parse_line_into_values_or_unreadable(
                 lines, f"{file_path.name}:{line_number}", line, *required_keys
             )
         # Line numbers in the report count from the beginning of the file, so read it all.
@@ -66,7 +68,7 @@ def read_json_lines_in_tail_or_whole_if_damaged(
     return lines
 
 
-def parse_line_into_values_or_unreadable(
+def _parse_line_into_values_or_unreadable(
     json_lines: JsonLines, line_location: str, line_bytes: bytes, *required_keys: str
 ) -> None:
     """Parse a line and add it to the lines found, or a sentence to those left out."""

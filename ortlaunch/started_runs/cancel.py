@@ -16,6 +16,7 @@ from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs.queued import cancel_queued_job_and_wait as cancel_queued
 from ortlaunch.started_runs.queued import is_queued
+from ortlaunch.started_runs.requests import explain_refused_permission
 from ortlaunch.started_runs.status import Status, advice_for_other_host, read_status
 from ortlaunch.tables.launchers import LAUNCHERS
 
@@ -35,16 +36,12 @@ def cancel_run_and_wait_for_its_end(run: RunDir) -> str:
         return _cancel_queued_run_and_describe_result(run, status)
     if not status.state.is_end or status.alive:
         _refuse_run_not_controlled_from_here(run, status)
-    try:
+    with explain_refused_permission(run):
         if not status.state.is_end:
             # Without this file, SIGTERM would request the ranks to save first.
             write_text_atomically(run.cancelled, "")
             end_job_and_its_processes(status.job)
         killed_count = _wait_for_ranks_or_kill_and_count(run, status.job.process)
-    except PermissionError:
-        raise InputError(
-            f"{run}: is a run of user {_owner_name(run)}; only that user or root may cancel it"
-        ) from None
     if status.state.is_end:
         return f"nothing to cancel: it has ended{_killed_text(killed_count)}\n{read_status(run)}"
     _record_cancellation_if_unrecorded(run, status.job, killed_count)
@@ -128,10 +125,3 @@ def _recorded_cancellation_text(run: RunDir, job: JobRecord) -> str:
 
 def _killed_text(killed_count: int) -> str:
     return f"; {killed_count} of its processes had to be killed" if killed_count else ""
-
-
-def _owner_name(run: RunDir) -> str:
-    try:
-        return run.job.owner()
-    except KeyError:
-        return str(run.job.stat().st_uid)

@@ -15,7 +15,7 @@ from ortlaunch.base.units import human_bytes, number_or_none
 from ortlaunch.run_folder.cause_text import VERDICT_PREFIX, diagnosis_verdict_line
 from ortlaunch.run_folder.error_record import read_error_records
 from ortlaunch.run_folder.folder import RunDir, json_text
-from ortlaunch.run_folder.lines import JsonLines, parse_line_into_values_or_unreadable
+from ortlaunch.run_folder.lines import read_json_lines_in_tail_or_whole_if_damaged
 from ortlaunch.run_folder.verdict import Verdict
 from ortlaunch.started_runs.status import Status, read_status
 
@@ -182,14 +182,9 @@ def _failed_save_and_free_space_lines(run: RunDir, verdict: Verdict | None) -> I
 
 def _json_lines_with_keys_in_file_tail(file_path: Path, *required_keys: str) -> list[Json]:
     """Return the last complete JSON lines of a file that contain all of these keys."""
-    parsed_lines = JsonLines([], [])
-    # The first line may be cut by the tail and the last half written;
-    # `parse_line_into_values_or_unreadable` drops both.
-    for line in _tail_lines(file_path):
-        parse_line_into_values_or_unreadable(
-            parsed_lines, file_path.name, line.encode(), *required_keys
-        )
-    return parsed_lines.values
+    return read_json_lines_in_tail_or_whole_if_damaged(
+        file_path, _TAIL_BYTES, *required_keys
+    ).values
 
 
 def _tail_lines(file_path: Path) -> list[str]:

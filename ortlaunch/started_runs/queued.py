@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 
 from ortlaunch.base.cause import Cause, Failure
 from ortlaunch.base.errors import LaunchError
@@ -217,12 +216,7 @@ def _write_job_end_from_queue_alone(
 
 def _verdict_recorded_in_folder(run: RunDir, job: JobRecord) -> Verdict:
     """Return the end that the ranks recorded in the run folder."""
-    # A summary from before this job belongs to an earlier one.
-    has_completed = (
-        run.summary.exists()
-        and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
-    )
-    if has_completed:
+    if job.has_completed_training(run):
         return Verdict(0, f"done: {run}")
     if not has_rank0_prepared_run_folder(run):
         return Verdict.of_failure_detected_by_command(

@@ -6,11 +6,12 @@ to the run's command makes the ranks read it at once.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import signal
 import socket
 import time
-from datetime import datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,24 +160,27 @@ def _write_request_and_signal_command(
     )
 
 
-def _write_request_file_or_refuse(run: RunDir, request_path: Path, sender: str) -> None:
+@contextlib.contextmanager
+def explain_refused_permission(run: RunDir) -> Iterator[None]:
+    """Raise InputError if the block may not control a run, because it is another user's."""
     try:
-        write_stop_request(request_path, sender)
+        yield
     except PermissionError:
         raise InputError(
-            f"{run}: belongs to another user; only that user or root may send it a request"
+            f"{run}: belongs to another user; only that user or root may stop, save or cancel it"
         ) from None
+
+
+def _write_request_file_or_refuse(run: RunDir, request_path: Path, sender: str) -> None:
+    with explain_refused_permission(run):
+        write_stop_request(request_path, sender)
 
 
 def _signal_command_if_on_this_host(run_status: Status, run: RunDir, signal_number: int) -> None:
     """Send a signal to the run's command if it is a process of this host."""
     if run_status.job.process.is_here and not is_queued(run_status.job):
-        try:
+        with explain_refused_permission(run):
             run_status.job.process.send_signal_if_alive(signal_number)
-        except PermissionError:
-            raise InputError(
-                f"{run}: belongs to another user; only that user or root may send it a request"
-            ) from None
 
 
 def _recorded_end_or_none(run: RunDir, run_status: Status) -> Verdict | None:
@@ -185,9 +189,11 @@ def _recorded_end_or_none(run: RunDir, run_status: Status) -> Verdict | None:
     first_record = first_error_record(run)
     if first_record is not None:
         return Verdict(first_record.exit_status, f"{run}: {first_record.summary}")
-    start_time = datetime.fromisoformat(run_status.job.started).timestamp()
-    has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
-    return Verdict(0, f"nothing to stop: it has ended\ndone: {run}") if has_completed else None
+    return (
+        Verdict(0, f"nothing to stop: it has ended\ndone: {run}")
+        if run_status.job.has_completed_training(run)
+        else None
+    )
 
 
 def _refuse_run_that_saves_nothing(run: RunDir, command_verb: str) -> None:

@@ -427,10 +427,8 @@ def _deduced_verdict_on_unrecorded_run(run: RunDir, job: JobRecord) -> Verdict:
 
     Its command was killed, or the user's own launcher started the ranks.
     """
-    start_time = datetime.fromisoformat(job.started).timestamp()
-    has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
     first_record = first_error_record(run)
-    if has_completed and (first_record is None or first_record.secondary):
+    if job.has_completed_training(run) and (first_record is None or first_record.secondary):
         return Verdict(0, f"done: {run}")
     if job.backend == "inside" and _has_finished_parity_comparison(run):
         return Verdict(0, f"done: {run}")
@@ -462,8 +460,6 @@ def _elapsed_seconds(job: JobRecord, start_time: float) -> float | None:
 def _newest_value_by_metric(run: RunDir, error_texts: list[str]) -> Json:
     """Return the newest value of each metric; damaged lines are reported in `error_texts`."""
     # A last line that is only half written is skipped without a report.
-    if not run.metrics.exists():
-        return {}
     json_lines = read_json_lines_in_tail_or_whole_if_damaged(run.metrics, _TAIL_BYTES, "step")
     error_texts += json_lines.unreadable
     return {name: value for record in json_lines.values for name, value in record.items()}

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ortlaunch.base.errors import LaunchError, MissingDependency, WorldError, first_message_line
+from ortlaunch.base.machine import own_address_on_route_or_none
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
@@ -64,7 +65,7 @@ def meet_ranks_and_init_process_group(
         # The user's own torchrun has a store, at the address of its options.
         store = None
         interface.set_gloo_and_nccl_interface_unless_set(
-            interface.own_address_on_route_or_none(os.environ["MASTER_ADDR"]) or "", os.environ
+            own_address_on_route_or_none(os.environ["MASTER_ADDR"]) or "", os.environ
         )
     else:
         hosts = [node.host for node in plan.nodes]
@@ -197,7 +198,7 @@ def _serve_or_connect_tcp_store(
     # For libraries that read these variables: the store is not that of torchrun's agent.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     interface.set_gloo_and_nccl_interface_unless_set(
-        endpoint[0] if listener else interface.own_address_on_route_or_none(endpoint[0]) or "",
+        endpoint[0] if listener else own_address_on_route_or_none(endpoint[0]) or "",
         os.environ,
     )
     store = functools.partial(

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, MutableMapping
 
 from ortlaunch.base.errors import LaunchError
+from ortlaunch.base.machine import own_address_on_route_or_none
 from ortlaunch.launch_plan import is_this_host
 
 # From linux/sockios.h and linux/if.h.
@@ -56,16 +57,6 @@ def own_address_reachable_by_hosts(
         f"({', '.join(sorted(set(names))[:8])}); give its name a routable one in DNS or "
         "/etc/hosts, or name the interface: launch.interface=eth0"
     )
-
-
-def own_address_on_route_or_none(other_host: str) -> str | None:
-    """Return this host's address on its route to another; None if only loopback leads there."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a UDP socket sends no packet: the kernel only picks the route. 9 is "discard".
-        probe.connect((other_host, 9))
-        address: str = probe.getsockname()[0]
-        return None if address.startswith("127.") else address
-    return None
 
 
 def set_gloo_and_nccl_interface_unless_set(

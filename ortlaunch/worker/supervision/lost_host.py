@@ -17,12 +17,12 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
+from ortlaunch.base.machine import own_address_on_route_or_none
 from ortlaunch.base.process import wait_until_true_or_timeout
 from ortlaunch.run_folder.lost_host import LostHost
 from ortlaunch.worker.supervision.interface import (
     interface_with_address_or_none,
     is_interface_running_or_unknown,
-    own_address_on_route_or_none,
 )
 from ortlaunch.worker.supervision.stall_rules import Heartbeat
 

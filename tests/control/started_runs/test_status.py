@@ -439,7 +439,7 @@ def test_another_user(run: RunDir) -> None:
             assert as_nobody("status", run) == "nothing"
             assert (
                 as_nobody("cancel", run)
-                == f"{run}: is a run of user root; only that user or root may cancel it"
+                == f"{run}: belongs to another user; only that user or root may stop, save or cancel it"
             )
             run.job.chmod(0o600)
             why = "no permission to read it; use the user who started the run"
