@@ -1,11 +1,10 @@
 """Checkpoints: written completely or not at all, verified by their manifest, found newest first.
 
-saving decides when to write one, transaction writes it, manifest describes it, and verify checks
+saving decides when to write one, transaction writes it, and verify checks
 it before it is loaded. snapshot is its content, and restore loads that into an engine of any world
 size.
 """
 
-from ortlaunch.worker.checkpoint.manifest import samples_trained_until_checkpoint
 from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.save_records import failed_save_count
 from ortlaunch.worker.checkpoint.saver import (
@@ -34,7 +33,6 @@ __all__ = [
     "print_training_changes_and_refuse_unallowed",
     "remove_old_checkpoints_and_exports",
     "rename_damaged_until_newest_intact_or_refuse",
-    "samples_trained_until_checkpoint",
     "set_aside_damaged_and_choose_start_checkpoint",
     "write_checkpoint_of_step",
 ]

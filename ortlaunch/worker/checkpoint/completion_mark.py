@@ -1,6 +1,6 @@
 """The mark of a complete checkpoint: the file COMPLETE, which is written last, and its check.
 
-It holds the checksum of the manifest, which has those of all other files (manifest.py).
+It holds the checksum of the manifest, which has those of all other files.
 """
 
 from __future__ import annotations

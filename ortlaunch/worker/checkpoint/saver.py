@@ -105,17 +105,14 @@ class CheckpointSaver:
         self.background_save: tuple[int, float, BackgroundTask] | None = None
         self.is_requested_by_clock = False
         if group.rank == 0:
-            self._append_and_print_missing_save_lines()
-
-    def _append_and_print_missing_save_lines(self) -> None:
-        """Report checkpoints whose writer died before it added their line to saves.jsonl."""
-        for step in save_records.checkpoint_steps_without_save_line(self.run):
-            save_records.append_save_line_unless_disk_full(self.run, SaveLine(step, None))
-            print(
-                f"the checkpoint of step {step} is complete; an earlier start could not record "
-                "that",
-                flush=True,
-            )
+            # Their writer died before it added their line.
+            for step in save_records.checkpoint_steps_without_save_line(run):
+                save_records.append_save_line_unless_disk_full(run, SaveLine(step, None))
+                print(
+                    f"the checkpoint of step {step} is complete; an earlier start could not record "
+                    "that",
+                    flush=True,
+                )
 
     def is_checkpoint_due_after(self, completed_steps: int) -> bool:
         """Return whether a checkpoint is due after this step; the last step's always is."""
@@ -239,7 +236,11 @@ class CheckpointSaver:
 
     def _record_and_announce_completed_save(self, step: int, waited_seconds: float) -> None:
         self._append_save_line_on_rank_0(step, waited_seconds, None)
-        self._notify_and_remove_former_best(step)
+        self.inputs.on_completed(step)
+        # The former best is pruned only now, not while its successor was being written.
+        if step == self.next_best:
+            self.best_step = step
+        self.remove_old_checkpoints_and_exports_on_rank_0()
 
     def _record_and_raise_or_print_failure(
         self, completed_steps: int, waited_seconds: float, save_error: CheckpointError
@@ -271,13 +272,6 @@ class CheckpointSaver:
             save_records.append_save_line_unless_disk_full(
                 self.run, SaveLine(completed_steps, round(waited_seconds, 3), error_text)
             )
-
-    def _notify_and_remove_former_best(self, step: int) -> None:
-        self.inputs.on_completed(step)
-        # The former best is pruned only now, not while its successor was being written.
-        if step == self.next_best:
-            self.best_step = step
-        self.remove_old_checkpoints_and_exports_on_rank_0()
 
     def remove_old_checkpoints_and_exports_on_rank_0(self) -> None:
         """Remove checkpoints that need not stay."""

@@ -17,7 +17,6 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.resume_record import ResumeRecord
-from ortlaunch.worker.checkpoint.manifest import samples_trained_until_checkpoint
 from ortlaunch.worker.checkpoint.snapshot import INDEX
 from ortlaunch.worker.checkpoint.verify import (
     gather_checkpoint_damage_or_empty,
@@ -36,7 +35,7 @@ class CompleteCheckpoint(NamedTuple):
     @property
     def samples(self) -> int:
         """Samples that all steps so far took, with any batch sizes."""
-        return samples_trained_until_checkpoint(self.folder)
+        return int(read_json_or_raise_damaged(self.folder / MANIFEST)["samples"])
 
     @property
     def streams(self) -> list[list[int]]:

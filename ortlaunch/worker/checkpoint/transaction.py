@@ -1,7 +1,7 @@
 """Writing of a checkpoint, completely or not at all.
 
-The files are written into step_N.partial, flushed to the disk, and listed in a manifest
-(manifest.py). Then the folder is renamed, and COMPLETE is written last.
+The files are written into step_N.partial, flushed to the disk, and listed in a
+manifest. Then the folder is renamed, and COMPLETE is written last.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.worker.checkpoint.completion_mark import (
     write_manifest_rename_partial_and_mark_complete,
 )
-from ortlaunch.worker.checkpoint.manifest import build_manifest
 from ortlaunch.worker.checkpoint.snapshot import RankSnapshot, snapshot_of_this_rank
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -124,7 +123,12 @@ def write_snapshot_as_checkpoint(
             write_manifest_rename_partial_and_mark_complete(
                 run,
                 completed_steps,
-                build_manifest(completed_steps, samples_trained, group.size, files),
+                {
+                    "step": completed_steps,
+                    "samples": samples_trained,
+                    "ranks": group.size,
+                    "files": files,
+                },
             )
     return folder
 

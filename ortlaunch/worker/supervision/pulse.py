@@ -90,7 +90,7 @@ class SharedProgress:
         self._show_phase(phase.encode()[:200])
         # The first step of the phase has no predecessor to be timed against.
         self._integers[_STAGE], self._stepped_at = 0, 0.0
-        self._count_progress_mark()
+        self.count_progress_mark()
 
     @contextlib.contextmanager
     def show_phase_until_end_without_counting_progress(self, phase: str) -> Iterator[None]:
@@ -149,15 +149,12 @@ class SharedProgress:
 
     def count_progress_mark(self) -> None:
         """Count a mark within a phase; all ranks must do so alike."""
-        self._count_progress_mark()
+        self._seconds[_LAST_MARK] = time.monotonic()
+        self._integers[_MOVES] += 1
 
     def restart_stall_clock(self) -> None:
         """Record activity within a phase, on this rank alone, so without a mark."""
         self._seconds[_LAST_MARK] = time.monotonic()
-
-    def _count_progress_mark(self) -> None:
-        self._seconds[_LAST_MARK] = time.monotonic()
-        self._integers[_MOVES] += 1
 
     @property
     def stall_seconds(self) -> float:

@@ -97,7 +97,7 @@ def fork_and_supervise_rank(
     code = record_end_and_return_status(
         end_recorder, child, status, has_finished, oom_kills, watchdog
     )
-    watchdog.announce_rank_end()
+    watchdog.exchange.announce_rank_end()
     end_recorder.release_disk_space()
     if plan.started_by.program:
         run.count_ended_rank(rank.rank)

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 from ortlaunch.base.cause import Cause
 from ortlaunch.base.process import read_process_stat_or_none, wait_until_true_or_timeout
@@ -138,7 +137,9 @@ class Watchdog:
             else None
         )
         if verdict and not self.has_ended_rank:
-            self._order_and_request_stacks(verdict, child)
+            self.verdict = verdict
+            self.exchange.send_order_to_all_supervisors("stacks")
+            self._dump_and_send_stacks(child)
 
     def _kill_rank_if_host_is_lost(self, beats: list[Heartbeat] | None, child: RankProcess) -> None:
         """End the rank if a host is lost, for any value of `train.stall_seconds`.
@@ -217,11 +218,6 @@ class Watchdog:
             progress.own_seconds,
         )
 
-    def _order_and_request_stacks(self, verdict: StallVerdict, child: RankProcess) -> None:
-        self.verdict = verdict
-        self.exchange.send_order_to_all_supervisors("stacks")
-        self._dump_and_send_stacks(child)
-
     def _dump_and_send_stacks(self, child: RankProcess) -> None:
         """Get the stacks of the rank, and send them."""
         self._stacks_requested_at = time.monotonic()
@@ -252,14 +248,11 @@ class Watchdog:
             )
         if is_over and not self.has_ended_rank:
             self.has_ended_rank = True
-            self._print_stall_summary()
+            if self.verdict is not None:
+                print(f"ortlaunch: {self.stall_summary_line}", file=sys.stderr, flush=True)
             if self.exchange.is_hub:
                 self.exchange.send_order_to_all_supervisors("end")
             child.send_signal_unless_reaped(signal.SIGKILL)
-
-    def _print_stall_summary(self) -> None:
-        if self.verdict is not None:
-            print(f"ortlaunch: {self.stall_summary_line}", file=sys.stderr, flush=True)
 
     @property
     def stall_summary_line(self) -> str:
@@ -317,11 +310,6 @@ class Watchdog:
             ranks=[beat._asdict() for beat in sorted(verdict.beats)],
         )
 
-    def announce_rank_end(self) -> None:
-        """Announce the rank's end, after which nobody waits for it."""
-        with contextlib.suppress(OSError):
-            self.exchange.announce_rank_end()
-
     def _dumped_stacks_text(self) -> str:
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
@@ -343,17 +331,17 @@ def _py_spy_stacks_or_empty(pid: int) -> str:
 
     It is "" where py-spy is not installed or not permitted.
     """
-    for program in _installed_program_path("py-spy"):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-            dump = subprocess.run(
-                command, capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False
-            )
-            return f"py-spy:\n{dump.stdout}" if dump.returncode == 0 else ""
+    folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
+    program = shutil.which("py-spy", path=os.pathsep.join(folders))
+    if program is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        dump = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=_PY_SPY_SECONDS,
+            check=False,
+        )
+        return f"py-spy:\n{dump.stdout}" if dump.returncode == 0 else ""
     return ""
-
-
-def _installed_program_path(program_name: str) -> Iterator[str]:
-    local_program = os.path.join(os.path.dirname(sys.executable), program_name)
-    program = local_program if os.path.exists(local_program) else shutil.which(program_name)
-    yield from [program] if program else []

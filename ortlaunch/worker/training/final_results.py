@@ -26,9 +26,9 @@ from ortlaunch.run_folder.records import (
 )
 from ortlaunch.tables.metrics import METRICS
 from ortlaunch.worker.checkpoint import (
+    CompleteCheckpoint,
     failed_save_count,
     load_checkpoint_print_notes_and_return_loop_state,
-    samples_trained_until_checkpoint,
 )
 from ortlaunch.worker.checkpoint.saver import KEEP
 from ortlaunch.worker.checkpoint.verify import gather_checkpoint_damage_or_empty
@@ -251,8 +251,9 @@ def build_run_summary(
 
     `seconds_by_activity` is the time of this start only.
     """
-    (steps, folder), metrics_records = run.complete_checkpoints()[-1], readable_metrics_records(run)
-    seen_samples = samples_trained_until_checkpoint(folder)
+    checkpoint = CompleteCheckpoint(*run.complete_checkpoints()[-1])
+    metrics_records = readable_metrics_records(run)
+    seen_samples = checkpoint.samples
     # Keep the newest value of each name, because not every line has every name.
     last = {name: value for record in metrics_records for name, value in record.items()}
     if "elapsed_seconds" not in last:
@@ -261,7 +262,7 @@ def build_run_summary(
             "only this start's time"
         )
     return Summary(
-        steps=steps,
+        steps=checkpoint.step,
         samples=seen_samples,
         epochs=round(seen_samples / samples_per_epoch, 4),
         loss=last.get("loss"),
