@@ -67,9 +67,10 @@ class VariantJob:
     def start_job_await_warm_up_and_keep_first_answer(self) -> None:
         """Start the job, and wait until it has warmed up; the first start's times are kept."""
         assert self.variant.resolved_run is not None
-        plan = self.variant.resolved_run.plan
         request = write_run_files_and_clear_earlier_start(
-            self.run, self.variant.resolved_run.recipe_file.recipe, plan
+            self.run,
+            self.variant.resolved_run.recipe_file.recipe,
+            self.variant.resolved_run.plan,
         )
         # Files of an earlier start would be read as orders and answers of this one.
         self.run.order.unlink(missing_ok=True)

@@ -199,9 +199,11 @@ def _end_without_original_error_record(
     if exit_requests:
         rank = min(exit_requests, key=lambda rank: exit_requests[rank][1])
         signal_number = exit_requests[rank][0]
-        launcher = plan.started_by.program
         failure = Failure(
-            Cause.SIGNALLED, launcher, who=_rank_and_host_names(plan, [rank]), signal=signal_number
+            Cause.SIGNALLED,
+            plan.started_by.program,
+            who=_rank_and_host_names(plan, [rank]),
+            signal=signal_number,
         )
         return Verdict.of_failure_detected_by_command(
             128 + signal_number, failure, f"; logs: {run.logs}"

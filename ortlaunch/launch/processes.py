@@ -102,9 +102,8 @@ def command_prefix_to_end_with_parent() -> list[str]:
 
     Also after `kill -9`. The path of its program follows, then its arguments from the 0th.
     """
-    program = die_with_parent.__file__
     arguments = (str(os.getpid()), LAUNCHER_VARIABLE, process_space())
-    return [sys.executable, "-I", "-S", program, *arguments]
+    return [sys.executable, "-I", "-S", die_with_parent.__file__, *arguments]
 
 
 def write_files_and_start_job(request: LaunchRequest, output_path: Path | None = None) -> Job:

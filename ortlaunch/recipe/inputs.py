@@ -181,13 +181,12 @@ def repeated_file_and_high_learning_rate_problems(recipe: Recipe) -> Iterator[Pr
             if count > 1:
                 yield (f"{key}.path",), f"{file} is listed {count} times, and is read as often"
     rate = recipe.optimizer.learning_rate
-    name = recipe.optimizer.name
     # Adaptive optimizers normalize the gradient, so that a step is about as large as the rate.
     if rate > 1 and recipe.optimizer.traits.adapts:
         yield (
             (LEARNING_RATE_KEY,),
-            f"got {rate:g}: {name} changes each weight by about this much per step; 1e-5 to "
-            "1e-2 is usual",
+            f"got {rate:g}: {recipe.optimizer.name} changes each weight by about this much per "
+            "step; 1e-5 to 1e-2 is usual",
         )
 
 

@@ -428,7 +428,6 @@ def _evaluation_text(evaluation_record: dict[str, object]) -> str:
 
 
 def _command_attempt_bad_step_and_slow_rank_rows(run_record: Record) -> dict[str, object]:
-    attempts = run_record.status.job.attempts
     return {
         "commands": [
             (line.get("time"), typed_command_with_hidden_secrets(line))
@@ -442,7 +441,7 @@ def _command_attempt_bad_step_and_slow_rank_rows(run_record: Record) -> dict[str
                 round(attempt.seconds, 1),
                 attempt.message,
             )
-            for attempt in attempts
+            for attempt in run_record.status.job.attempts
         ],
         "bad_steps": [
             [line.get(name) for name in ("step", "kind", "action", "message")]

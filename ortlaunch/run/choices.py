@@ -17,14 +17,13 @@ def apply_recorded_engine_and_micro_size(resolved: ResolvedRun, run: RunDir) -> 
         PlanError: a choice is not recorded, and this process is a rank of the user's own launcher,
             which cannot start the jobs of a measurement.
     """
-    enclosing_rank = resolved.world.enclosing_rank
     recorded_micro_size = None
     if micro_size.is_search_requested(resolved.recipe_file.recipe):
         recorded_micro_size = micro_size.recorded_micro_size_or_none(
             resolved.recipe_file.recipe, resolved.workload.batch, run
         )
         # A rank may use a recorded size, but cannot start trials.
-        if recorded_micro_size is None and enclosing_rank is not None:
+        if recorded_micro_size is None and resolved.world.enclosing_rank is not None:
             micro_size.refuse_micro_size_search_in_rank()
     if resolved.recipe_file.recipe.engine.name == "auto":
         # Imported on use: only a run with an open engine needs the bench.

@@ -43,7 +43,7 @@ def check_hosts_and_return_shrunk_run_and_lines(
             waits ten minutes for them.
     """
     launch = run_on_all_hosts.recipe_file.recipe.launch
-    elastic = run_on_all_hosts.recipe_file.recipe.launch.elastic
+    elastic = launch.elastic
     hosts = run_on_all_hosts.world.hosts
     is_only_this_host = len(hosts) == 1 and hosts[0].is_here
     if elastic is None and (is_restart or is_only_this_host or not launch.preflight):

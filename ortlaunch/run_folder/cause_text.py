@@ -197,10 +197,9 @@ def _out_of_memory_verdict_line(failure: Failure) -> str:
     if failure.signal == signal.SIGKILL and failure.rank is not None:
         return f"out of memory: the kernel ended {failure.rank_and_host} (SIGKILL)"
     if failure.memory_kills:
-        kills = failure.memory_kills
         return (
-            f"out of memory: the kernel's out-of-memory killer ended {kills} of this "
-            "run's processes"
+            f"out of memory: the kernel's out-of-memory killer ended {failure.memory_kills} of "
+            "this run's processes"
         )
     return f"out of memory: {failure.rank_and_host} could not allocate: {failure.detail}"
 

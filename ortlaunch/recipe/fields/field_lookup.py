@@ -38,8 +38,7 @@ def section_models_in_annotation(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def item_models_in_annotation(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models of the items of a list, or of the values of such a mapping."""
-    type_arguments = typing.get_args(annotation)
-    for argument in type_arguments:
+    for argument in typing.get_args(annotation):
         yield from (
             section_models_in_annotation(argument)
             if typing.get_origin(annotation) in _CONTAINERS

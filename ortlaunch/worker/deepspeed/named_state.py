@@ -93,14 +93,13 @@ def _ranges_in_zero_1_and_2(
         # None: the parameter is frozen, or this rank has no piece of it.
         if mapping is not None:
             model_fragment = mapping.lp_fragment_address
-            master_fragment = mapping.hp_fragment_address
             group = optimizer.optimizer.param_groups[mapping.param_group_index]
             yield ParameterRange(
                 name,
                 model_fragment.start,
                 model_fragment.numel,
                 group["params"][0],
-                master_fragment.start,
+                mapping.hp_fragment_address.start,
                 group,
             )
 

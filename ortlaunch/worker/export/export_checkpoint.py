@@ -213,10 +213,9 @@ def _record_and_print_export(run: RunDir, export_line: ExportLine) -> None:
 def print_device_artifacts_summary(artifacts: DeviceArtifacts) -> None:
     """Print the comparison with PyTorch, the trained weights, and differences from the recipe."""
     trained = sum(parameter.trained for parameter in artifacts.parameters)
-    difference = artifacts.largest_difference
     print(
-        f"onnxruntime's loss and logits differ from PyTorch's by at most {difference:.2g} (limit "
-        f"{artifacts.limit:g})"
+        f"onnxruntime's loss and logits differ from PyTorch's by at most "
+        f"{artifacts.largest_difference:.2g} (limit {artifacts.limit:g})"
     )
     print(
         f"a device trains {trained} of {len(artifacts.parameters)} weights by ONNX Runtime's "

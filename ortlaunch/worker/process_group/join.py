@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ def meet_ranks_and_init_process_group(
     launcher = detected_launcher[1] if detected_launcher else ""
     if are_all_on_one_host(rank):
         # Also for a single rank, because it listens, too.
-        _restrict_to_loopback(os.environ)
+        # By default they listen on the address of the host's name, which other hosts may reach.
+        interface.set_gloo_and_nccl_interface_unless_set("127.0.0.1", os.environ)
     if rank.world_size == 1:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backend_arguments)
         return
@@ -207,16 +208,6 @@ def _serve_or_connect_tcp_store(
     if listener:
         return store(is_master=True, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach())
     return store(is_master=False, timeout=JOIN_TIMEOUT)
-
-
-def _restrict_to_loopback(environ: MutableMapping[str, str]) -> None:
-    """Make gloo and NCCL listen on the loopback interface, unless the user has set an interface.
-
-    Raises:
-        LaunchError: the interface that the user has set is not on this host.
-    """
-    # By default they listen on the address of the host's name, which other hosts may reach.
-    interface.set_gloo_and_nccl_interface_unless_set("127.0.0.1", environ)
 
 
 def _print_late_ranks_unless_met_in_time(plan: Plan, host: str, port: int) -> None:

@@ -200,8 +200,7 @@ def compare_and_gather_worst_parity_verdict_json(session: Session) -> Json:
     # An engine may raise any exception: this is a verdict, too.
     except Exception as error:
         rank_verdict = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
-    verdicts = session.group.gather(rank_verdict)
-    return max(verdicts, key=_largest_difference_or_infinity)
+    return max(session.group.gather(rank_verdict), key=_largest_difference_or_infinity)
 
 
 def loss_change_from_highest_matmul_precision(session: Session) -> dict[str, float]:

@@ -275,7 +275,6 @@ def _create_checkpoint_saver_with_callbacks(
     session: Session, train_state: TrainState, hook: TrainingHook, exports: CheckpointExports
 ) -> checkpoint.CheckpointSaver:
     """Return the checkpoints of a training that begins at `train_state`."""
-    epochs_between_saves = session.recipe.checkpoint.every_epochs
 
     def notify_completed(step: int) -> None:
         hook.on_checkpoint(step)
@@ -299,7 +298,7 @@ def _create_checkpoint_saver_with_callbacks(
             before_save=lambda: require_same_trained_parameters(model, trained_parameters),
             steps_in_use=exports.steps_being_exported,
             completes_interval=lambda step: session.batches.does_step_complete_interval(
-                step, epochs_between_saves
+                step, session.recipe.checkpoint.every_epochs
             ),
         ),
     )
@@ -639,7 +638,7 @@ def _load_newest_checkpoint_or_fresh_state(session: Session) -> TrainState:
     loaded_state = checkpoint.load_checkpoint_print_notes_and_return_loop_state(
         folder, session.engine.stepper.named_state(), session.group
     )
-    state = TrainState(**{"samples": start_checkpoint.samples, **loaded_state})
+    state = TrainState(**loaded_state)
     state.best = best.best_evaluations_without_stale_ones(session, state.best)
     # A best evaluation must have its checkpoint in this folder.
     state.owes_evaluation &= folder.parent == session.run.checkpoints

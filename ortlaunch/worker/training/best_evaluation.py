@@ -16,8 +16,7 @@ from ortlaunch.recipe.fields.best import KeepBest, StopAfter
 from ortlaunch.run_folder.folder import COMPLETE
 from ortlaunch.tables.metrics import metrics_of_task
 from ortlaunch.worker.checkpoint.saver import KEEP
-from ortlaunch.worker.data import Samples
-from ortlaunch.worker.data.samples import Sample
+from ortlaunch.worker.data.mixture import SampleSubset
 from ortlaunch.worker.evaluation.evaluation import seed_and_evaluate_loss_and_metrics_unless_stopped
 from ortlaunch.worker.session import Session
 
@@ -37,35 +36,26 @@ def update_best_evaluations(
     """
     for request_name, request in _named_best_and_stop_requests(recipe):
         value = evaluation_metrics.get(request.metric, math.nan)
-        previous_entry = best_evaluations.get(request_name)
-        new_entry: Json = {"metric": request.metric, "mode": request.direction}
+        # `since` counts evaluations after the best one, for train.stop_after.
+        entry = best_evaluations.get(request_name) or {
+            "metric": request.metric,
+            "mode": request.direction,
+            "value": None,
+            "step": None,
+            "since": 0,
+        }
         if math.isfinite(value) and (
-            previous_entry is None
-            or previous_entry["value"] is None
-            or (
-                value < previous_entry["value"]
-                if request.direction == "min"
-                else value > previous_entry["value"]
-            )
+            entry["value"] is None
+            or (value < entry["value"] if request.direction == "min" else value > entry["value"])
         ):
             best_evaluations[request_name] = {
-                **new_entry,
+                **entry,
                 "value": value,
                 "step": evaluated_step,
                 "since": 0,
             }
-        elif previous_entry is not None or request.metric in evaluation_metrics:
-            # `since` counts evaluations after the best one, for train.stop_after.
-            previous_entry = previous_entry or {
-                **new_entry,
-                "value": None,
-                "step": None,
-                "since": 0,
-            }
-            best_evaluations[request_name] = {
-                **previous_entry,
-                "since": previous_entry["since"] + 1,
-            }
+        elif request_name in best_evaluations or request.metric in evaluation_metrics:
+            best_evaluations[request_name] = {**entry, "since": entry["since"] + 1}
 
 
 def non_finite_metric_messages(recipe: Recipe, evaluation_metrics: dict[str, float]) -> list[str]:
@@ -107,9 +97,9 @@ def require_best_metrics_by_test_evaluation(session: Session) -> None:
     with session.progress.show_activity_during("evaluating"):
         try:
             # One micro batch of each rank.
+            count = min(session.plan.batch.micro_samples * session.group.size, len(samples))
             evaluation_metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(
-                session,
-                _FirstSamples(samples, session.plan.batch.micro_samples * session.group.size),
+                session, SampleSubset(samples, count, lambda indices: indices)
             )
         # The user's metric may need more samples than these few.
         except HookError as error:
@@ -121,20 +111,6 @@ def require_best_metrics_by_test_evaluation(session: Session) -> None:
         missing_messages := missing_metric_messages(recipe, evaluation_metrics)
     ):
         raise InputError("\n".join(missing_messages))
-
-
-class _FirstSamples:
-    """The first samples of a set."""
-
-    def __init__(self, samples: Samples, max_samples: int) -> None:
-        self._samples = samples
-        self._count = min(max_samples, len(samples))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def sample(self, index: int, epoch: int) -> Sample:
-        return self._samples.sample(index, epoch)
 
 
 def kept_best_step_or_none(best_evaluations: BestEvaluations) -> int | None:

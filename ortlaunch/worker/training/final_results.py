@@ -223,11 +223,11 @@ def _cache_measured_and_return_step_durations(session: Session) -> dict[str, Any
             **steps,
             "not_predicted": f"{cached_prediction.reason_seconds_are_doubtful} (ortlaunch plan --predict)",
         }
-    memory = cached_prediction.engines[engine]["memory"]
     return {
         **steps,
         "predicted": Prediction(
-            cached_prediction.measured_or_corrected_step_seconds(engine), memory
+            cached_prediction.measured_or_corrected_step_seconds(engine),
+            cached_prediction.engines[engine]["memory"],
         ),
     }
 
@@ -253,7 +253,6 @@ def build_run_summary(
     """
     checkpoint = CompleteCheckpoint(*run.complete_checkpoints()[-1])
     metrics_records = readable_metrics_records(run)
-    seen_samples = checkpoint.samples
     # Keep the newest value of each name, because not every line has every name.
     last = {name: value for record in metrics_records for name, value in record.items()}
     if "elapsed_seconds" not in last:
@@ -263,8 +262,8 @@ def build_run_summary(
         )
     return Summary(
         steps=checkpoint.step,
-        samples=seen_samples,
-        epochs=round(seen_samples / samples_per_epoch, 4),
+        samples=checkpoint.samples,
+        epochs=round(checkpoint.samples / samples_per_epoch, 4),
         loss=last.get("loss"),
         evaluation_loss=last.get("evaluation_loss"),
         training_seconds=last.get("elapsed_seconds", seconds_by_activity.get("training", 0.0)),

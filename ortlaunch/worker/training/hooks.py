@@ -71,21 +71,19 @@ class TrainingHook:
                 f"after step {completed_steps}: {error}\n{where}"
             ) from error
         if returned_value == "stop":
-            self._write_stop_request_before_last_step(method_name, completed_steps)
+            # As `ortlaunch stop` does; after the last step there is nothing to stop.
+            if completed_steps < self.last_step:
+                by = f"train.hook ({self.name}.{method_name})"
+                write_json_atomically(
+                    self.run.stop_request,
+                    {"by": by, "pid": os.getpid(), "host": socket.gethostname()},
+                )
+                self.agreement.add_request(RankRequest.STOP)
         elif returned_value is not None:
             raise HookError(
                 f"train.hook: {self.name}.{method_name} returned {returned_value!r}; "
                 'it returns "stop", or nothing'
             )
-
-    def _write_stop_request_before_last_step(self, method_name: str, completed_steps: int) -> None:
-        """Request a stop as `ortlaunch stop` does; after the last step, do nothing."""
-        if completed_steps < self.last_step:
-            by = f"train.hook ({self.name}.{method_name})"
-            write_json_atomically(
-                self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()}
-            )
-            self.agreement.add_request(RankRequest.STOP)
 
 
 def _refuse_misnamed_hook_methods(hook_name: str, hook_object: object) -> None:

@@ -51,12 +51,10 @@ class ParitySteps:
 
     def __init__(self, session: Session, first_step: int, with_table: bool = False) -> None:
         recipe = session.recipe
-        run = session.run
-        group = session.group
         engine = session.engine
         self.recipe = recipe
-        self.run = run
-        self.group = group
+        self.run = session.run
+        self.group = session.group
         self.engine = engine
         self.batches = session.batches
         self.with_table = with_table
@@ -68,7 +66,7 @@ class ParitySteps:
         self.is_precision_lowered = recipe.engine.matmul_precision != "highest"
         self.comparison_module: Any = None
         self.replaying_module: Any = None
-        self.records = _comparison_records_of_earlier_starts(run, first_step, session.group)
+        self.records = _comparison_records_of_earlier_starts(session.run, first_step, session.group)
         # The requested engine fell back to eager, which the recipe allows.
         if is_plain_pytorch(engine):
             self._end_comparison_as_not_compared("plain PyTorch itself runs")

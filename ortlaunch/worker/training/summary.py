@@ -10,7 +10,6 @@ from ortlaunch.run_folder.engine_report import (
     Binding,
     ChunkedLoss,
     EngineReport,
-    GraphReport,
     OnnxRuntime,
     OptimizerGroup,
 )
@@ -113,11 +112,6 @@ def engine_plan_lines(engine_report: EngineReport) -> list[str]:
     return lines
 
 
-def _shortened_name(name: str) -> str:
-    # A line has at most 100 columns.
-    return name if len(name) <= 48 else f"...{name[-45:]}"
-
-
 def _parameter_group_table_lines(groups: Sequence[OptimizerGroup]) -> list[str]:
     """Return a table of the parameter groups, if the trained ones differ in more than decay."""
     kinds = {(group.optimizer, group.learning_rate) for group in groups if group.optimizer}
@@ -131,7 +125,10 @@ def _parameter_group_table_lines(groups: Sequence[OptimizerGroup]) -> list[str]:
             f"{group.weight_decay:g}" if group.optimizer else "",
             f"{len(group.parameters):,}",
             f"{group.values:,}",
-            _shortened_name(group.parameters[0]),
+            # A line has at most 100 columns.
+            group.parameters[0]
+            if len(group.parameters[0]) <= 48
+            else f"...{group.parameters[0][-45:]}",
         )
         for group in groups
     ]
@@ -150,7 +147,11 @@ def _matmul_precision_lines(engine_report: EngineReport) -> list[str]:
     no_gain_reason = precision_report.gains_nothing
     # On a CPU the setting applies to torch's matmuls only, not to ONNX Runtime's own.
     graph = engine_report.onnxruntime and engine_report.onnxruntime.training_graph
-    if graph and engine_report.device == "cpu" and not torch_matmuls_in_ort_graph(graph):
+    if (
+        graph
+        and engine_report.device == "cpu"
+        and not any(graph.aten.get(name) for name in ("linear", "matmul", "tensordot"))
+    ):
         no_gain_reason = (
             no_gain_reason
             or "torch computes no matmul of ONNX Runtime's graph, because every weight is "
@@ -198,11 +199,6 @@ def _chunked_loss_lines(chunked_loss: ChunkedLoss) -> list[str]:
     )
 
 
-def torch_matmuls_in_ort_graph(graph: GraphReport) -> int:
-    """Return the number of matmuls for which ONNX Runtime's graph calls torch."""
-    return sum(graph.aten.get(name, 0) for name in ("linear", "matmul", "tensordot"))
-
-
 def _ort_setting_lines(ort_report: OnnxRuntime | None) -> list[str]:
     """Return the settings of engine ort that differ from their defaults.
 
@@ -246,17 +242,15 @@ def engine_outcome_lines(engine_report: EngineReport) -> list[str]:
     """Return lines on the engine that ran."""
     # ONNX Runtime counts the passes of its own module, of which there are none.
     if engine_report.engine.fallback:
-        optimizer = f"optimizer {engine_report.optimizer.used}"
         return [
             f"ran on engine {engine_report.engine.used}: {engine_report.engine.fallback}",
-            optimizer,
+            f"optimizer {engine_report.optimizer.used}",
         ]
     ort_report = engine_report.onnxruntime
     if engine_report.inductor:
-        graphs = engine_report.inductor.graphs
-        breaks = engine_report.inductor.graph_breaks
         return [
-            f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"
+            f"ran on engine inductor: {engine_report.inductor.graphs} graphs compiled, "
+            f"{engine_report.inductor.graph_breaks} graph breaks on rank 0"
         ]
     if not ort_report:
         return [f"ran on engine {engine_report.engine.used}"]

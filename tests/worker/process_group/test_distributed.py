@@ -264,7 +264,7 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
 def test_one_host_stays_on_loopback() -> None:
     """On one host gloo and NCCL listen on loopback, unless the user has set an interface."""
     environ = {"NCCL_SOCKET_IFNAME": "eth1"}
-    join._restrict_to_loopback(environ)
+    interface.set_gloo_and_nccl_interface_unless_set("127.0.0.1", environ)
     assert environ == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -355,7 +355,7 @@ def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
         interface.own_address_reachable_by_hosts(["b"], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
     # A single host is checked, too.
     with pytest.raises(LaunchError, match=r"is \^lo, and box has no such interface"):
-        join._restrict_to_loopback({"GLOO_SOCKET_IFNAME": "^lo"})
+        interface.set_gloo_and_nccl_interface_unless_set("127.0.0.1", {"GLOO_SOCKET_IFNAME": "^lo"})
 
 
 def test_the_interface_of_an_address() -> None:
