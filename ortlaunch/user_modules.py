@@ -63,7 +63,10 @@ def uninstalled_factory_module_folders_or_refuse(
         name = factory.partition(":")[0].partition(".")[0]
         folder, user_file = _find_user_module_folder_and_file(name, (recipe_folder, Path.cwd()))
         installed_file = _module_file(importlib.util.find_spec(name))
-        if user_file is None or (installed_file and _is_same_file(installed_file, user_file)):
+        # A package that is installed in editable mode is the user's own file.
+        if user_file is None or (
+            installed_file and os.path.realpath(installed_file) == os.path.realpath(user_file)
+        ):
             continue
         if installed_file:
             raise InputError(
@@ -121,11 +124,6 @@ def _find_user_module_folder_and_file(
 def _module_file(spec: ModuleSpec | None) -> str | None:
     """Return a module's file, or `built-in`; None without a module or for a namespace package."""
     return spec.origin if spec else None
-
-
-def _is_same_file(path: str, other_path: str) -> bool:
-    # A package that is installed in editable mode is the user's own file.
-    return os.path.realpath(path) == os.path.realpath(other_path)
 
 
 def _find_module_spec_without_importing_or_none(

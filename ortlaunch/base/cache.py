@@ -17,7 +17,7 @@ import os
 import pwd
 import shlex
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ortlaunch.base.errors import FileError
@@ -58,19 +58,14 @@ def create_private_cache_folder_or_refuse(*sub_folder_names: str) -> Path:
     """
     try:
         cache_root_without_creating().parent.mkdir(parents=True, exist_ok=True)
-        for folder in _folders_down_to(sub_folder_names):
+        for count in range(len(sub_folder_names) + 1):
+            folder = cache_root_without_creating().joinpath(*sub_folder_names[:count])
             folder.mkdir(mode=0o755, exist_ok=True)
             require_not_writable_by_others(folder)
     except OSError as error:
         reason = f"{error.strerror}: {error.filename}; set ORTLAUNCH_CACHE to another folder"
         raise FileError(f"{cache_root_without_creating()}: cannot be made: {reason}", 2) from error
     return cache_root_without_creating().joinpath(*sub_folder_names)
-
-
-def _folders_down_to(names: Sequence[str]) -> Iterator[Path]:
-    """Yield the cache folder and each folder on the path below it."""
-    for count in range(len(names) + 1):
-        yield cache_root_without_creating().joinpath(*names[:count])
 
 
 def cache_file_path_by_hashed_key(record_folder_name: str, json_key: object) -> Path:

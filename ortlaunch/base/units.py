@@ -16,6 +16,12 @@ def count_with_noun(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def first_names_and_count_of_rest(names: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Return names as one text; of many the first ones, and how many more there are."""
+    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return separator.join(map(str, names[:most])) + rest
+
+
 def human_bytes(byte_count: float) -> str:
     """Return a number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):

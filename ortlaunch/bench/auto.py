@@ -248,7 +248,9 @@ def apply_engine_choice_with_note(
     # The recipe gives parity_steps as a number above 0.
     if engine == "eager" and engine_section.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
-    return resolved_run.copy_with_engine_choice(engine_choice, note, *overrides)
+    return replace(
+        resolved_run, engine_choice=engine_choice, engine_note=(note,)
+    ).apply_auto_results(*overrides)
 
 
 def read_cached_choice_or_forget_damaged(resolved_run: ResolvedRun) -> Choice | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
-from ortlaunch.base.units import count_with_noun, human_bytes
+from ortlaunch.base.units import count_with_noun, first_names_and_count_of_rest, human_bytes
 from ortlaunch.doctor import host_probes, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, finding_ok_or_with_remedy
 from ortlaunch.doctor.host_probes import ConnectionResult, ProbeAnswer, ProbeFailure, ProbeRequest
@@ -340,10 +340,7 @@ def _port_udp_and_mtu_findings(
 
 def _shorten_names(host_names: Sequence[str]) -> str:
     """Return the first four names, without duplicates, as text."""
-    host_names = list(dict.fromkeys(host_names))
-    return ", ".join(host_names[:4]) + (
-        f" and {len(host_names) - 4} more" if len(host_names) > 4 else ""
-    )
+    return first_names_and_count_of_rest(list(dict.fromkeys(host_names)), 4)
 
 
 def _gpu_run_folder_and_disk_findings(

@@ -119,14 +119,6 @@ class ResolvedRun:
             self.recipe_file.copy_with_further_overrides(*overrides), self.world
         )
 
-    def copy_with_engine_choice(
-        self, engine_choice: Choice, engine_note: str, *overrides: str
-    ) -> ResolvedRun:
-        """Return the run with the chosen engine; the note gives the engine and the reason."""
-        return replace(
-            self, engine_choice=engine_choice, engine_note=(engine_note,)
-        ).apply_auto_results(*overrides)
-
     def copy_restricted_to_hosts(self, host_names: Collection[str]) -> ResolvedRun:
         """Return the run on some of its hosts, in their order."""
         hosts = tuple(host for host in self.world.hosts if host.name in host_names)

@@ -6,7 +6,6 @@ files only. Whether a checkpoint is complete and undamaged, the ranks detect whe
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,13 @@ from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_lea
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import Command, ResolvedRun
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json_or_raise_damaged
+from ortlaunch.run_folder.folder import (
+    COMPLETE,
+    MANIFEST,
+    RunDir,
+    first_absent_path,
+    read_json_or_raise_damaged,
+)
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
 # Values of `--resume`; any other value is a step or a path.
@@ -349,7 +354,8 @@ def set_files_aside_and_record_beginning(
     """
     checkpoint, options, _, changes = run_beginning
     for path in checkpoint.paths_to_set_aside:
-        os.replace(path, _unused_set_aside_path(path))
+        # An earlier start may have set aside a file of the same name.
+        os.replace(path, first_absent_path(path.with_name(f"{path.name}.aside")))
     ResumeRecord(
         choice=options.choice,
         allow=options.allow,
@@ -361,12 +367,3 @@ def set_files_aside_and_record_beginning(
         changes=tuple(change.summary_line(options.allow) for change in changes),
     ).write(run)
     provenance.append_start_to_command_log(run, command.recipe_path, command.options.typed)
-
-
-def _unused_set_aside_path(preferred_path: Path) -> Path:
-    # An earlier start may have set aside a file of the same name.
-    candidate_paths = (
-        preferred_path.with_name(f"{preferred_path.name}.aside{suffix_number or ''}")
-        for suffix_number in itertools.count()
-    )
-    return next(candidate_path for candidate_path in candidate_paths if not candidate_path.exists())

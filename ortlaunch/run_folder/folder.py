@@ -7,6 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -431,6 +432,12 @@ def write_text_atomically(file_path: Path, text_or_bytes: str | bytes) -> None:
         if isinstance(error, OSError):
             error.filename = str(file_path)
         raise
+
+
+def first_absent_path(path: Path) -> Path:
+    """Return this path, or the first absent one with a number after it."""
+    numbered_paths = (path.with_name(f"{path.name}{number or ''}") for number in itertools.count())
+    return next(candidate for candidate in numbered_paths if not candidate.exists())
 
 
 def is_temporary_file(path: Path) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from pathlib import Path
 
 from ortlaunch.base.errors import CheckpointError
 from ortlaunch.run_folder.file_sums import file_difference_text_or_empty
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json_or_raise_damaged
+from ortlaunch.run_folder.folder import (
+    MANIFEST,
+    RunDir,
+    first_absent_path,
+    read_json_or_raise_damaged,
+)
 from ortlaunch.worker.checkpoint.completion_mark import manifest_damage_or_empty
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -36,7 +40,7 @@ def rename_damaged_until_newest_intact_or_refuse(run: RunDir, group: Distributed
             return
         lines.append(f"{folder} is damaged: {damage_text}")
         if group.rank == 0:
-            broken_folder = _unused_broken_path(folder)
+            broken_folder = first_absent_path(folder.with_name(f"{folder.name}.broken"))
             os.replace(folder, broken_folder)
             print(f"{lines[-1]}; set aside as {broken_folder.name}", flush=True)
         # No rank lists the folder before it is renamed.
@@ -131,11 +135,3 @@ def _damage_texts_of_every_nth_file(
         for name, file in files[rank::rank_count]
         if (damage_text := file_difference_text_or_empty(checkpoint_folder / name, file))
     ]
-
-
-def _unused_broken_path(checkpoint_folder: Path) -> Path:
-    names = (
-        checkpoint_folder.with_name(f"{checkpoint_folder.name}.broken{suffix_number or ''}")
-        for suffix_number in itertools.count()
-    )
-    return next(name for name in names if not name.exists())

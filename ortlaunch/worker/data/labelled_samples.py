@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.base.cache import add_cache_note
+from ortlaunch.base.units import first_names_and_count_of_rest
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.file_rows import DataError
@@ -385,7 +386,7 @@ def renumber_labels_and_list_class_names(
     if unknown:
         raise DataError(
             f"data.evaluation: label {unknown[0]!r} is in no row of data.train, "
-            f"whose labels are {', '.join(label_words[:_SHOWN])}{_and_more_text_or_empty(len(label_words))}"
+            f"whose labels are {first_names_and_count_of_rest(label_words, _SHOWN)}"
         )
     number_by_word = {word: class_number for class_number, word in enumerate(label_words)}
     for part in (*parts, *held_out):
@@ -486,30 +487,20 @@ def class_and_rare_class_lines(
     unit = "word" if isinstance(parts[0], TaggedWords) else "row"
     total = max(class_count, len(names_of_classes))
     yield f"classes: {total:,}" + (
-        f" ({', '.join(names_of_classes[:_SHOWN])}{_and_more_text_or_empty(len(names_of_classes))})"
-        if names_of_classes
-        else ""
+        f" ({first_names_and_count_of_rest(names_of_classes, _SHOWN)})" if names_of_classes else ""
     )
-    absent = (class_number for class_number in range(total) if class_number not in counts)
+    absent = [class_number for class_number in range(total) if class_number not in counts]
     single = [class_number for class_number, count in counts.items() if count == 1]
-    for class_numbers, size, phrase in (
-        (
-            list(itertools.islice(absent, _SHOWN)),
-            total - len(counts),
-            f"no training {unit} has class",
-        ),
-        (sorted(single)[:_SHOWN], len(single), f"a single training {unit} has class"),
+    for class_numbers, phrase in (
+        (absent, f"no training {unit} has class"),
+        (sorted(single), f"a single training {unit} has class"),
     ):
         if class_numbers:
-            shown = ", ".join(
-                names_of_classes[class_number] if names_of_classes else str(class_number)
-                for class_number in class_numbers
+            shown = first_names_and_count_of_rest(
+                [names_of_classes[n] for n in class_numbers] if names_of_classes else class_numbers,
+                _SHOWN,
             )
-            yield f"classes: {phrase} {shown}{_and_more_text_or_empty(size)}; check data.train's labels"
-
-
-def _and_more_text_or_empty(size: int) -> str:
-    return f" and {size - _SHOWN:,} more" if size > _SHOWN else ""
+            yield f"classes: {phrase} {shown}; check data.train's labels"
 
 
 def class_names_of_integer_labels(train: Samples, evaluation: Samples | None) -> list[str]:

@@ -51,10 +51,6 @@ class LossScale:
     write: Callable[[NamedNumbers], None]
 
 
-def _do_nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True)
 class NamedState:
     """One rank's part of the state that training changes."""
@@ -67,7 +63,7 @@ class NamedState:
     replicated: bool = True
     """Whether every rank holds the whole state; else each rank holds its own parts."""
     loss_scale: LossScale | None = None
-    refresh: Callable[[], None] = field(default=_do_nothing)
+    refresh: Callable[[], None] = field(default=lambda: None)
     """Copies the master weights into the model's weights (collective)."""
 
 

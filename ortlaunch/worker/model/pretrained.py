@@ -16,6 +16,7 @@ from torch import nn
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
+from ortlaunch.base.units import first_names_and_count_of_rest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -94,7 +95,8 @@ def load_pretrained_resizing_vocabulary_and_list_names(
     )
     if mismatch_texts:
         raise InputError(
-            f"model.pretrained: weights differ in shape from model.config: {_first_names_text(mismatch_texts, '; ')}"
+            "model.pretrained: weights differ in shape from model.config: "
+            f"{first_names_and_count_of_rest(mismatch_texts, _MAX_NAMED, '; ')}"
         )
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
     if not allows_partial:
@@ -162,11 +164,12 @@ def _refuse_missing_or_unused_weights(
     problems = []
     if missing:
         problems.append(
-            f"{len(missing)} of the model's weights are not in it: {_first_names_text(missing)}"
+            f"{len(missing)} of the model's weights are not in it: {first_names_and_count_of_rest(missing, _MAX_NAMED)}"
         )
     if unexpected:
         problems.append(
-            f"{len(unexpected)} of its weights do not exist in the model: {_first_names_text(unexpected)}"
+            f"{len(unexpected)} of its weights do not exist in the model: "
+            f"{first_names_and_count_of_rest(unexpected, _MAX_NAMED)}"
         )
     if problems:
         remedy = (
@@ -219,17 +222,17 @@ def notes_on_weights_not_loaded(loaded: LoadedNames | None) -> tuple[str, ...]:
     notes = []
     if loaded and loaded["missing"]:
         count = len(loaded["missing"])
-        names = _first_names_text(loaded["missing"])
+        names = first_names_and_count_of_rest(loaded["missing"], _MAX_NAMED)
         notes.append(
             f"model.pretrained: {count} of the model's weights are not in it and start at "
             f"random: {names}"
         )
     if loaded and loaded["unexpected"]:
         count = len(loaded["unexpected"])
-        names = _first_names_text(loaded["unexpected"])
+        names = first_names_and_count_of_rest(loaded["unexpected"], _MAX_NAMED)
         notes.append(f"model.pretrained: {count} of its weights are not used: {names}")
     if loaded and loaded.get("relabelled"):
-        relabelled_text = _first_names_text(loaded["relabelled"], "; ")
+        relabelled_text = first_names_and_count_of_rest(loaded["relabelled"], _MAX_NAMED, "; ")
         notes.append(
             "model.pretrained: its output layer has a different number of labels; the model's "
             f"starts at random: {relabelled_text}"
@@ -241,11 +244,6 @@ def notes_on_weights_not_loaded(loaded: LoadedNames | None) -> tuple[str, ...]:
                 "others' mean"
             )
     return tuple(notes)
-
-
-def _first_names_text(names: list[str], separator: str = ", ") -> str:
-    more_names = [f"and {len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
-    return separator.join([*names[:_MAX_NAMED], *more_names])
 
 
 @contextlib.contextmanager

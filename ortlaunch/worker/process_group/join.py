@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ortlaunch.base.errors import LaunchError, MissingDependency, WorldError, first_message_line
 from ortlaunch.base.machine import own_address_on_route_or_none
-from ortlaunch.base.units import count_with_noun
+from ortlaunch.base.units import count_with_noun, first_names_and_count_of_rest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
@@ -218,16 +218,17 @@ def _print_late_ranks_unless_met_in_time(plan: Plan, host: str, port: int) -> No
     with contextlib.suppress(dist.DistError):
         late_store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
         late_ranks = [
-            rank for rank in range(plan.world_size) if not late_store.check([_ARRIVED.format(rank)])
+            f"rank {rank} on host {plan.node_of(rank).host}"
+            for rank in range(plan.world_size)
+            if not late_store.check([_ARRIVED.format(rank)])
         ]
-        names = ", ".join(
-            f"rank {rank} on host {plan.node_of(rank).host}" for rank in late_ranks[:4]
-        )
-        more = f" and {len(late_ranks) - 4} more" if len(late_ranks) > 4 else ""
-        late_text = f"{names}{more} did not reach {host}:{port}, where ranks connect" if late_ranks else (
-            "every rank reached rank 0, but connections among the others are missing: check "
+        late_text = (
+            f"{first_names_and_count_of_rest(late_ranks, 4)} did not reach {host}:{port}, "
+            "where ranks connect"
+            if late_ranks
+            else "every rank reached rank 0, but connections among the others are missing: check "
             "firewalls between hosts"
-        )  # fmt: skip
+        )
         print(
             f"still joining after {_LATE_SECONDS} s: {late_text}; `ortlaunch doctor` tests every "
             "pair of hosts",

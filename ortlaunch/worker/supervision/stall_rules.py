@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ortlaunch.base.units import count_with_noun
+from ortlaunch.base.units import count_with_noun, first_names_and_count_of_rest
 from ortlaunch.worker.supervision.pulse import AUTO, STAGES
 
 # As timeout(1).
@@ -158,18 +158,17 @@ def _progress_order(beat: Heartbeat) -> tuple[int, int]:
 def _late_and_waiting_ranks_text(
     late_beats: Sequence[Heartbeat], beats: Sequence[Heartbeat]
 ) -> str:
-    late_text = ", ".join(_rank_location_text(beat) for beat in late_beats[:4])
-    more = f" and {len(late_beats) - 4} more" if len(late_beats) > 4 else ""
+    late_text = first_names_and_count_of_rest([*map(_rank_location_text, late_beats)], 4)
     behind_ranks = {beat.rank for beat in late_beats}
     waiting_beats = [beat for beat in beats if beat.rank not in behind_ranks]
     if not waiting_beats:
-        return f"{late_text}{more}" + ("; no rank is behind the others" if len(beats) > 1 else "")
+        return late_text + ("; no rank is behind the others" if len(beats) > 1 else "")
     others = (
         f"rank {waiting_beats[0].rank} waits"
         if len(waiting_beats) == 1
         else f"{count_with_noun(len(waiting_beats), 'other rank')} wait"
     )
-    return f"{late_text}{more}; {others} {_step_and_phase_text(waiting_beats[0])}"
+    return f"{late_text}; {others} {_step_and_phase_text(waiting_beats[0])}"
 
 
 def _rank_location_text(beat: Heartbeat) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ortlaunch.base.errors import BadStepError, CheckpointError, LossSpikeError
+from ortlaunch.base.units import first_names_and_count_of_rest
 from ortlaunch.recipe.fields.train import Spike
 from ortlaunch.recipe.rules.bad_step_rules import bad_step_actions
 from ortlaunch.run_folder.folder import json_text, write_text_atomically
@@ -27,9 +28,9 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data.skipped_positions import read_bad_step_records
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training.finite_checks import (
+    MAX_SHOWN,
     build_non_finite_step_error,
     gather_non_finite_losses,
-    shortened_sample_indices_text,
 )
 
 # The standard deviation of normal noise is 1.4826 times its median absolute deviation.
@@ -149,7 +150,7 @@ class BadStepHandler:
             samples = session.batches.sample_indices_of_step(step_index)
             message = (
                 f"step {step_index + 1}: {spike_reason}; samples "
-                f"{shortened_sample_indices_text(samples)} of data.train"
+                f"{first_names_and_count_of_rest(samples, MAX_SHOWN)} of data.train"
             )
             bad_step_record = BadStep(step_index + 1, "spike", message, samples, None)
             raise LossSpikeError(f"{message}\n{_END_MESSAGE}", bad_step_record)

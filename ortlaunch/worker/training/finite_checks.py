@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ortlaunch.base.errors import FIRST_PARAMETER, NonFiniteError
+from ortlaunch.base.units import first_names_and_count_of_rest
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
@@ -20,7 +21,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 NameTensorPairs = Iterable[tuple[str, "torch.Tensor | None"]]
 # Samples and micro batches that a message names at most.
-_MAX_SHOWN = 16
+MAX_SHOWN = 16
 # Bad steps that a message describes: the first one shows the cause.
 _MAX_DESCRIBED_STEPS = 1
 # diagnose/ prints the advice.
@@ -63,7 +64,7 @@ def non_finite_loss_line(
     """Return the line about one loss; `step_index` counts from 0."""
     return (
         f"step {step_index + 1}: the loss is {non_finite_loss.loss} on rank {non_finite_loss.rank}, "
-        f"samples {shortened_sample_indices_text(sample_indices)} of data.train"
+        f"samples {first_names_and_count_of_rest(sample_indices, MAX_SHOWN)} of data.train"
     )
 
 
@@ -92,13 +93,13 @@ def build_non_finite_step_error(
             bad,
             batches.sample_indices_of_micro_batch(step_index, bad.loss_index, bad.rank),
         )
-        for bad in non_finite_losses[:_MAX_SHOWN]
+        for bad in non_finite_losses[:MAX_SHOWN]
     ]
     sample_indices = batches.sample_indices_of_step(step_index)
     if not non_finite_losses:
         lines = [
             f"step {step_index + 1}: every loss is finite, and a gradient is not; "
-            f"samples {shortened_sample_indices_text(sample_indices)} of data.train"
+            f"samples {first_names_and_count_of_rest(sample_indices, MAX_SHOWN)} of data.train"
         ]
     bad_parameter = _first_non_finite_gradient_name(group, named_gradients)
     no_parameter_text = _NOT_REPRODUCED if passes_were_repeated else "every gradient is finite"
@@ -233,13 +234,3 @@ def _index_and_name_of_non_finite(named_tensors: NameTensorPairs) -> Iterator[tu
         ):
             # LossModule adds the prefix.
             yield tensor_index, name.removeprefix("model.")
-
-
-def shortened_sample_indices_text(sample_indices: list[int]) -> str:
-    """Return samples as text; of many, only the first ones."""
-    shown = ", ".join(map(str, sample_indices[:_MAX_SHOWN]))
-    return (
-        shown
-        if len(sample_indices) <= _MAX_SHOWN
-        else f"{shown} and {len(sample_indices) - _MAX_SHOWN} more"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from ortlaunch.base.units import aligned_table_lines, count_with_noun
+from ortlaunch.base.units import aligned_table_lines, count_with_noun, first_names_and_count_of_rest
 from ortlaunch.run_folder.engine_report import (
     Binding,
     ChunkedLoss,
@@ -173,16 +173,8 @@ def _binding_lines(binding_report: Binding | None) -> list[str]:
         return []
     if binding_report.used == "none":
         return [f"binding {binding_report.asked}: not bound: {binding_report.why}"]
-    ranks = ", ".join(
-        f"rank {rank} on cores {cores}"
-        for rank, cores in enumerate(binding_report.cores[:_MOST_RANKS])
-    )
-    more = (
-        f" and {len(binding_report.cores) - _MOST_RANKS} more"
-        if len(binding_report.cores) > _MOST_RANKS
-        else ""
-    )
-    return [f"binding {binding_report.used}: {ranks}{more}"]
+    ranks = [f"rank {rank} on cores {cores}" for rank, cores in enumerate(binding_report.cores)]
+    return [f"binding {binding_report.used}: {first_names_and_count_of_rest(ranks, _MOST_RANKS)}"]
 
 
 def _chunked_loss_lines(chunked_loss: ChunkedLoss) -> list[str]:
@@ -273,15 +265,15 @@ def _torch_in_graph_lines(ort_report: OnnxRuntime) -> list[str]:
         return []
     # The slowest first.
     slowest = sorted(ort_report.torch_calls.items(), key=lambda item: -item[1].seconds)
-    names = ", ".join(f"{name} ({calls.forward} calls)" for name, calls in slowest[:_MOST_NAMES])
-    more = f" and {len(slowest) - _MOST_NAMES} more" if len(slowest) > _MOST_NAMES else ""
+    names = [f"{name} ({calls.forward} calls)" for name, calls in slowest]
     advice = (
         "; another engine may be faster: try engine.name=auto"
         if ort_report.torch_share > 0.5
         else ""
     )
     return [
-        f"torch inside the graph: {names}{more}; {ort_report.torch_share:.0%} of the passes' time{advice}"
+        f"torch inside the graph: {first_names_and_count_of_rest(names, _MOST_NAMES)}; "
+        f"{ort_report.torch_share:.0%} of the passes' time{advice}"
     ]
 
 
