@@ -138,11 +138,12 @@ def start_evaluation_and_await_result(
 
 def is_model_path(given_path: Path) -> bool:
     """Whether the path is a model.onnx, or a folder of a model and not of a run."""
-    if given_path.suffix == ".onnx":
-        return True
-    return not RunDir(given_path).has_plan_and_recipe and any(
-        (given_path / name).exists()
-        for name in ("model.onnx", "config.json", "adapter_config.json")
+    return given_path.suffix == ".onnx" or (
+        not RunDir(given_path).has_plan_and_recipe
+        and any(
+            (given_path / name).exists()
+            for name in ("model.onnx", "config.json", "adapter_config.json")
+        )
     )
 
 

@@ -7,6 +7,7 @@ silent, the agent ends its command.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -50,12 +51,10 @@ class HostAgent:
     def send_line_if_agent_reads(self, message: str) -> None:
         """Send the agent a line, if it still reads."""
         assert self._process.stdin is not None
-        try:
+        # An agent that has ended gives the cause by its exit status.
+        with contextlib.suppress(OSError):
             self._process.stdin.write(f"{message}\n".encode())
             self._process.stdin.flush()
-        except OSError:
-            # The agent has ended; its exit status gives the cause.
-            pass
 
     def poll(self) -> int | None:
         """Return the agent's exit status as a shell reports it; None while the agent runs."""

@@ -43,8 +43,6 @@ def is_checkpoint_locked_by_reader(checkpoint_folder: Path) -> bool:
         # Opened for writing, because NFS grants an exclusive lock only on a writable file.
         with open(checkpoint_folder / COMPLETE, "r+b") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False

@@ -133,14 +133,8 @@ def _exit_status_meaning_or_empty(exit_status: int) -> str:
     """Return the meaning of an exit status: 85, or 128 + a signal's number; else ""."""
     if exit_status == 85:
         return " (saved; the same command continues the run)"
-    try:
-        return (
-            f" (128 + {exit_status - 128}: {signal.Signals(exit_status - 128).name})"
-            if exit_status > 128
-            else ""
-        )
-    except ValueError:
-        return ""
+    name = next((one.name for one in signal.Signals if one == exit_status - 128), "")
+    return f" (128 + {exit_status - 128}: {name})" if name else ""
 
 
 def _step_bad_step_and_checkpoint_lines(run: RunDir) -> Iterator[str]:

@@ -130,11 +130,13 @@ def _add_refused_requeue(run: RunDir, verdict: Verdict) -> Verdict:
 def has_rank0_prepared_run_folder(run: RunDir) -> bool:
     """Whether rank 0 of the job's current start prepared the folder."""
     # The script is touched at the beginning of each start, so an older request is of another one.
-    if not (run.plan.exists() and run.request.exists()):
-        return False
     return (
-        not run.job_script.exists()
-        or run.request.stat().st_mtime_ns >= run.job_script.stat().st_mtime_ns
+        run.plan.exists()
+        and run.request.exists()
+        and (
+            not run.job_script.exists()
+            or run.request.stat().st_mtime_ns >= run.job_script.stat().st_mtime_ns
+        )
     )
 
 

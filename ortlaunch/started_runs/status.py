@@ -428,22 +428,22 @@ def _deduced_verdict_on_unrecorded_run(run: RunDir, job: JobRecord) -> Verdict:
     Its command was killed, or the user's own launcher started the ranks.
     """
     first_record = first_error_record(run)
-    if job.has_completed_training(run) and (first_record is None or first_record.secondary):
-        return Verdict(0, f"done: {run}")
-    if job.backend == "inside" and _has_finished_parity_comparison(run):
+    if (job.has_completed_training(run) and (first_record is None or first_record.secondary)) or (
+        job.backend == "inside" and _has_finished_parity_comparison(run)
+    ):
         return Verdict(0, f"done: {run}")
     return conclude_run_whose_command_vanished(run, f"process {job.id} on host {job.host}")
 
 
 def _has_finished_parity_comparison(run: RunDir) -> bool:
     """Whether `parity`, which writes no summary, ended by itself on rank 0, and no rank failed."""
-    if (
-        not run.plan.exists()
-        or not Plan.read(run.plan).traits.compares
-        or 0 not in ranks_whose_supervisor_started(run)
-    ):
-        return False
-    return not run.reserved_space_path(0).exists() and not any(run.errors.glob("rank_*.json"))
+    return (
+        run.plan.exists()
+        and Plan.read(run.plan).traits.compares
+        and 0 in ranks_whose_supervisor_started(run)
+        and not run.reserved_space_path(0).exists()
+        and not any(run.errors.glob("rank_*.json"))
+    )
 
 
 def _stopped_processes(job: JobRecord) -> Mapping[int, str]:

@@ -40,6 +40,7 @@ def write_run_export_on_rank_0(
             run.export.mkdir(parents=True, exist_ok=True)
             try:
                 write_transformers_or_peft_folder(recipe, run.export, trained_module, data)
+                apply_umask_and_flush_files(run.export)
             # safetensors has an error of its own for a full disk, which names no file.
             except Exception as error:
                 if "os error 28" not in str(error):
@@ -76,35 +77,30 @@ def write_transformers_or_peft_folder(
     for part in (data.tokenizer, load_media_processor_or_none(recipe)):
         if part is not None:
             part.save_pretrained(export_folder)
-    apply_umask_and_flush_files(export_folder)
 
 
-def _write_check_and_flush_onnx_export(
+def _write_and_check_onnx_export(
     recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> OnnxCheck:
     from ortlaunch.worker.onnx.onnx_export import write_and_check_onnx_folder
 
-    check = write_and_check_onnx_folder(recipe, export_folder, trained_module, data)
-    apply_umask_and_flush_files(export_folder)
-    return check
+    return write_and_check_onnx_folder(recipe, export_folder, trained_module, data)
 
 
-def _write_check_and_flush_device_artifacts(
+def _write_and_check_device_artifacts(
     recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
 ) -> DeviceArtifacts:
     from ortlaunch.worker.device.artifacts import write_and_check_device_artifacts
 
-    artifacts = write_and_check_device_artifacts(recipe, export_folder, trained_module, data)
-    apply_umask_and_flush_files(export_folder)
-    return artifacts
+    return write_and_check_device_artifacts(recipe, export_folder, trained_module, data)
 
 
 FORMATS: dict[
     str, Callable[[Recipe, Path, LossModule, LoadedData], OnnxCheck | DeviceArtifacts | None]
 ] = {
     "huggingface": write_transformers_or_peft_folder,
-    "onnx": _write_check_and_flush_onnx_export,
-    "ondevice": _write_check_and_flush_device_artifacts,
+    "onnx": _write_and_check_onnx_export,
+    "ondevice": _write_and_check_device_artifacts,
 }
 """Writers by the value of `ortlaunch export --format`; api/export.py has the same names."""
 

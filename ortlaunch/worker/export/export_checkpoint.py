@@ -54,7 +54,7 @@ def write_and_record_checkpoint_export(
         is_automatic: whether `checkpoint.export` requested it.
     """
     from ortlaunch.worker.device.artifacts import unsharded_one_pass_recipe_for_device
-    from ortlaunch.worker.export.export import FORMATS
+    from ortlaunch.worker.export.export import FORMATS, apply_umask_and_flush_files
 
     recipe = _recipe_with_requested_lora_form(_read_run_recipe(run), export_format, lora_form)
     if export_format == "ondevice":
@@ -70,6 +70,7 @@ def write_and_record_checkpoint_export(
     partial.mkdir(parents=True)
     try:
         result = FORMATS[export_format](recipe, partial, model, data)
+        apply_umask_and_flush_files(partial)
     # BaseException: an interrupt must not leave a partial folder either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -24,7 +24,10 @@ from ortlaunch.worker.device.device import (
     load_ort_checkpoint_or_browser_weights,
     silence_ort_and_import_training_artifacts_module,
 )
-from ortlaunch.worker.export.export import write_transformers_or_peft_folder
+from ortlaunch.worker.export.export import (
+    apply_umask_and_flush_files,
+    write_transformers_or_peft_folder,
+)
 from ortlaunch.worker.export.export_checkpoint import (
     load_recipe_trained_model_and_data_of_checkpoint,
 )
@@ -114,6 +117,7 @@ def write_run_and_export_from_device_checkpoint(
         shutil.copytree(run.tokenizer, partial.tokenizer)
     partial.export.mkdir()
     write_transformers_or_peft_folder(recipe, partial.export, model, data)
+    apply_umask_and_flush_files(partial.export)
     partial.path.replace(target_run.path)
     print(
         f"{count_with_noun(changed_count, 'weight')} of {checkpoint}, the rest of {source}\n"

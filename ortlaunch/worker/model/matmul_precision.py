@@ -95,12 +95,14 @@ def use_onednn_if_required_or_faster(
 
 
 def _is_onednn_allowed_and_faster(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
-    exact = not recipe.format.is_narrow and recipe.engine.matmul_precision == "highest"
-    if not exact or device.type != "cpu" or not machine.is_onednn_faster():
-        return False
-    if recipe.engine.name == "ort" and setting_that_disables_torch_matmul(recipe):
-        return False
-    return any(p.ndim == 2 and min(p.shape) >= _LEAST_WIDTH for p in model.parameters())
+    return (
+        not recipe.format.is_narrow
+        and recipe.engine.matmul_precision == "highest"
+        and device.type == "cpu"
+        and machine.is_onednn_faster()
+        and not (recipe.engine.name == "ort" and setting_that_disables_torch_matmul(recipe))
+        and any(p.ndim == 2 and min(p.shape) >= _LEAST_WIDTH for p in model.parameters())
+    )
 
 
 def measure_matmul_precision_record(

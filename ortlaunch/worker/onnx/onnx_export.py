@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,9 +37,6 @@ from ortlaunch.worker.onnx.user_model import (
     own_data_batches_of_three_two_and_one_samples,
 )
 from ortlaunch.worker.tensor_batch import TensorBatch
-
-if TYPE_CHECKING:
-    pass
 
 OPSET = 17
 # The largest allowed difference of a logit from PyTorch's.

@@ -28,9 +28,9 @@ def require_free_rendezvous_port_on_rank_0(rank: Rank, environ: Mapping[str, str
         or rank.local_world_size == rank.world_size
         or is_held_by_agent
         or not port.isdecimal()
+        or detected_launcher is None
+        or detected_launcher[1] != "torchrun"
     ):
-        return
-    if detected_launcher is None or detected_launcher[1] != "torchrun":
         return
     with socket.socket() as probe:
         # As torch does: the port of the last run may be in TIME_WAIT.

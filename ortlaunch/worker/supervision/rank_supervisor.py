@@ -121,10 +121,14 @@ def _is_pod_replaced_uncounted(end_recorder: RankEndRecorder, watchdog: Watchdog
         os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:")
         and "/job.batch/" in os.environ[JOB_VARIABLE]
     )
-    if not in_pod or watchdog.verdict is not None or not end_recorder.read_record().secondary:
-        return False
-    return bool(end_recorder.run.complete_checkpoints()) or any(
-        not record.secondary for record in read_error_records(end_recorder.run)
+    return (
+        in_pod
+        and watchdog.verdict is None
+        and end_recorder.read_record().secondary
+        and (
+            bool(end_recorder.run.complete_checkpoints())
+            or any(not record.secondary for record in read_error_records(end_recorder.run))
+        )
     )
 
 

@@ -315,14 +315,15 @@ def compared_step_count_and_reason(session: Session) -> ParityStepCount:
 def gradient_differences_table(record: ParityRecord, engine_name: str) -> str:
     """Return lines with the gradients that differ most."""
     width = max((len(name) for name, *_ in record["worst"]), default=0)
-    lines = [
-        f"step {record['step']}: largest relative differences of {record['parameters']} gradients:"
-    ]
-    for name, value, norm, reference in record["worst"]:
-        lines.append(
-            f"  {name:<{width}}  {value:.2g}  (norm {norm:.4g} on {engine_name}, {reference:.4g} in PyTorch)"
-        )
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"step {record['step']}: largest relative differences of {record['parameters']} gradients:",
+            *(
+                f"  {name:<{width}}  {value:.2g}  (norm {norm:.4g} on {engine_name}, {reference:.4g} in PyTorch)"
+                for name, value, norm, reference in record["worst"]
+            ),
+        ]
+    )
 
 
 def _requested_comparison_line(record: ParityRecord) -> str:
