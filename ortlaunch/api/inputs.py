@@ -106,8 +106,8 @@ def validate(
             inputs.repeated_file_and_high_learning_rate_problems(file.recipe),
         ),
         *file.notes,
+        *file.recipe.sweep_lines(),
     ]
-    lines += file.recipe.sweep_lines()
     # Often a login node, so that this is a note, too.
     device = file.recipe.launch.device
     local_device = (

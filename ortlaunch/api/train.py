@@ -159,8 +159,6 @@ def check_and_start_detached_run_in_new_folder(
         *recipe,
         f"--run-dir={folder}",
         *launch_options_as_command_arguments(resolved_run.command.options),
-    ]
-    arguments += [
         f"--resume={resume_options.choice}",
         *(f"--allow={name}" for name in resume_options.allow),
     ]

@@ -194,11 +194,13 @@ def _let_hosts_connect_and_end_all_probes_but_meeting(
     member_calls: list[_ProbeCall], meeting_call: _ProbeCall | None, pool: ThreadPoolExecutor
 ) -> None:
     """Let the hosts that listen try each other and the meeting host, then end their probes."""
-    listening_calls = [meeting_call] if meeting_call else []
-    listening_calls += [
-        call
-        for call in member_calls
-        if call.has_address_and_open_ports and call is not meeting_call
+    listening_calls = [
+        *([meeting_call] if meeting_call else []),
+        *(
+            call
+            for call in member_calls
+            if call.has_address_and_open_ports and call is not meeting_call
+        ),
     ]
     other_calls = [call for call in member_calls if call not in listening_calls]
     list(

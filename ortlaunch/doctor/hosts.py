@@ -104,16 +104,18 @@ def probe_and_judge_all_hosts(requirements: HostRequirements) -> list[Finding]:
                     verdict_if_not_good=FAILED if requirements.device == "cuda" else WARNING,
                 )
             )
-        findings += _interface_address_and_port_findings(
-            node.host, answer, requirements, judges_routes, meeting_host
-        )
-        findings += _port_udp_and_mtu_findings(
-            node.host,
-            answer.connections,
-            error_by_closed_port,
-            sum(isinstance(other_answer, ProbeAnswer) for other_answer in answers) - 1,
-        )
-        findings += _gpu_run_folder_and_disk_findings(node, properties, requirements, token)
+        findings += [
+            *_interface_address_and_port_findings(
+                node.host, answer, requirements, judges_routes, meeting_host
+            ),
+            *_port_udp_and_mtu_findings(
+                node.host,
+                answer.connections,
+                error_by_closed_port,
+                sum(isinstance(other_answer, ProbeAnswer) for other_answer in answers) - 1,
+            ),
+            *_gpu_run_folder_and_disk_findings(node, properties, requirements, token),
+        ]
         if not requirements.checks_failures_only:
             findings += _ok_or_warning_findings_on_slow_conditions(
                 node.host, answer, requirements, usual_cpu_count
@@ -320,9 +322,9 @@ def _port_udp_and_mtu_findings(
     if connections_without_udp:
         observation = (
             "no datagram to "
-            f"{_shorten_names([connection.host for connection in connections_without_udp])} is answered: a lost host "
+            f"{_shorten_names([connection.host for connection in connections_without_udp])} is answered: "
+            "a lost host is detected only as a stall"
         )
-        observation += "is detected only as a stall"
         yield Finding(
             host_name, "udp", WARNING, observation, "open all UDP ports between these hosts"
         )

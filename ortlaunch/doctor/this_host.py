@@ -47,12 +47,12 @@ def check_this_host_and_recipe_packages(
         _mpirun_and_mpi4py_finding(version_by_package),
         *_gpu_and_nccl_findings(version_by_package),
         _create_cache_and_report_finding(),
-    ]
-    # Without nodes there are no slots, so no number of GPUs to compare with.
-    findings += [
-        finding
-        for finding in hosts.judge_this_host_without_peers(node, requirements)
-        if requirements.nodes or finding.check != "gpus"
+        # Without nodes there are no slots, so no number of GPUs to compare with.
+        *(
+            finding
+            for finding in hosts.judge_this_host_without_peers(node, requirements)
+            if requirements.nodes or finding.check != "gpus"
+        ),
     ]
     if recipe is not None and world is not None:
         missing_findings = [

@@ -216,9 +216,12 @@ def resolve_loaded_recipe_file(
     ):
         raise RecipeError([*data_problem_lines, *function_problem_lines])
     environment_notes = ort_variable_lines_or_refuse_contradiction(recipe.engine, environ)
-    notes = [f"recipe: {recipe_path}"] if recipe_path != typed_path else []
-    notes += [*recipe_file.notes, *world.notes, *data_problem_lines, *function_problem_lines]
-    notes += [
+    notes = [
+        *([f"recipe: {recipe_path}"] if recipe_path != typed_path else []),
+        *recipe_file.notes,
+        *world.notes,
+        *data_problem_lines,
+        *function_problem_lines,
         *map(
             recipe_file.located_problem_line,
             inputs.repeated_file_and_high_learning_rate_problems(recipe),

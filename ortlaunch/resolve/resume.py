@@ -250,8 +250,10 @@ def choose_checkpoint_and_list_or_refuse_changes(
         PlanError: a change would make it a different training, and the user has not allowed it.
     """
     checkpoint = choose_checkpoint_to_resume(run, resume_options)
-    text_lines = [f"  skipped: {line}" for line in checkpoint.skipped]
-    text_lines += [f"  set aside: {path}" for path in checkpoint.paths_to_set_aside]
+    text_lines = [
+        *(f"  skipped: {line}" for line in checkpoint.skipped),
+        *(f"  set aside: {path}" for path in checkpoint.paths_to_set_aside),
+    ]
     if checkpoint.folder is None:
         return RunBeginning(
             checkpoint,

@@ -343,8 +343,10 @@ def write_files_and_queue_job(request: LaunchRequest) -> str:
             input_text=yaml_text_of_manifests(job_object),
         )
     )
-    owner = {key: job_object[key] for key in ("apiVersion", "kind")}
-    owner |= {key: created_object["metadata"][key] for key in ("name", "uid")}
+    owner = {
+        **{key: job_object[key] for key in ("apiVersion", "kind")},
+        **{key: created_object["metadata"][key] for key in ("name", "uid")},
+    }
     for other_object in other_objects:
         other_object["metadata"]["ownerReferences"] = [owner]
     job_id = (

@@ -78,12 +78,15 @@ def report_summary_lines(training_report_record: Json) -> list[str]:
     if norm_record:
         reason = f" not applied: {norm_record['why']}" if norm_record["why"] else " applied"
         lines.append(f"FP16_Optimizer{reason}")
-    lines += [f"fallback: {reason}" for reason in ort_record["fallback_reasons"]]
-    lines += [
-        f"not repaired: {name}: {reason}"
-        for name, reason in ort_record["repairs_not_applied"].items()
+    return [
+        *lines,
+        *(f"fallback: {reason}" for reason in ort_record["fallback_reasons"]),
+        *(
+            f"not repaired: {name}: {reason}"
+            for name, reason in ort_record["repairs_not_applied"].items()
+        ),
+        *(f"note: {note}" for note in ort_record["notes"]),
     ]
-    return [*lines, *(f"note: {note}" for note in ort_record["notes"])]
 
 
 def _sharding_name(trainer: Trainer) -> str:

@@ -149,11 +149,13 @@ def _accepted_values_in_words(
         items = field_schema["prefixItems"]
         return f"[{', '.join(_accepted_values_in_words(item, paths_by_section) for item in items)}]"
     bounds = [
-        f"{bound_sign} {_number_text(field_schema[section_name])}"
-        for section_name, bound_sign in _BOUNDS.items()
-        if section_name in field_schema
+        *(
+            f"{bound_sign} {_number_text(field_schema[section_name])}"
+            for section_name, bound_sign in _BOUNDS.items()
+            if section_name in field_schema
+        ),
+        *([f"`{field_schema['pattern']}`"] if "pattern" in field_schema else []),
     ]
-    bounds += [f"`{field_schema['pattern']}`"] if "pattern" in field_schema else []
     inner_schema = field_schema.get("items") or field_schema.get("additionalProperties")
     inner_text = (
         f" of {_accepted_values_in_words(inner_schema, paths_by_section)}"

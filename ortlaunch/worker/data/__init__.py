@@ -133,12 +133,11 @@ class LoadedData:
                 self.train, self.evaluation, class_number_by_label_of_recipe_or_pretrained(recipe)
             )
         )
-        if vocabulary is None:
-            self.class_names = self.label_names or class_names_of_integer_labels(
-                self.train, self.evaluation
-            )
-        else:
-            self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
+        self.class_names = (
+            self.label_names or class_names_of_integer_labels(self.train, self.evaluation)
+            if vocabulary is None
+            else sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
+        )
 
     @functools.cached_property
     def _packed_samples_by_recipe_key(self) -> dict[str, Samples]:

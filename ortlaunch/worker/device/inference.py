@@ -49,9 +49,8 @@ def write_checked_inference_folder(
     partial.replace(target_folder)
     print(
         f"{', '.join(outputs)} differ from the evaluation graph's by at most {largest_found:.2g} (limit "
-        f"{DIFFERENCE_LIMIT:g})"
+        f"{DIFFERENCE_LIMIT:g})\nmodel for onnxruntime: {target_folder / 'model.onnx'}"
     )
-    print(f"model for onnxruntime: {target_folder / 'model.onnx'}")
 
 
 def _largest_difference_on_random_batch(

@@ -202,9 +202,7 @@ def _record_and_print_export(run: RunDir, export_line: ExportLine) -> None:
     if export_line.onnx is not None:
         shapes = ", ".join(" x ".join(map(str, shape)) for shape in export_line.onnx.batches)
         print(
-            f"model.onnx: {', '.join(export_line.onnx.inputs)} -> {', '.join(export_line.onnx.outputs)}"
-        )
-        print(
+            f"model.onnx: {', '.join(export_line.onnx.inputs)} -> {', '.join(export_line.onnx.outputs)}\n"
             "onnxruntime's outputs differ from PyTorch's by at most "
             f"{export_line.onnx.largest_difference:.2g} (limit "
             f"{export_line.onnx.limit:g}) on batches of {shapes}"
@@ -215,12 +213,10 @@ def print_device_artifacts_summary(artifacts: DeviceArtifacts) -> None:
     """Print the comparison with PyTorch, the trained weights, and differences from the recipe."""
     trained = sum(parameter.trained for parameter in artifacts.parameters)
     print(
-        f"onnxruntime's loss and logits differ from PyTorch's by at most "
-        f"{artifacts.largest_difference:.2g} (limit {artifacts.limit:g})"
-    )
-    print(
+        "onnxruntime's loss and logits differ from PyTorch's by at most "
+        f"{artifacts.largest_difference:.2g} (limit {artifacts.limit:g})",
         f"a device trains {trained} of {len(artifacts.parameters)} weights by ONNX Runtime's "
-        f"{artifacts.optimizer}"
+        f"{artifacts.optimizer}",
+        *artifacts.notes,
+        sep="\n",
     )
-    for note in artifacts.notes:
-        print(note)

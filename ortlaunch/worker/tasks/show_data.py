@@ -109,8 +109,8 @@ def _type_shape_and_range_text(value: Any) -> str:
     # torch raises all three; the user's own collate function may read such a value.
     except (TypeError, ValueError, RuntimeError):
         return f"{type(value).__name__} {value!r:.60}"
-    text = f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}: "
-    text += ", ".join(f"{element:.4g}" for element in tensor.flatten()[:_FIRST_VALUES].tolist())
+    values = ", ".join(f"{element:.4g}" for element in tensor.flatten()[:_FIRST_VALUES].tolist())
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}: {values}"
     # Complex numbers have no order.
     if tensor.numel() <= _FIRST_VALUES or tensor.is_complex():
         return text
@@ -207,8 +207,8 @@ def _print_samples_lengths_and_findings(parts: list[PartAudit], audit_document: 
 def _print_value_descriptions(document: Json) -> None:
     for key, part in document["parts"].items():
         for name, values in part["shown"].items():
-            print(f"{key}, {name}:")
             print(
+                f"{key}, {name}:",
                 *(
                     f"  {value_name} {escape_control_characters(description)}"
                     for value_name, description in values.items()

@@ -94,10 +94,10 @@ def write_export_and_print_summary(
             shutil.rmtree(run.stream, ignore_errors=True)
             write_json_atomically(run.summary, json_values_of_record(summary))
             loading_code = _python_code_to_load_export(recipe, run, session.model)
-            lines += filter(
-                None, [best.early_stop_reason_or_none(recipe, last_step, best_evaluations)]
-            )
             lines += [
+                *filter(
+                    None, [best.early_stop_reason_or_none(recipe, last_step, best_evaluations)]
+                ),
                 *training_summary_lines(summary),
                 *_best_checkpoint_lines(run, best_evaluation),
                 f"export: {run.export}",

@@ -100,8 +100,8 @@ def engine_plan_lines(engine_report: EngineReport) -> list[str]:
         *_matmul_precision_lines(engine_report),
         *_chunked_loss_lines(engine_report.chunked_loss),
         *_ort_setting_lines(engine_report.onnxruntime),
+        *_binding_lines(engine_report.binding),
     ]
-    lines += _binding_lines(engine_report.binding)
     if optimizer.why:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
     lines += _parameter_group_table_lines(optimizer.groups)
@@ -285,14 +285,16 @@ def _training_graph_lines(ort_report: OnnxRuntime) -> list[str]:
     nodes = graph.forward_nodes + (graph.backward_nodes or 0)
     calls = ((graph.aten, "torch operators (ATen)"), (graph.python, "Python functions (PythonOp)"))
     inside = [
-        f"{sum(count_by_operator.values())} {noun}"
-        for count_by_operator, noun in calls
-        if count_by_operator
-    ]
-    inside += [
-        f"{n} nodes on {name}"
-        for name, n in graph.nodes_by_provider.items()
-        if name != graph.provider
+        *(
+            f"{sum(count_by_operator.values())} {noun}"
+            for count_by_operator, noun in calls
+            if count_by_operator
+        ),
+        *(
+            f"{n} nodes on {name}"
+            for name, n in graph.nodes_by_provider.items()
+            if name != graph.provider
+        ),
     ]
     other_nodes_text = f", with {', '.join(inside)}" if inside else ""
     return [
