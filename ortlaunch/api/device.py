@@ -182,7 +182,6 @@ def _is_checkpoint(file_path: Path) -> bool:
 def _recipe_text_with_tokenizer_and_allowed_overrides(
     device_folder: DeviceFolder, overrides: tuple[str, ...]
 ) -> str:
-    """Return the artifacts' recipe with their tokenizer and the typed overrides."""
     for override in overrides:
         # A leading `+` is no part of the name.
         key = override.partition("=")[0].lstrip("+")

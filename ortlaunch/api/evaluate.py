@@ -177,7 +177,6 @@ def evaluate_exported_model_in_process(
 
 
 def _onnx_file_or_model_folder_or_refuse(given_model: Path) -> Path:
-    """Return the model.onnx, or the folder in transformers' format."""
     if not given_model.exists():
         raise InputError(f"no such file or folder: {given_model}")
     if given_model.is_dir() and (given_model / "model.onnx").exists():

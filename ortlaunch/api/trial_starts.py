@@ -139,7 +139,6 @@ def _include_filter(host: Host) -> str:
 def _count_per_trial_or_refuse_too_few(
     available_count: int, parallel_trials: int, resource_noun: str
 ) -> int:
-    """Return how many of these a trial gets."""
     if available_count < parallel_trials:
         raise PlanError(
             f"sweep.parallel: got {parallel_trials}, and {count_with_noun(available_count, resource_noun)} for them"
@@ -150,7 +149,6 @@ def _count_per_trial_or_refuse_too_few(
 def _gpu_and_thread_environ_of_each_trial(
     recipe: Recipe, parallel_trials: int, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """Return the variables of each trial: its GPUs and cores."""
     gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpu_count(environ)
     gpus_per_trial = _count_per_trial_or_refuse_too_few(gpus, parallel_trials, "GPU") if gpus else 0
     names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")

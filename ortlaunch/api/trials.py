@@ -47,8 +47,6 @@ _KILLED = (EXIT_SAVED, *(128 + one for one in (signal.SIGKILL, signal.SIGTERM, s
 
 @dataclass
 class _RunningTrial:
-    """A trial that runs now."""
-
     trial_number: int
     slot: int
     """The number of its share, from 0."""
@@ -109,7 +107,6 @@ class TrialRunner:
                 trial.process.wait()
 
     def _may_draw_trial_by_limits_failures_and_repeats(self) -> bool:
-        """Return whether no limit forbids another trial."""
         all_trials = self._study.read_trials()
         steps = self._study.sweep.steps
         failed = sum(trial.state == "fail" for trial in all_trials)
@@ -314,7 +311,6 @@ def _was_killed(exit_status: int) -> bool:
 
 
 def _last_recorded_step(run: RunDir) -> int:
-    """Return the last step that a run has recorded."""
     return max(
         (int(line["step"]) for line in read_json_lines_with_keys(run.metrics, "step").values),
         default=0,

@@ -111,7 +111,6 @@ def continue_without_output() -> None:
 
 
 def _open_null_for_closed_standard_streams() -> None:
-    """Open the null device for closed standard streams."""
     # Otherwise the next file that is opened would get the stream's number, and output would be
     # written to it.
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):

@@ -399,7 +399,6 @@ def choose_fastest_engine_of_bench_or_raise(
 
 
 def _reasons_engines_cannot_be_chosen(variant_rows: Sequence[Json]) -> Iterator[str]:
-    """Yield the reason for each engine that cannot be chosen."""
     for row in variant_rows:
         if row["state"] != MEASURED_STATE:
             yield f"{row['engine']} {row['state']}: {shorten_reason(row['reason'])}"

@@ -97,13 +97,11 @@ class VariantJob:
         self.parity = self._write_order_and_wait_for_result({"do": "compare"})["parity"]
 
     def _write_order_and_wait_for_result(self, bench_order: dict[str, object]) -> Json:
-        """Write an order, and return its answer."""
         self._order_number += 1
         write_json_atomically(self.run.order, {"number": self._order_number, **bench_order})
         return self._wait_for_next_result_line()
 
     def _wait_for_next_result_line(self) -> dict[str, object]:
-        """Wait for the next line of results, and return it."""
         while True:
             lines = (
                 self.run.results.read_text(encoding="utf-8").split("\n")
@@ -119,7 +117,6 @@ class VariantJob:
             time.sleep(_POLL_SECONDS)
 
     def _forget_job_and_raise_if_it_has_ended(self) -> None:
-        """Raise Failed if the job has ended."""
         if job_state(self._job) is not JobState.RUNNING:
             job = self._job
             self._job = None

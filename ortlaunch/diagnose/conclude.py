@@ -140,7 +140,6 @@ def _advice_for_run(run: RunDir, failure: Failure) -> tuple[str, ...]:
 
 
 def _advice_if_learning_rate_is_doubtful(run: RunDir) -> Iterator[str]:
-    """Yield advice on a learning rate that is most likely a mistake."""
     # A start that failed early may have left no recipe.
     if run.recipe.exists():
         for key_paths, text in repeated_file_and_high_learning_rate_problems(

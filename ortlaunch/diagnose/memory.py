@@ -133,7 +133,6 @@ def _memory_saving_setting_texts_and_fields(
 def _recipe_with_replaced_section_fields(
     recipe: Recipe, fields_by_section: dict[str, Json]
 ) -> Recipe:
-    """Return the recipe with these fields of its sections replaced."""
     recipe_values = recipe.model_dump(exclude_unset=True)
     return Recipe.model_validate(
         {

@@ -125,7 +125,6 @@ def _ranks_without_record_that_may_be_cause(
 def _end_of_run_that_saved_on_request(
     run: RunDir, user_signal: int | None, launcher_killed: bool = False
 ) -> Verdict:
-    """Return the end of a run that saved after a stop request."""
     stop_record = read_json_or_raise_damaged(run.stopped)
     program = Plan.read(run.plan).started_by.program if launcher_killed else None
     killed = Failure(Cause.LAUNCHER_KILLED, who=program, signal=signal.SIGKILL) if program else None
@@ -160,7 +159,6 @@ def _end_without_original_error_record(
     oom_kills: int | None,
     error_records: list[ErrorRecord],
 ) -> Verdict:
-    """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
     exit_requests = _signal_and_arrival_time_by_rank(run)
     # EXIT_SAVED requests another start. Without stopped.json nothing proves that the run saved.
@@ -223,7 +221,6 @@ def _end_with_absent_ranks_or_failed_launcher(
     absent_rank_names: str = "",
     begun_rank_count: int = 0,
 ) -> Verdict:
-    """Return the end of a run in which ranks are absent, or the launcher failed without a cause."""
     failure = Failure(
         Cause.NEVER_BEGAN,
         who=absent_rank_names,
@@ -237,7 +234,6 @@ def _end_with_absent_ranks_or_failed_launcher(
 
 
 def _signal_and_arrival_time_by_rank(run: RunDir) -> dict[int, tuple[int, float]]:
-    """Return (signal, time of arrival) for each rank that received a signal to end."""
     signals_by_rank = {}
     for path in run.errors.glob("asked_*"):
         signal_and_time = read_regular_file_bytes_or_refuse(path).decode(errors="replace").split()

@@ -425,7 +425,6 @@ class _ProbeCall:
         return ProbeFailure("reached", last_message, remedy.format(host=self.host_name))
 
     def _read_error_output_until_silent(self) -> bytes:
-        """Return the probe's error output."""
         # Not until its end: a shared connection of ssh may keep the pipe open.
         assert self._process is not None
         assert self._process.stderr is not None

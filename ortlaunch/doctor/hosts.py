@@ -124,7 +124,6 @@ def probe_and_judge_all_hosts(requirements: HostRequirements) -> list[Finding]:
 
 
 def _most_common_cpu_count(answers: Sequence[ProbeAnswer | ProbeFailure]) -> int:
-    """Return the number of CPUs that most hosts have."""
     cpu_counts = [
         answer.properties["cpus"] for answer in answers if isinstance(answer, ProbeAnswer)
     ]
@@ -189,7 +188,6 @@ def _interface_address_and_port_findings(
     judges_routes_to_hosts: bool,
     meeting_host: str | None,
 ) -> Iterator[Finding]:
-    """Yield findings on a host's address, and on the port where ranks meet."""
     properties = answer.properties
     if (
         requirements.interface is not None
@@ -351,7 +349,6 @@ def _gpu_run_folder_and_disk_findings(
     requirements: HostRequirements,
     shared_folder_token: str | None,
 ) -> Iterator[Finding]:
-    """Yield findings on a host's GPUs, its run folder and its disk."""
     host_name = host_node.host
     if requirements.device == "cuda":
         observation = f"{host_properties['gpus']} for {count_with_noun(host_node.slots, 'slot')}"

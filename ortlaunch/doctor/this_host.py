@@ -183,7 +183,6 @@ def _gpu_and_nccl_findings(version_by_package: dict[str, str]) -> Iterator[Findi
 
 
 def _create_cache_and_report_finding() -> Finding:
-    """Return the finding on the cache folder, which is created if it is absent."""
     try:
         return Finding(THIS_HOST, "cache", OK, str(create_private_cache_folder_or_refuse()))
     except FileError as error:

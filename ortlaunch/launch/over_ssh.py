@@ -136,7 +136,6 @@ def _relay_signals_and_end_all_on_failure(
 
 
 def _print_and_record_lost_host(host_name: str, run: RunDir) -> None:
-    """Print that the host is lost, and record it as the cause of the run's end."""
     # Ranks that see the record end without a grace: nothing can be saved without the lost host.
     message = (
         f"ssh to {host_name} ended with status {_SSH_ERROR_STATUS}: it could not connect, "

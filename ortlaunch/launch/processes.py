@@ -302,7 +302,6 @@ def _end_process_or_kill_with_descendants(command_process: Process) -> None:
 
 @contextlib.contextmanager
 def _handle_signals_for_job_within_block(job: Job) -> Iterator[None]:
-    """Forward signals of this process to the job inside the `with` block."""
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
     handlers.update(
         dict.fromkeys(
@@ -375,14 +374,12 @@ def _request_save_and_start_kill_timer(
 
 
 def _kill_job(job: Job) -> None:
-    """Kill the job and all its processes now."""
     job.sent_sigkill = True
     for pid in (job.process.pid, *job.orphans.reap_ended_and_map_is_root_by_living_pid()):
         send_signal(pid, signal.SIGKILL)
 
 
 def _announce_and_forward_notice_signal(job: Job, signal_number: int) -> None:
-    """Forward a notice to the ranks."""
     saves = job.request.stop is not None and signal_number == signal.SIGUSR2
     name = signal.Signals(signal_number).name
     if not job.is_quiet:

@@ -58,7 +58,6 @@ def _made_progress(earlier_attempt: Attempt, later_attempt: Attempt) -> bool:
 
 
 def _repeats_deterministic_failure(earlier_attempt: Attempt, later_attempt: Attempt) -> bool:
-    """Whether the second failure repeats the first."""
     # A lost host and a SIGKILL come from outside and may not come again. A SIGKILL for memory does.
     is_killed = (
         later_attempt.exit_status == _KILLED and later_attempt.cause is not Cause.OUT_OF_MEMORY

@@ -136,7 +136,6 @@ def _announce_and_sleep_until_restart(
 def _add_restart_count_to_successful_end(
     ended_attempt: EndedAttempt, failed_attempts: Sequence[Attempt]
 ) -> EndedAttempt:
-    """Return a good end with a note on the restarts before it."""
     if not failed_attempts or ended_attempt.verdict.exit_status:
         return ended_attempt
     duration_text = clock_duration(sum(attempt.seconds for attempt in failed_attempts))

@@ -86,7 +86,6 @@ def launch_request_of_plan(plan: Plan, run_dir: RunDir) -> LaunchRequest:
 def _torchrun_request_over_ssh(
     plan: Plan, run_dir: RunDir, torchrun_variables: dict[str, str]
 ) -> LaunchRequest:
-    """Return the request that starts one torchrun on each host through ssh."""
     # Without `threads` in the plan, each host's own value of OMP_NUM_THREADS counts.
     if plan.threads is None:
         torchrun_variables = {

@@ -114,7 +114,6 @@ def _missing_or_wrong_value_message(
 
 
 def _tree_with_placeholder_or_without_value(tree: Tree, key_path: KeyPath) -> Tree:
-    """Return the tree without a wrong value, or with a placeholder where a value is required."""
     # A list with a wrong item is removed as a whole.
     key_path = tuple(itertools.takewhile(lambda key: isinstance(key, str), key_path))
     if key_path in _PLACEHOLDERS:

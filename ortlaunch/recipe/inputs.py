@@ -102,7 +102,6 @@ def column_and_vocabulary_problems(recipe: Recipe, task_name: str = "train") -> 
 
 
 def _key_and_source_pairs_of_task(recipe: Recipe, task_name: str) -> list[tuple[str, str | Corpus]]:
-    """Return the sources that a task reads, each with its key in the recipe."""
     # An evaluation reads no training data.
     return [
         keyed_source

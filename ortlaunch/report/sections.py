@@ -134,7 +134,6 @@ def _failure_and_advice(record: Record) -> tuple[str, tuple[str, ...]]:
 
 
 def _last_evaluation_metrics(run_record: Record) -> dict[str, object]:
-    """Return the last evaluation's metrics."""
     last_evaluation_line: Json = next(
         (line for line in reversed(run_record.lines) if "evaluation_loss" in line), {}
     )

@@ -133,7 +133,6 @@ class ResolvedRun:
     def _resolve_again_keeping_engine_choice(
         self, recipe_file: RecipeFile, world: World
     ) -> ResolvedRun:
-        """Resolve again with this recipe and world, and keep the chosen engine."""
         resolved_run = resolve_loaded_recipe_file(recipe_file, self.command, world)
         notes = (*resolved_run.notes, *self.engine_note)
         return replace(

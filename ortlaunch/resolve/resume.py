@@ -302,7 +302,6 @@ def choose_checkpoint_and_list_or_refuse_changes(
 def _recipe_change_lines_without_checkpoint(
     earlier_recipe: Recipe | None, resolved_run: ResolvedRun
 ) -> Iterator[str]:
-    """Yield the changes of the recipe for a run that has no checkpoint, and begins again."""
     if earlier_recipe is not None:
         recipe_values = resolved_run.recipe_file.recipe.model_dump(mode="json")
         for leaf in changed_leaves(earlier_recipe.model_dump(mode="json"), recipe_values):

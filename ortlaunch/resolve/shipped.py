@@ -153,7 +153,6 @@ def recipe_path_or_shipped_recipe(recipe_argument: Path) -> Path:
 
 
 def _advice_for_folder_given_as_recipe(given_folder: Path) -> str:
-    """Return the advice for a folder in the place of a recipe."""
     if (given_folder / "plan.json").exists() and (given_folder / "recipe.yaml").exists():
         return (
             "is the folder of a run; to continue it: "

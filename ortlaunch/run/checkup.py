@@ -206,7 +206,6 @@ def _refuse_options_without_effect(launch_options: LaunchOptions, has_recipe: bo
 def _options_with_slurm_hosts_unless_given(
     launch_options: LaunchOptions, environ: Mapping[str, str]
 ) -> LaunchOptions:
-    """Return the options with the nodes of this Slurm job as the host file, unless one is given."""
     job_hosts = () if launch_options.hostfile else slurm_job_hosts_or_empty(environ)
     if not job_hosts:
         return launch_options

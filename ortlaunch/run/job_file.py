@@ -126,7 +126,6 @@ class JobFile:
             )
 
     def _keep_signal_for_ranks_or_end_preparation(self, signal_number: int, _frame: object) -> None:
-        """Handle a signal: keep it for the ranks, or end the preparation."""
         if self.early_signals is not None:
             self.early_signals.append(signal_number)
             return

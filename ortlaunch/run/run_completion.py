@@ -97,7 +97,6 @@ def continue_command_if_train_was_typed(
 def _override_key_and_value_to_train_longer(
     recipe: Recipe, run_summary: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return the override, as key and value, that gives a finished run more to train."""
     # An early stop left steps to do, so that removing its condition is enough.
     if run_summary.get("stopped_early"):
         return "train.stop_after", "null"

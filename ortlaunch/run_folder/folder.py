@@ -373,7 +373,6 @@ FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _FileRow))
 
 
 def _append_rank_and_count_lines(lines_file: Path, rank: int) -> int:
-    """Append a line with a rank to a file, and return the number of its lines."""
     # Appended without a lock: a local disk appends one short line atomically.
     with open(lines_file, "ab") as file:
         file.write(b"%07d\n" % rank)
@@ -383,7 +382,6 @@ def _append_rank_and_count_lines(lines_file: Path, rank: int) -> int:
 
 
 def _path_exists_raising_other_errors(path: Path) -> bool:
-    """Return whether a path exists; other errors of reading are raised."""
     # Path.exists returns False for such errors on Python 3.14.
     try:
         path.stat()

@@ -92,7 +92,6 @@ def run_folder_manual_page_markdown() -> str:
 
 
 def _file_table() -> str:
-    """Return the table of files."""
     rows = (f"| `{row.name}` | {row.writer} | {row.contents} |\n" for row in FILES)
     return "".join(["| file | written by | contents |\n|---|---|---|\n", *rows])
 
@@ -100,7 +99,6 @@ def _file_table() -> str:
 def _record_names_in_fields_depth_first(
     class_definition_by_name: dict[str, ast.ClassDef], record_name: str
 ) -> Iterator[str]:
-    """Yield the record types of a type's fields, depth first."""
     for field in (
         node
         for node in class_definition_by_name[record_name].body
@@ -140,7 +138,6 @@ def _record_table_lines(
 
 
 def _metric_rows() -> Iterator[str]:
-    """Yield a line for each row of the table of metrics."""
     for name, metric in METRICS.items():
         tasks = f" Of {', '.join(metric.measures)}." if metric.measures else ""
         value = "number or absent" if metric.measures else "number"
@@ -160,7 +157,6 @@ def _type_and_absence_text(
 
 
 def _field_description(statement_after_field: ast.stmt) -> str:
-    """Return the text under a field."""
     assert isinstance(statement_after_field, ast.Expr), ast.unparse(statement_after_field)
     return _table_cell_text(str(ast.literal_eval(statement_after_field.value)))
 
@@ -172,7 +168,6 @@ def _table_cell_text(text: str) -> str:
 def _annotation_in_words(
     class_definition_by_name: dict[str, ast.ClassDef], annotation: ast.expr
 ) -> str:
-    """Return an annotation in words."""
     if isinstance(annotation, ast.BinOp):
         return (
             f"{_annotation_in_words(class_definition_by_name, annotation.left)} or "

@@ -103,7 +103,6 @@ def azureml_job_mapping(job: QueuedRun) -> Json:
 
 
 def _shell_command_of_ranks(job: QueuedRun) -> str:
-    """Return the command of each rank."""
     change_folder_text = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
     run_folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
     # Azure ML's shell fills in the job's id, which is unknown before the submission.

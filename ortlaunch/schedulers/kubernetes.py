@@ -174,7 +174,6 @@ def _pod_failure_rules(job: QueuedRun) -> Iterator[ManifestObject]:
 
 
 def _trainjob_spec(job: QueuedRun) -> ManifestObject:
-    """Return the spec of a TrainJob."""
     # The runtime has the failure policy; a patch has no field for one.
     kubernetes_options = job.options["kubernetes"]
     container_spec = _container_spec(job)
@@ -266,7 +265,6 @@ def _container_spec(job: QueuedRun) -> ManifestObject:
 
 
 def _command_that_starts_node_ranks(job: QueuedRun) -> tuple[str, ...]:
-    """Return the command that starts a node's ranks."""
     # A TrainJob sets the first node's address itself.
     kubernetes_options = job.options["kubernetes"]
     job_name = valid_resource_name_of_run(job)

@@ -125,7 +125,6 @@ def _gpu_request_option(submit_options: Any, gpu_count: int) -> str:
 
 
 def _srun_command_of_ranks(job: QueuedRun) -> str:
-    """Return the command for the step of ranks."""
     # --distribution=block numbers the ranks as the plan does, host by host. Ranks find each other
     # without MPI, hence --mpi=none. --export=ALL, because some sites set SLURM_EXPORT_ENV=NONE for
     # whole jobs, and ranks need the variables of this script.
@@ -149,7 +148,6 @@ def _command_that_records_job_end(job: QueuedRun) -> str:
 def _srun_step_in_container_if_set(
     job: QueuedRun, srun_command: str, step_argv: tuple[str, ...]
 ) -> str:
-    """Return a step that runs a command, in the container if there is one."""
     container = job.options["container"]
     if container is None:
         return f"{srun_command} \\\n    {shlex.join(step_argv)}"
@@ -279,7 +277,6 @@ def state_in_scontrol_output(scontrol_output: str) -> QueueState | None:
 
 
 def _queue_state_of_slurm_words(state_words: list[str], reason: str) -> QueueState | None:
-    """Return the state for the scheduler's words."""
     # A requeued job has its last state as well, but is pending.
     known_words = [state_word for state_word in state_words if state_word in _STATE_BY_WORD]
     if not known_words:

@@ -261,7 +261,6 @@ class Study:
 
 
 def _import_quiet_optuna_or_refuse(sampler_name: str) -> Any:
-    """Return the module of Optuna."""
     for package in ("optuna", *_PACKAGES_OF_SAMPLER.get(sampler_name, ())):
         if importlib.util.find_spec(package) is None:
             raise MissingDependency(

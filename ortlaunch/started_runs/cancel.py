@@ -68,7 +68,6 @@ def _refuse_run_not_controlled_from_here(run: RunDir, run_status: Status) -> Non
 
 
 def _wait_for_ranks_or_kill_and_count(run: RunDir, command_process: Process) -> int:
-    """Wait for the ranks, which end with their command; kill the others and return their number."""
     if wait_until_true_or_timeout(
         lambda: not _living_processes_of_command(run, command_process),
         GRACE_SECONDS + _EXTRA_GRACE_SECONDS,
@@ -88,7 +87,6 @@ def _wait_for_ranks_or_kill_and_count(run: RunDir, command_process: Process) -> 
 
 
 def _living_processes_of_command(run: RunDir, command_process: Process) -> list[int]:
-    """Return the living processes of that command's run."""
     # Another command may have started a run in the folder meanwhile.
     return (
         lock.living_process_ids(run)

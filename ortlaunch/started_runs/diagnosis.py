@@ -175,7 +175,6 @@ def _failed_save_and_free_space_lines(run: RunDir, verdict: Verdict | None) -> I
 
 
 def _json_lines_with_keys_in_file_tail(file_path: Path, *required_keys: str) -> list[Json]:
-    """Return the last complete JSON lines of a file that contain all of these keys."""
     return read_json_lines_in_tail_or_whole_if_damaged(
         file_path, _TAIL_BYTES, *required_keys
     ).values

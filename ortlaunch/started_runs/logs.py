@@ -82,7 +82,6 @@ def _iterate_first_node_log_of_scheduler_command(
 
 
 def _output_files_of_rank_or_job(run: RunDir, rank: int, is_in_queue: bool) -> list[Path]:
-    """Return the files with a rank's output."""
     # In a Slurm job the batch script and rank 0 write to the same file.
     if is_in_queue and rank == 0:
         return sorted(run.logs.glob("slurm-*.out"))

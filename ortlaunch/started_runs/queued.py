@@ -111,7 +111,6 @@ def job_record_by_queue_recording_unrecorded_end(
 
 
 def _add_refused_requeue(run: RunDir, verdict: Verdict) -> Verdict:
-    """Return the verdict, with a note on a requeue that the scheduler refused."""
     # The job's script writes the scheduler's words into the request.
     scheduler_message = (
         read_text_or_raise_damaged(run.requeue_request).strip()
@@ -217,7 +216,6 @@ def _write_job_end_from_queue_alone(
 
 
 def _verdict_recorded_in_folder(run: RunDir, job: JobRecord) -> Verdict:
-    """Return the end that the ranks recorded in the run folder."""
     if job.has_completed_training(run):
         return Verdict(0, f"done: {run}")
     if not has_rank0_prepared_run_folder(run):

@@ -148,7 +148,6 @@ def request_restart_and_wait(run: RunDir) -> str:
 def _write_request_and_signal_command(
     run: RunDir, run_status: Status, command_verb: str, sender: str | None = None
 ) -> None:
-    """Write the request, and send a signal to the run's command if it is on this host."""
     # The signal saves up to half a second, the interval in which rank 0 reads requests.
     path = run.stop_request if command_verb == "stop" else run.save_request
     sender_text = (
@@ -177,7 +176,6 @@ def _write_request_file_or_refuse(run: RunDir, request_path: Path, sender: str) 
 
 
 def _signal_command_if_on_this_host(run_status: Status, run: RunDir, signal_number: int) -> None:
-    """Send a signal to the run's command if it is a process of this host."""
     if run_status.job.process.is_here and not is_queued(run_status.job):
         with explain_refused_permission(run):
             run_status.job.process.send_signal_if_alive(signal_number)

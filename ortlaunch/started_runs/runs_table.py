@@ -86,7 +86,6 @@ def _shortened_run_folder_text(run_status: Status, max_columns: int) -> str:
 
 
 def _failure_fallback_or_best_line(run_status: Status, terminal_columns: int) -> str:
-    """Return an indented line with the cause of a failure, else of a fallback or on the best step."""
     verdict = run_status.job.verdict if run_status.state.is_end else None
     reason = (
         verdict.explanation or verdict.message

@@ -372,7 +372,6 @@ def require_existing_run_folder(run: RunDir) -> None:
 
 
 def _job_record_of_lock_holder_or_recorded_one(run: RunDir) -> JobRecord:
-    """Return the job of the command that has the folder now, else the recorded one."""
     require_existing_run_folder(run)
     job = JobRecord.read_or_none_refusing_damaged(run)
     last_command = lock.process_that_last_locked_run(run)

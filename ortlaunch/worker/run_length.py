@@ -89,7 +89,6 @@ def resolve_max_steps_and_write_length(
 
 
 def _recorded_length_of_same_epochs(run: RunDir, epochs: float | None) -> Json | None:
-    """Return the length that this run recorded at its start, if it has the same epochs now."""
     # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
         return None

@@ -204,7 +204,6 @@ def _accepted_values_and_guess_text(
 
 
 def _required_text_form_message(key_path: KeyPath) -> str:
-    """Return the form that a field's text must have."""
     if key_path == ("submit", "time"):
         return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
     if key_path == ("submit", "kubernetes", "namespace"):

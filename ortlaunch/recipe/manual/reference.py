@@ -130,7 +130,6 @@ def _default_text(field_schema: dict[str, Any]) -> str:
 def _accepted_values_in_words(
     field_schema: dict[str, Any], paths_by_section: dict[str, list[str]]
 ) -> str:
-    """Return the accepted values in words."""
     if "$ref" in field_schema:
         section_name = field_schema["$ref"].rpartition("/")[2]
         return f"[{paths_by_section[section_name][0]}](#{section_name})"

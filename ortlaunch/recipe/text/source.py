@@ -68,7 +68,6 @@ def tree_of_python_values(values: Mapping[str, object], problems: list[ProblemLi
 def _tree_merged_over_extended_recipes(
     tree: Tree, recipe_path: Path, problems: list[ProblemLine], extending_paths: Sequence[Path]
 ) -> Tree:
-    """Return the tree of a recipe, merged over those of the recipes that it extends."""
     if tree.node_type == "scalar" and tree.raw is None:
         raise SourceError(
             tree.location, "the recipe is empty; `ortlaunch recipes list` prints examples"

@@ -38,7 +38,6 @@ def write_manifest_rename_partial_and_mark_complete(
 
 
 def _flush_folder_entries_to_disk(folder: Path) -> None:
-    """Flush a folder's names to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     # Not all file systems support this.
     with contextlib.suppress(OSError):

@@ -242,7 +242,6 @@ def _read_range_into_whole_tensor(
 def _load_optimizer_state_and_list_notes(
     checkpoint_tensors: CheckpointTensors, named_state: NamedState
 ) -> list[str]:
-    """Load the optimizer state of each master tensor. Return notes to print."""
     by_master: dict[int, list[ParameterRange]] = {}
     for part in named_state.parts:
         by_master.setdefault(id(part.master), []).append(part)

@@ -203,7 +203,6 @@ def _buffer_entries_or_refuse_non_tensors(
 def _optimizer_state_names_and_values_of_range(
     parameter_range: ParameterRange, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, object]]:
-    """Yield the optimizer's state of a part, by the optimizer's names."""
     present_state = {
         name: value
         for name, value in optimizer.state.get(parameter_range.master, {}).items()

@@ -92,7 +92,6 @@ def write_safetensors_and_checksum(
 def _write_flush_and_yield_blocks(
     file: IO[bytes], header_bytes: bytes, flat_tensors: Iterable[torch.Tensor]
 ) -> Iterator[bytes | memoryview]:
-    """Write the header and the flat tensors, and yield each block after it is written."""
     file.write(header_bytes)
     yield header_bytes
     unflushed_bytes = 0

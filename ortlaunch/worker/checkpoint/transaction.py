@@ -165,7 +165,6 @@ def _remove_files_and_raise_on_all_ranks_if_one_fails(
 
 
 def _remove_incomplete_check_space_and_create_partial(run: RunDir, partial_folder: Path) -> None:
-    """Create an empty folder; remove incomplete ones of any step."""
     for incomplete_folder in run.checkpoints.glob("step_*"):
         if incomplete_folder.suffix == ".partial" or not (
             incomplete_folder.suffix or (incomplete_folder / COMPLETE).exists()

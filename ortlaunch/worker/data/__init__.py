@@ -364,7 +364,6 @@ def samples_of_source_for_task(
 def _end_mark_flag_and_begin_token_ids(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[bool, list[int]]:
-    """Return whether the end mark follows each document, and the tokens before it."""
     # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
     predicts = recipe.model.traits.predicts
     pretrained = predicts == "next" and isinstance(recipe.data.tokenizer, str)

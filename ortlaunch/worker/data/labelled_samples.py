@@ -112,7 +112,6 @@ class LabelledTexts:
         return len(self._documents.ends) - 1
 
     def _rows_then_summary_json(self) -> Iterator[tuple[LabelledRow | str, float]]:
-        """Yield the rows, and at the end the summary of all rows as JSON."""
         summary = SourceSummary()
         for row in labelled_rows_filling_summary(self.source, self.read, summary):
             yield row, row.share
@@ -121,7 +120,6 @@ class LabelledTexts:
     def _function_encoding_labelled_rows_to_tokens(
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
-        """Return the function that makes documents of rows."""
         # A call with truncation changes a fast tokenizer's saved settings, so that a copy is used.
         own_tokenizer = functools.cache(
             lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer

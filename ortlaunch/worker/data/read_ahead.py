@@ -263,7 +263,6 @@ def _wait_for_worker_failure_text_or_empty(workers: Sequence[BaseProcess], error
 
 
 def _worker_error_with_remedy(reason: str) -> DataWorkerError:
-    """Return the error of a failure, with its remedy."""
     remedy = next(
         (remedy for part, remedy in _REMEDIES.items() if part in reason), "try data.workers=0"
     )

@@ -200,7 +200,6 @@ def load_or_write_cached_tokens(
 def _acquire_corpus_lock_showing_wait(
     base_path: Path, show_progress: ShowProgress
 ) -> contextlib.AbstractContextManager[object]:
-    """Acquire the lock of a corpus; report the waiting time each second."""
     lock = FileLock(base_path.with_suffix(".lock"))
     seconds = 0
     while True:
@@ -214,7 +213,6 @@ def _acquire_corpus_lock_showing_wait(
 def _write_missing_tokens_and_list_files(
     base_path: Path, work: TokenizeWork, show_progress: ShowProgress
 ) -> list[Path]:
-    """Write all documents that are not written yet; return the files."""
     ends_path = base_path.with_suffix(".ends")
     progress_path = base_path.with_suffix(".written")
     # A process killed while it wrote a note or a seal left a temporary file. This process has the
@@ -331,7 +329,6 @@ def encode_chunks_reading_ahead(
 def _encoder_without_special_tokens(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Callable[[list[str]], Iterable[Sequence[int]]]:
-    """Return the function from texts to token ids without special tokens."""
     if not tokenizer.is_fast:
         options: Json = {
             "add_special_tokens": False,

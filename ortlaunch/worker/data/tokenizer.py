@@ -156,7 +156,6 @@ def _load_or_train_tokenizer(data_fields: Data, trained_tokenizer_folder: Path |
 
 
 def _train_tokenizer_unless_cached(data_fields: Data, training: TokenizerTraining) -> Path:
-    """Return the folder of the tokenizer trained on the corpus; train it if it is not cached."""
     corpus = " ".join(corpus_fingerprint(part.source) for part in data_fields.parts)
     key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[
         :16
@@ -208,7 +207,6 @@ def _training_texts_with_long_words_cut(data_fields: Data) -> Iterator[str]:
 
 
 def _train_bert_wordpiece_tokenizer(data_fields: Data, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return a trained WordPiece tokenizer with the settings of BERT's."""
     # Trained twice: in a single pass the library numbers the `##x` tokens in the order of a hash
     # table, which differs between processes. The second pass has them in a fixed order.
     from tokenizers import decoders, models, processors
@@ -279,7 +277,6 @@ def _lowercasing_bert_tokenizer(tokenizer_model: Any) -> Any:
 def _count_characters_passing_texts(
     texts: Iterable[str], count_by_character: Counter[str]
 ) -> Iterator[str]:
-    """Yield the texts unchanged, and count the characters of their normalized form."""
     from tokenizers import normalizers
 
     normalize = normalizers.BertNormalizer(lowercase=True).normalize_str

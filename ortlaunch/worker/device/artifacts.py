@@ -188,7 +188,6 @@ def _unsupported_setting_notes(recipe: Recipe, forward: ForwardGraph) -> Iterato
 def _largest_loss_or_logit_difference_from_pytorch(
     device: Device, module: graph.ModelWithLoss, batch: TensorBatch
 ) -> float:
-    """Return the largest difference of loss and logits from PyTorch's, without dropout."""
     expected = module.eval()(*batch.values())
     outputs = device.evaluate_batch(batch)
     return largest_or_nan(

@@ -170,7 +170,6 @@ def export_loss_graph_and_sort_weights(
 
 
 def _write_intermediate_shapes_into_graph(graph_path: Path, batches: list[TensorBatch]) -> None:
-    """Write into the graph the shapes of its intermediate values, from two batches."""
     import onnx
 
     # ONNX Runtime's gradient treats unknown sizes as equal. A broadcast dimension of size 1, such
@@ -209,7 +208,6 @@ def _axis_name_by_sizes(batches: list[TensorBatch]) -> dict[tuple[int, int], str
 
 
 def _run_graph_for_all_values(model: Any, value_names: list[str], batch: TensorBatch) -> Json:
-    """Return all values that the graph computes for one batch, by name."""
     import onnx
     import onnxruntime
 

@@ -117,7 +117,6 @@ def _more_steps_options(recipe: Recipe, total_steps: int) -> str:
 def _train_steps_and_list_losses(
     device: Device, recipe: Recipe, batches: Batches, step_span: _StepSpan
 ) -> list[float]:
-    """Run the steps; return the loss of each."""
     losses = list[float]()
     began = time.monotonic()
     for step in range(step_span.first_step, step_span.end_step):

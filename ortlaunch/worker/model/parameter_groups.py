@@ -203,7 +203,6 @@ def _default_optimizer_name(recipe: Optimizer, name: str, parameter: nn.Paramete
 def _parameter_group_finder(
     optimizer_settings: Optimizer,
 ) -> Callable[[str, nn.Parameter], ParameterGroup]:
-    """Return the function that finds the group of a parameter."""
     attributes = optimizer_settings.attributes and import_user_function(
         "optimizer.attributes", optimizer_settings.attributes
     )

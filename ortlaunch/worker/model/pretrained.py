@@ -145,7 +145,6 @@ def _vocabulary_size(config: PreTrainedConfig) -> int | None:
 def _resize_embeddings_and_describe(
     model: PreTrainedModel, source_vocabulary: int | None, requested_vocabulary: int | None
 ) -> list[str]:
-    """Resize the embeddings to the requested vocabulary; return a description of the change."""
     if source_vocabulary == requested_vocabulary:
         return []
     with _suppress_loading_reports_and_keep_bar_off():

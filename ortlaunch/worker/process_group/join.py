@@ -119,7 +119,6 @@ def _create_private_file_store(store_path: Path, rank_count: int) -> dist.Store:
 
 
 def _store_of_rank_0_through_mpi(rank: Rank) -> dist.Store:
-    """Return the store of rank 0, whose address is broadcast through MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -211,7 +210,6 @@ def _serve_or_connect_tcp_store(
 
 
 def _print_late_ranks_unless_met_in_time(plan: Plan, host: str, port: int) -> None:
-    """Print the ranks that have not reached rank 0's port, if the ranks have not met in time."""
     if RANKS_MET.wait(_LATE_SECONDS):
         return
     # A separate connection, because the first one holds its lock while it waits.

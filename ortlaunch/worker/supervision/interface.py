@@ -117,7 +117,6 @@ def _require_all_interfaces_and_return_first_address(interface_list: str) -> str
 
 
 def _ipv4_address_or_none(interface_name: str) -> str | None:
-    """Return the IPv4 address of an interface, or None."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = fcntl.ioctl(
             probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface_name)[:15])

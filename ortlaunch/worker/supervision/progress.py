@@ -67,7 +67,6 @@ class Progress:
         }
 
     def _count_elapsed_time_and_switch_activity(self, activity: str) -> None:
-        """Count the time from now on for this phase."""
         current_time = time.perf_counter()
         self._seconds[self._activity] = (
             self._seconds.get(self._activity, 0.0) + current_time - self._since

@@ -284,7 +284,6 @@ def _copy_output_to_log_and_screen(
 
 
 def _return_status_or_die_of_signal(exit_code: int) -> int:
-    """Return a status, or die of the signal that the rank died of."""
     if exit_code < 0:
         # Only the rank's own core dump is of use.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

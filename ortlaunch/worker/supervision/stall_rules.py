@@ -183,7 +183,6 @@ def _rank_location_text(beat: Heartbeat) -> str:
 
 
 def _step_and_phase_text(beat: Heartbeat) -> str:
-    """Return the rank's step and phase as a phrase."""
     if beat.phase in STAGES:
         return f"in step {beat.step + 1}, {beat.phase}"
     return f"after step {beat.step}, {beat.phase}" if beat.step else beat.phase

@@ -219,7 +219,6 @@ class Watchdog:
         )
 
     def _dump_and_send_stacks(self, child: RankProcess) -> None:
-        """Get the stacks of the rank, and send them."""
         self._stacks_requested_at = time.monotonic()
         text = _py_spy_stacks_or_empty(child.pid)
         child.send_signal_unless_reaped(signal.SIGQUIT)

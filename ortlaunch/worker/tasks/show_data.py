@@ -118,7 +118,6 @@ def _type_shape_and_range_text(value: Any) -> str:
 
 
 def _audit_json_with_spread_samples(part: PartAudit, max_samples: int, data: LoadedData) -> Json:
-    """Return the audit of a part with some samples, evenly spread."""
     lengths = [len(row.ids) for row in part.rows]
     width = -(-(max(lengths) - min(lengths) + 1) // _BINS)
     sizes, edges = np.histogram(lengths, np.arange(min(lengths), max(lengths) + width + 1, width))

@@ -274,8 +274,6 @@ def _begin_to_show_steps(session: Session, completed_steps: int) -> None:
 def _create_checkpoint_saver_with_callbacks(
     session: Session, train_state: TrainState, hook: TrainingHook, exports: CheckpointExports
 ) -> checkpoint.CheckpointSaver:
-    """Return the checkpoints of a training that begins at `train_state`."""
-
     def notify_completed(step: int) -> None:
         hook.on_checkpoint(step)
         exports.queue_all_or_missing_exports_on_rank_0(step)
@@ -398,7 +396,6 @@ def _save_checkpoint_and_agree_on_request(
     rank_request: RankRequest,
     first_nan_buffers: set[str],
 ) -> RankRequest:
-    """Save a checkpoint; return the agreed request after it."""
     with remove_save_request_after_save(session, saving, rank_request):
         require_finite_weights(train_state.step, session.engine.stepper.trained_weights())
         require_buffers_without_nan(train_state.step, session.model, first_nan_buffers)

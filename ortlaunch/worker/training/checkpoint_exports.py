@@ -34,8 +34,6 @@ _POLL_SECONDS = 0.2
 
 
 class _RunningExport(NamedTuple):
-    """An export that is being written."""
-
     request: ExportRequest
     process: subprocess.Popen[str]
     output: IO[str]

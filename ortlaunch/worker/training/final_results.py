@@ -233,7 +233,6 @@ def _cache_measured_and_return_step_durations(session: Session) -> dict[str, Any
 
 
 def _step_duration_lines(summary: Summary) -> list[str]:
-    """Return the measured and the predicted duration of a step."""
     if summary.step_seconds is None:
         return []
     line = f"a step: {summary.step_seconds:.3g} s"

@@ -133,7 +133,6 @@ class ParitySteps:
         self.group.print_on_rank_0(f"parity: not compared: {reason}")
 
     def _free_comparison_graphs(self) -> None:
-        """Free the graphs of the comparison, which training does not use."""
         self.comparison_module = self.replaying_module = None
         # An ORTModule is part of reference cycles.
         gc.collect()

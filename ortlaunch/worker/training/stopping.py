@@ -73,7 +73,6 @@ def _not_saved_error(session: Session, rank_request: RankRequest, reason: str) -
 
 
 def _stop_requester_text(session: Session, rank_request: RankRequest) -> str:
-    """Return who requested it, as text."""
     # `ortlaunch stop` and a hook write this file; without it, a signal was the request.
     with contextlib.suppress(OSError, ValueError, KeyError):
         return str(read_json_or_raise_damaged(session.run.stop_request)["by"])

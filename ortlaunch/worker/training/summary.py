@@ -136,7 +136,6 @@ def _parameter_group_table_lines(groups: Sequence[OptimizerGroup]) -> list[str]:
 
 
 def _matmul_precision_lines(engine_report: EngineReport) -> list[str]:
-    """Return the format of float32 matmuls, if one was chosen."""
     precision_report = engine_report.matmul_precision
     if precision_report.onednn:
         return [

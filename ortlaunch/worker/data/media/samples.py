@@ -184,7 +184,6 @@ def _require_row_file_path(row: Row, source: Corpus) -> str:
 def _image_path_and_class_of_row(
     row: Row, source: Corpus, first_label: Any
 ) -> tuple[str, list[Any]]:
-    """Return a file and its class."""
     label = require_column_value_of_allowed_length(row, source.label_column)
     return _require_row_file_path(row, source), [
         require_class_label_of_same_type(row, source.label_column, label, first_label)

@@ -245,7 +245,6 @@ class StreamedSamples:
             time.sleep(_POLL_SECONDS)
 
     def _register_window_of_sample_if_written(self, window_number: int, sample_place: int) -> bool:
-        """Add the written window of a place to those known; return whether there is one."""
         # Usually the next one. This rank may have needed no sample of several windows.
         paths = itertools.chain(
             [window_path(self._folder, window_number)], self._folder.glob("*.json")

@@ -325,7 +325,6 @@ class _PendingTokens:
 def _token_ids_and_document_sizes_from(
     streamed: StreamedCorpus, first_position: Position
 ) -> Iterator[tuple[NDArray[np.uint32], list[int]]]:
-    """Yield the tokens of the documents from a position on, and the number of each one's."""
     corpus = streamed.corpus
     rows = _rows_printing_if_none(corpus, streamed.file_of_turn(first_position.turn))
     # Documents of earlier windows are read, and not tokenized again.
