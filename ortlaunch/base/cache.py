@@ -88,9 +88,11 @@ def require_not_writable_by_others(path: Path) -> None:
         FileError: the path belongs to another user, or others may write to it.
     """
     if reason := reason_others_can_write_or_empty(path):
-        advice = f"type: rm -r {shlex.quote(str(path))} (its contents are rebuilt)"
-        if reason.startswith("belongs"):
-            advice = "set ORTLAUNCH_CACHE to a folder of your own"
+        advice = (
+            "set ORTLAUNCH_CACHE to a folder of your own"
+            if reason.startswith("belongs")
+            else f"type: rm -r {shlex.quote(str(path))} (its contents are rebuilt)"
+        )
         owner_text = f"who could place programs there that this user ({os.geteuid()}) runs"
         raise FileError(f"{path}: {reason}, {owner_text}; {advice}", 2)
 

@@ -65,9 +65,11 @@ def wait_for_rank0_and_become_worker(ready_marker_file: Path, run: RunDir) -> No
     Raises:
         LaunchError: rank 0 did not prepare it in time.
     """
-    limit_seconds = _JOIN_SECONDS + max_wait_seconds_for_requeued_job()
-    if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
-        limit_seconds = _POD_SECONDS
+    limit_seconds = (
+        _POD_SECONDS
+        if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:")
+        else _JOIN_SECONDS + max_wait_seconds_for_requeued_job()
+    )
     if not wait_until_true_or_timeout(ready_marker_file.exists, limit_seconds):
         raise LaunchError(
             f"rank 0 did not prepare {run} within {limit_seconds:g} s; "

@@ -218,13 +218,13 @@ def kernel_memory_kills_clause_or_empty(failure: Failure) -> str:
 
 
 def _fill_sentence_template(sentence_template: str, failure: Failure) -> str:
-    absent = "no rank recorded a cause"
-    if failure.who:
-        absent = (
-            f"{failure.who} ended before it started"
-            if failure.began
-            else f"no rank started ({failure.who})"
-        )
+    absent = (
+        "no rank recorded a cause"
+        if not failure.who
+        else f"{failure.who} ended before it started"
+        if failure.began
+        else f"no rank started ({failure.who})"
+    )
     return sentence_template.format(
         place=failure.rank_and_host,
         # A verdict is one line, whatever a library printed.

@@ -128,11 +128,12 @@ def _srun_command_of_ranks(job: QueuedRun) -> str:
     # --distribution=block numbers the ranks as the plan does, host by host. Ranks find each other
     # without MPI, hence --mpi=none. --export=ALL, because some sites set SLURM_EXPORT_ENV=NONE for
     # whole jobs, and ranks need the variables of this script.
-    options = ["srun --export=ALL --kill-on-bad-exit=1 --distribution=block --mpi=none"]
-    if job.options["cpus_per_task"] is not None:
-        # Since Slurm 22.05 a step does not inherit it from the job.
-        options.append(f"--cpus-per-task={job.options['cpus_per_task']}")
-    return _srun_step_in_container_if_set(job, " ".join(options), job.train)
+    # Since Slurm 22.05 a step does not inherit --cpus-per-task from the job.
+    cpus = job.options["cpus_per_task"]
+    step_command = "srun --export=ALL --kill-on-bad-exit=1 --distribution=block --mpi=none" + (
+        "" if cpus is None else f" --cpus-per-task={cpus}"
+    )
+    return _srun_step_in_container_if_set(job, step_command, job.train)
 
 
 def _command_that_records_job_end(job: QueuedRun) -> str:

@@ -47,9 +47,11 @@ def train(
 ) -> None:
     """Train a recipe."""
     options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
-    profiled = []
-    if profile_steps is not None:
-        profiled = [f"log.profile_steps=[{','.join(filter(None, profile_steps.split(':')))}]"]
+    profiled = (
+        []
+        if profile_steps is None
+        else [f"log.profile_steps=[{','.join(filter(None, profile_steps.split(':')))}]"]
+    )
     train_or_print_dry_run_and_exit(
         recipe,
         (*(overrides or ()), *profiled),

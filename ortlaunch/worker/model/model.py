@@ -240,9 +240,11 @@ def seed_and_build_loss_module_on_cpu(recipe: Recipe, data: LoadedData) -> LossM
             "model.factory", str(recipe.model.factory), recipe.model.arguments, recipe.seed
         )
         if not isinstance(model, nn.Module):
-            what = type(model).__name__
-            if isinstance(model, type):
-                what = f"the class {model.__name__}, not an object of it"
+            what = (
+                f"the class {model.__name__}, not an object of it"
+                if isinstance(model, type)
+                else type(model).__name__
+            )
             raise InputError(f"model.factory returned {what}; it must return a torch.nn.Module")
         model = _unwrap_compiled_layers_in_place(model)
         _refuse_sparse_gradients(recipe, model)

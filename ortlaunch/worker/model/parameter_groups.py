@@ -93,19 +93,18 @@ def build_parameter_groups_and_notes(
         settings: Json = {
             "optimizer": group.name or _default_optimizer_name(optimizer_settings, name, parameter)
         }
-        factor = optimizer_settings.layer_decay ** depths[name]
-        if group.learning_rate is not None:
-            factor = group.learning_rate / optimizer_settings.learning_rate
+        factor = (
+            optimizer_settings.layer_decay ** depths[name]
+            if group.learning_rate is None
+            else group.learning_rate / optimizer_settings.learning_rate
+        )
         if factor != 1:
             settings |= {"lr": optimizer_settings.learning_rate * factor, "rate_factor": factor}
         for field, key in _TORCH_NAMES.items():
             if getattr(group, field) is not None:
                 settings[key] = getattr(group, field)
-        settings["weight_decay"] = (
-            0.0 if name in undecayed_names else optimizer_settings.weight_decay
-        )
-        if group.weight_decay is not None:
-            settings["weight_decay"] = group.weight_decay
+        usual_decay = 0.0 if name in undecayed_names else optimizer_settings.weight_decay
+        settings["weight_decay"] = usual_decay if group.weight_decay is None else group.weight_decay
         group_by_settings.setdefault(str(settings), {"params": [], **settings})["params"].append(
             parameter
         )

@@ -96,12 +96,11 @@ def write_and_check_onnx_folder(
         ) or three_text_batches_of_own_data(model, data)
         exported_module = LogitsModel(model, tuple(batches[0])).eval()
     sizes = _input_and_output_variable_axis_names(exported_module, batches)
-    decisions = _write_graph_and_list_fixed_values(
+    fixed_values = _write_graph_and_list_fixed_values(
         exported_module, batches[0], sizes, export_folder
     )
     # In transformers' models such values are sizes; the comparison shows whether they matter.
-    if not recipe.model.traits.is_own:
-        decisions = []
+    decisions = fixed_values if recipe.model.traits.is_own else []
     for source_location in decisions:
         print(
             f"{source_location}: Python reads a tensor's value here: the graph always uses the value from "

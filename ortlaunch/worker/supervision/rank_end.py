@@ -171,10 +171,12 @@ def _record_stop_with_nothing_saved(
     action ended it.
     """
     code = 128 + signal.SIGINT if signal_number == signal.SIGINT else EXIT_SAVED
-    stop_detail = "before its first or after its last step: nothing to save"
     # A listening rank survives the first request.
-    if child.is_listening:
-        stop_detail = "for the second time, before it had saved"
+    stop_detail = (
+        "for the second time, before it had saved"
+        if child.is_listening
+        else "before its first or after its last step: nothing to save"
+    )
     description = f"was stopped by {_signal_name(signal_number)} {stop_detail}"
     end = ObservedEnd(
         "Stopped",
