@@ -11,9 +11,9 @@ from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.planning.describe import memory_table_and_note_lines
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe import Recipe, read_resolved_recipe_of_run
+from ortlaunch.run_folder.cached_process_memory import cached_or_usual_process_memory
 from ortlaunch.run_folder.error_record import ErrorRecord
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.process_memory import cached_or_usual_process_memory
 
 _UNKNOWN_TEXT = (
     "the plan has no estimate for this model; to use less memory per rank: a lower "

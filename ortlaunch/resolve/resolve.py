@@ -26,8 +26,8 @@ from ortlaunch.recipe.rules.rules import (
     precision_and_engine_device_rules,
 )
 from ortlaunch.resolve import shipped
+from ortlaunch.run_folder.cached_process_memory import cached_or_usual_process_memory
 from ortlaunch.run_folder.engine_report import Choice
-from ortlaunch.run_folder.process_memory import cached_or_usual_process_memory
 from ortlaunch.tables.tasks import TASKS, Task
 from ortlaunch.user_modules import (
     uninstalled_factory_module_folders_or_refuse,

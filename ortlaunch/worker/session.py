@@ -14,9 +14,9 @@ from typing import Any
 from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.run_folder.cached_process_memory import cache_process_memory_if_writable
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
-from ortlaunch.run_folder.process_memory import cache_process_memory_if_writable
 from ortlaunch.worker.checkpoint import (
     CompleteCheckpoint,
     print_training_changes_and_refuse_unallowed,

@@ -37,8 +37,8 @@ from ortlaunch.worker.data.tokenizer import (
 from ortlaunch.worker.data.user_data import import_user_function, seed_all_random_generators
 from ortlaunch.worker.data.vocabulary import class_number_by_label_in_recipe
 from ortlaunch.worker.model import packing
+from ortlaunch.worker.model.activation_offload import keep_saved_tensors_on_host_except
 from ortlaunch.worker.model.chunked_head import ChunkedHead
-from ortlaunch.worker.model.host_memory import keep_saved_tensors_on_host_except
 from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_patterns
 from ortlaunch.worker.model.pretrained import (
     LoadedNames,

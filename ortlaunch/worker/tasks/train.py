@@ -49,7 +49,7 @@ from ortlaunch.worker.training.finite_checks import (
 )
 from ortlaunch.worker.training.hooks import TrainingHook
 from ortlaunch.worker.training.meter import TrainingMeter, sum_losses
-from ortlaunch.worker.training.metrics import MetricsWriter, readable_metrics_records
+from ortlaunch.worker.training.metrics_writer import MetricsWriter, readable_metrics_records
 from ortlaunch.worker.training.parity_steps import create_parity_steps_or_note_why_not
 from ortlaunch.worker.training.profile import StepProfiler
 from ortlaunch.worker.training.rebuilding import register_progress_display_of_engine_rebuilds

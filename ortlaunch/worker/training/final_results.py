@@ -39,7 +39,7 @@ from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training import best_evaluation as best
 from ortlaunch.worker.training import checkpoint_exports
-from ortlaunch.worker.training.metrics import (
+from ortlaunch.worker.training.metrics_writer import (
     EVALUATION,
     names_of_present_user_values,
     readable_metrics_records,

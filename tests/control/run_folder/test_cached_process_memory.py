@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch_plan import USUAL_PROCESS, ProcessMemory
-from ortlaunch.run_folder import process_memory as module
-from ortlaunch.run_folder.process_memory import (
+from ortlaunch.run_folder import cached_process_memory as module
+from ortlaunch.run_folder.cached_process_memory import (
     cache_process_memory_if_writable,
     cached_or_usual_process_memory,
 )

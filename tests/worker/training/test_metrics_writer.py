@@ -31,9 +31,9 @@ from ortlaunch.worker.engine.flops import (
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.training import meter as meter_module
-from ortlaunch.worker.training import metrics as metrics_module
+from ortlaunch.worker.training import metrics_writer as metrics_module
 from ortlaunch.worker.training import trackers
-from ortlaunch.worker.training.metrics import MetricsWriter
+from ortlaunch.worker.training.metrics_writer import MetricsWriter
 
 VALUES = {
     "epoch": 0.25, "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,
