@@ -130,7 +130,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run_folder": ({*GROUND, "launch_plan", "recipe", "run_folder"}, set()),
     # Measurements of this environment that a run writes into the cache, and plans read.
     **dict.fromkeys(
-        ("run_folder.process_memory", "run_folder.cached_prediction"),
+        ("run_folder.cached_process_memory", "run_folder.cached_prediction"),
         ({*GROUND, "base.cache", "recipe", "launch_plan", "run_folder"}, set()),
     ),
     "run_folder.records": ({"base.json_types"}, set()),
