@@ -247,7 +247,7 @@ def rank(arguments: argparse.Namespace) -> None:
     step(stepper, width)
     turn = Turn(group)
     sizes = {}
-    apart = group.duplicate_on_new_group()
+    apart = group.duplicate_on_new_cpu_group()
     folder = Path(arguments.write).parent
     for _ in range(arguments.rounds):
         for name, way in (("ours", ours), ("deepspeed", deepspeeds), ("torch.save", torchs)):

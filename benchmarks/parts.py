@@ -349,7 +349,7 @@ def beats_of(ranks: int) -> Step:
             began = time.process_time()
             hub.receive_and_process_messages()
             used += time.process_time() - began
-        beats = hub.heartbeats_to_judge_or_none(beat(0)) or []
+        beats = hub.heartbeats_to_judge_here_or_none(beat(0)) or []
         silent = sum(one.is_silent for one in beats)
         if len(beats) < ranks or silent:
             raise SystemExit(f"of {ranks} ranks {len(beats)} were heard, {silent} count as silent")
@@ -499,7 +499,7 @@ def order(computed: bool, samples: int) -> Callable[[list[int]], object]:
     if computed:
         from ortlaunch.worker.data.order import SampleOrder
 
-        return SampleOrder(samples, 7).at
+        return SampleOrder(samples, 7).sample_epochs_at
     # Drawn once, before the turns; the permutation is kept in memory.
     held = np.random.Generator(np.random.Philox([7, 0])).permutation(samples)
     return lambda places: [(int(held[place]), 0) for place in places]

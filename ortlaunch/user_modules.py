@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.inputs import current_folder_text
+from ortlaunch.recipe.inputs import current_folder_for_message
 from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 from ortlaunch.recipe.text.source_location import Problem
 
@@ -99,7 +99,7 @@ def unloadable_factory_problems(recipe: Recipe, recipe_folder: Path) -> Iterator
         if spec is None:
             yield (
                 (key,),
-                f"got {factory}; no module {module} beside the recipe, in {current_folder_text()} or installed",
+                f"got {factory}; no module {module} beside the recipe, in {current_folder_for_message()} or installed",
             )
         # A compiled module has no source to check.
         elif spec.origin and spec.origin.endswith(".py"):

@@ -18,7 +18,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as worker
-from ortlaunch.worker.checkpoint import set_aside_damaged_and_choose_start_checkpoint
+from ortlaunch.worker.checkpoint import set_aside_damaged_and_choose_own_or_source_checkpoint
 from ortlaunch.worker.data import Batches, UserSamples
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
@@ -106,7 +106,7 @@ def session_here(
         class_lines=list,
         recipe=made,
     )
-    found = set_aside_damaged_and_choose_start_checkpoint(run, group)
+    found = set_aside_damaged_and_choose_own_or_source_checkpoint(run, group)
     known = data_and_frozen_weights_identity(batches.samples, model)
     return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)
 

@@ -23,7 +23,7 @@ def compare_runs(first_run: RunDir, second_run: RunDir) -> list[str]:
         InputError: a folder is no run's, or the run has not begun.
     """
     results = _state_step_and_newest_metrics(first_run), _state_step_and_newest_metrics(second_run)
-    origin_changes = origin.changes_between_origins(
+    origin_changes = origin.recipe_data_and_package_changes_between_origins(
         _origin_at_newest_checkpoint_or_start(first_run),
         _origin_at_newest_checkpoint_or_start(second_run),
     )
@@ -55,7 +55,7 @@ def _origin_at_newest_checkpoint_or_start(run: RunDir) -> Json:
     recorded_origin = newest_checkpoint and origin.read_checkpoint_origin_or_none(
         newest_checkpoint[1]
     )
-    return recorded_origin or origin.read_origin_of_started_run(
+    return recorded_origin or origin.build_origin_of_started_run(
         run, read_resolved_recipe_of_run(run.recipe)
     )
 

@@ -124,7 +124,7 @@ def load_recipe_with_path_and_overrides(
     source: RecipeSource, assignments: Sequence[str], overrides: Mapping[str, object]
 ) -> LoadedRecipe:
     """Return a recipe with its origin; arguments and errors are those of `load`."""
-    all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
+    all_assignments = (*assignments, *dotted_assignments_from_section_overrides(overrides))
     if isinstance(source, (str, os.PathLike)):
         given_path = Path(source)
         path = recipe_path_or_shipped_recipe(given_path)
@@ -144,7 +144,7 @@ def load_recipe_with_path_and_overrides(
     )
 
 
-def assignments_from_keyword_overrides(overrides: Mapping[str, object]) -> Iterator[str]:
+def dotted_assignments_from_section_overrides(overrides: Mapping[str, object]) -> Iterator[str]:
     """Yield `key.path=value` for each field of the overrides of `load`.
 
     Raises:

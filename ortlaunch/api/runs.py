@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ortlaunch.api.inputs import assignments_from_keyword_overrides
+from ortlaunch.api.inputs import dotted_assignments_from_section_overrides
 from ortlaunch.api.run_wait import wait_for_run_end_or_raise
 from ortlaunch.base.json_types import Json
 from ortlaunch.launch.record import current_time_iso
@@ -158,7 +158,7 @@ class Run:
         """
         from ortlaunch.api.evaluate import start_evaluation_and_await_result
 
-        all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
+        all_assignments = (*assignments, *dotted_assignments_from_section_overrides(overrides))
         return start_evaluation_and_await_result(
             self._folder, all_assignments, step, options or LaunchOptions(), progress
         )

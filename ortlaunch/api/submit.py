@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ortlaunch import recipe
 from ortlaunch.api.inputs import (
     RecipeSource,
-    assignments_from_keyword_overrides,
+    dotted_assignments_from_section_overrides,
     load_recipe_with_path_and_overrides,
 )
 from ortlaunch.api.plan import resolve_loaded_recipe
@@ -59,7 +59,7 @@ def submit(
         LaunchError: the scheduler refused the job.
     """
     requested_folder = None if run_dir is None else Path(run_dir)
-    all_assignments = (*assignments, *assignments_from_keyword_overrides(overrides))
+    all_assignments = (*assignments, *dotted_assignments_from_section_overrides(overrides))
     submission = Submission.resolve_for_scheduler(
         source, all_assignments, scheduler, requested_folder
     )

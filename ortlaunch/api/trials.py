@@ -88,7 +88,7 @@ class TrialRunner:
         try:
             while True:
                 while len(self._running) < self._study.sweep.parallel and (
-                    waiting or self._may_draw_trial_by_limits_failures_and_repeats()
+                    waiting or self._may_draw_trial()
                 ):
                     self._start_or_continue_trial_or_record_its_end(
                         self._study.draw_trial_values_and_return_number(
@@ -106,7 +106,7 @@ class TrialRunner:
             for trial in self._running:
                 trial.process.wait()
 
-    def _may_draw_trial_by_limits_failures_and_repeats(self) -> bool:
+    def _may_draw_trial(self) -> bool:
         all_trials = self._study.read_trials()
         steps = self._study.sweep.steps
         failed = sum(trial.state == "fail" for trial in all_trials)

@@ -54,7 +54,7 @@ def verdict_on_end_of_launcher(
     records = read_error_records(run)
     first_record = most_likely_cause(records)
     on_request = first_record is not None and first_record.cause is Cause.STOPPED
-    launcher_error = _torchrun_exception_line_or_empty(run)
+    launcher_error = _torchrun_own_exception_line_or_empty(run)
     # A rank's stop or secondary failure is then the effect of the launcher's own failure.
     if (
         launcher_error
@@ -83,7 +83,7 @@ def verdict_on_end_of_launcher(
     )
 
 
-def _torchrun_exception_line_or_empty(run: RunDir) -> str:
+def _torchrun_own_exception_line_or_empty(run: RunDir) -> str:
     """Return the first line of torchrun's own exception.
 
     Empty if there is no exception, or if torchrun was ended by a signal.

@@ -29,13 +29,13 @@ def findings_on_matmul_links_and_all_reduce(
         nodes: the hosts of the plan, in the order of their ranks.
     """
     return [
-        *_matmul_rate_finding_of_each_host(measurements, nodes),
+        *_matmul_finding_by_host_failed_if_a_rank_is_slow(measurements, nodes),
         *_network_link_finding_of_each_host(measurements.get("links", ()), nodes),
         *_all_reduce_speed_finding_if_measured(measurements, nodes),
     ]
 
 
-def _matmul_rate_finding_of_each_host(
+def _matmul_finding_by_host_failed_if_a_rank_is_slow(
     measurements: Mapping[str, Any], nodes: Sequence[Node]
 ) -> Iterator[Finding]:
     rates = measurements["flops"]

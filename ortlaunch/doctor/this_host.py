@@ -11,7 +11,10 @@ from ortlaunch.base.cache import create_private_cache_folder_or_refuse
 from ortlaunch.base.errors import FileError, MissingDependency
 from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, finding_ok_or_with_remedy
-from ortlaunch.launch.mpi import mpi_family_by_running_mpirun, require_mpirun_here_or_on_path
+from ortlaunch.launch.mpi import (
+    mpi_family_by_running_mpirun_or_refuse,
+    require_mpirun_here_or_on_path,
+)
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
@@ -143,7 +146,7 @@ def _deepspeed_installed_finding(version_by_package: dict[str, str]) -> Finding:
 def _mpirun_and_mpi4py_finding(version_by_package: dict[str, str]) -> Finding:
     try:
         mpirun = require_mpirun_here_or_on_path()
-        observation = f"{mpi_family_by_running_mpirun(mpirun)}, {mpirun}"
+        observation = f"{mpi_family_by_running_mpirun_or_refuse(mpirun)}, {mpirun}"
     except (MissingDependency, OSError) as error:
         reason, _, remedy = str(error).partition(": ")
         return Finding(

@@ -193,7 +193,7 @@ def _loss_watchdog(key: ConfigKey) -> Rule:
     return put("train.on_spike", spike_settings, "every step is judged, not every log line")
 
 
-def _data_sets(key: ConfigKey) -> Rule:
+def _rule_for_train_or_test_data_sets(key: ConfigKey) -> Rule:
     nodes = _set_nodes(key.node)
     if key.path != "test_datasets" and len(nodes) > 1:
         item_keys = [
@@ -488,7 +488,7 @@ _RULES: Rules = {
         if key.sibling("peft_use_rslora")
         else put("model.lora.alpha")
     ),
-    **dict.fromkeys(_DATA_KEYS, _data_sets),
+    **dict.fromkeys(_DATA_KEYS, _rule_for_train_or_test_data_sets),
     "val_set_size": trainer.held_out_data,
     "chat_template_jinja": put("data.chat_template"),
     "chat_template": first_of(

@@ -142,7 +142,8 @@ def _data_sets_rule(
         if key.path == "train_dataset":
             names = [*sets.descriptions]
         possible_sources = [
-            _source_or_none(key, str(name).strip(), sets, recipe_part, form) for name in names
+            _convert_data_set_to_source_or_report(key, str(name).strip(), sets, recipe_part, form)
+            for name in names
         ]
         sources = [source for source in possible_sources if source is not None]
         if len(sources) > 1 and recipe_part == "train":
@@ -154,7 +155,7 @@ def _data_sets_rule(
     return data_sets_rule
 
 
-def _source_or_none(
+def _convert_data_set_to_source_or_report(
     key: ConfigKey, set_name: str, sets: DescribedSets, recipe_part: str, form: _SourceForm
 ) -> Json | None:
     """Return a data set's source, and report its settings without a counterpart; None: refused."""

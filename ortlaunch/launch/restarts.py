@@ -38,7 +38,7 @@ class EndedAttempt(NamedTuple):
     was_stopped_by_signal: bool
 
 
-def start_ranks_and_restart_after_failures(
+def start_ranks_and_restart_after_faults_or_on_request(
     run: RunDir,
     max_restarts_without_progress: int,
     record_failed_attempts: Callable[[Sequence[Attempt]], None],

@@ -30,7 +30,7 @@ from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_modu
 from ortlaunch.ortmodule.graph_repairs import broadcasts
 from ortlaunch.ortmodule.state.model_state import GraphModelState
 from ortlaunch.ortmodule.state.python_values import (
-    buffer_versions_if_graph_reads_or_none,
+    buffer_versions_without_batch_norm_or_none,
     note_export_for_other_sizes_or_buffers,
     sizes_graph_depends_on_or_none,
 )
@@ -198,7 +198,7 @@ class _GraphValidity:
         self._sizes = sizes_graph_depends_on_or_none(
             manager, (first_pass_properties.args, first_pass_properties.kwargs)
         )
-        self._buffers = buffer_versions_if_graph_reads_or_none(manager)
+        self._buffers = buffer_versions_without_batch_norm_or_none(manager)
         self._frozen_parameters = [
             parameter for parameter in module.parameters() if not parameter.requires_grad
         ]
@@ -237,7 +237,7 @@ class _GraphValidity:
             return "a frozen weight"
         if self._sizes != sizes_graph_depends_on_or_none(
             manager, (pass_properties.args, pass_properties.kwargs)
-        ) or self._buffers != buffer_versions_if_graph_reads_or_none(manager):
+        ) or self._buffers != buffer_versions_without_batch_norm_or_none(manager):
             note_export_for_other_sizes_or_buffers(manager._graph_transition_manager)
             return "a size or buffer"
         if broadcasts.batch_has_one_where_graph_assumes_equal_sizes(

@@ -86,7 +86,7 @@ _TRACE_STEPS: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
         export_wrappers.wrap_export_hiding_large_weights_from_inference,
     ),
     ("silence_export_warnings", export_wrappers.wrap_export_silencing_warnings),
-    ("keep_buffers_exact", buffers.wrap_export_preserving_layer_and_grad_modes),
+    ("keep_buffers_exact", buffers.wrap_export_to_trace_each_layer_in_its_own_mode),
 )
 # 3. Passes over the exported graph.
 _GRAPH_STEPS: tuple[tuple[str, Callable[[ExportContext, onnx.ModelProto], None]], ...] = (

@@ -51,7 +51,7 @@ def apply_repairs(*omitted_names: str) -> None:
 # ----------------------------------------------------------------------------------------- settings
 
 
-def fix_grad_management_device() -> None:
+def pass_device_to_ort_grad_management() -> None:
     """Pass a device to memory_efficient_grad_management.
 
     ORT passed the dictionary of parameters, which failed in `zeros() ... device=dict`.
@@ -212,9 +212,9 @@ REPAIRS = (
         call_functions_of_ort_checkpoints_directly,
     ),
     Repair(
-        "fix_grad_management_device",
+        "pass_device_to_ort_grad_management",
         (f"{_MANAGEMENT}{_ENABLE}", f"{TRANSITION}.get_post_processed_model"),
-        fix_grad_management_device,
+        pass_device_to_ort_grad_management,
     ),
     Repair("flush_before_redirecting", (f"{_LOGGER}{_REDIRECT}",), flush_before_redirecting),
     Repair(

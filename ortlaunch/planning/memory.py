@@ -15,7 +15,7 @@ from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample
 from ortlaunch.planning.model_sizes import ModelShape, build_model_shape
 from ortlaunch.planning.startup import (
     peak_device_bytes_before_first_step,
-    planned_host_memory_of_rank,
+    planned_load_snapshot_and_offload_bytes_of_rank,
     state_bytes_per_parameter,
 )
 from ortlaunch.recipe import Recipe
@@ -239,7 +239,7 @@ def estimate_rank_memory_or_none(
         peak_device_bytes_before_first_step(
             recipe, tensor_sizes, trainable_count, value_bytes, rank_count
         ),
-        planned_host_memory_of_rank(
+        planned_load_snapshot_and_offload_bytes_of_rank(
             recipe, parameter_count, trainable_count, value_bytes, rank_count, device
         ),
     )

@@ -43,7 +43,7 @@ def peak_device_bytes_before_first_step(
     return value_bytes * sum(tensor_sizes) + extra_bytes_per_parameter * trainable_count
 
 
-def planned_host_memory_of_rank(
+def planned_load_snapshot_and_offload_bytes_of_rank(
     recipe: Recipe,
     parameter_count: int,
     trainable_count: int,

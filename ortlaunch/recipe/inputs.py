@@ -50,7 +50,7 @@ def absent_or_lfs_pointer_input_problems(
                 message = f"got {pattern}, which is a folder; give its files: {os.path.join(pattern, '*')}"
                 yield (f"{key}.path",), message
             elif not matching_paths:
-                message = f"got {pattern}, which matches no file here (current folder: {current_folder_text()})"
+                message = f"got {pattern}, which matches no file here (current folder: {current_folder_for_message()})"
                 yield (f"{key}.path",), message + _remedy_for_missing_path(pattern)
             yield from (
                 ((f"{key}.path",), reason)
@@ -189,7 +189,7 @@ def repeated_file_and_high_learning_rate_problems(recipe: Recipe) -> Iterator[Pr
         )
 
 
-def current_folder_text() -> str:
+def current_folder_for_message() -> str:
     """Return the current folder, for a message."""
     # The current folder may have been deleted.
     try:

@@ -12,7 +12,7 @@ from ortlaunch.resolve.shipped import shipped_recipe_names, shipped_recipe_path_
 _GPU_COUNTS = (1, 8)
 
 
-def shipped_recipe_table_lines() -> list[str]:
+def shipped_recipe_lines_with_planned_gpu_memory() -> list[str]:
     """Return the lines of a table of all shipped recipes, under a header.
 
     Memory is the plan's, in GiB on each of 1 and of 8 GPUs; `-` where a plan cannot count it, or

@@ -271,7 +271,7 @@ def choose_checkpoint_and_list_or_refuse_changes(
             resume_options,
             (*text_lines, "  its record of the recipe cannot be read, so nothing is compared"),
         )
-    origin_differences = origin.changes_between_origins(
+    origin_differences = origin.recipe_data_and_package_changes_between_origins(
         checkpoint_origin, origin_record_of_resolved_run(resolved_run)
     )
     # Changes of fields that only a training uses do not matter to an evaluation.

@@ -15,7 +15,10 @@ from ortlaunch.base.output import ERASE, print_lines, terminal_width
 from ortlaunch.base.units import clock_duration
 from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch.processes import forward_signals_until_job_ends, write_files_and_start_job
-from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
+from ortlaunch.launch.restarts import (
+    EndedAttempt,
+    start_ranks_and_restart_after_faults_or_on_request,
+)
 from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
@@ -138,7 +141,7 @@ def _prepare_start_and_report_training(
             print(end=ERASE if width else "", flush=True)
             return EndedAttempt(verdict, job.user_signal is not None)
 
-        verdict, stopped = start_ranks_and_restart_after_failures(
+        verdict, stopped = start_ranks_and_restart_after_faults_or_on_request(
             run,
             run_on_all_hosts.recipe_file.recipe.launch.max_restarts,
             file.record_attempts_and_stop_collecting_signals,

@@ -62,7 +62,7 @@ def origin_of_run_to_start(
     }
 
 
-def read_origin_of_started_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
+def build_origin_of_started_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     """Return the origin of the run in a folder, from the files written before its ranks started."""
     environment = read_json_or_raise_damaged(run.environment) if run.environment.exists() else {}
     git_states = [line["git"] for line in read_json_lines_with_keys(run.commands, "git").values]
@@ -88,7 +88,7 @@ def read_checkpoint_origin_or_none(checkpoint_folder: Path) -> Json | None:
     return origin_record
 
 
-def changes_between_origins(
+def recipe_data_and_package_changes_between_origins(
     earlier_origin: Mapping[str, Any], present_origin: Mapping[str, Any]
 ) -> list[Change]:
     """Return every change between two origins; a part that one of them lacks is not compared."""

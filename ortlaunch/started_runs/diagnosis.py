@@ -79,7 +79,11 @@ def diagnose_run(run: RunDir) -> Diagnosis:
         advice=() if verdict is None or run_status.is_pruned else verdict.advice,
         evidence=(
             *_state_error_progress_and_memory_lines(run, run_status, verdict),
-            *(f"  {line}" for line in (run_status.fallback, run_status.best_line) if line),
+            *(
+                f"  {line}"
+                for line in (run_status.fallback, run_status.early_stop_and_best_line)
+                if line
+            ),
         ),
     )
 

@@ -83,7 +83,11 @@ def job_record_by_queue_recording_unrecorded_end(
         return job
     queue_state = ask_queue(job)
     if queue_state is None:
-        return job if job.state.is_end else _write_job_end_from_queue_and_folder(run, job, None)
+        return (
+            job
+            if job.state.is_end
+            else _write_end_of_ended_job_from_queue_and_folder(run, job, None)
+        )
     if not queue_state.state.is_end:
         waiting_text = (
             f"queued: {queue_state.state_text}" if queue_state.state is JobState.PENDING else None
@@ -107,7 +111,7 @@ def job_record_by_queue_recording_unrecorded_end(
                 recorded_job,
                 verdict=recorded_job.verdict and _add_refused_requeue(run, recorded_job.verdict),
             )
-    return _write_job_end_from_queue_and_folder(run, job, queue_state)
+    return _write_end_of_ended_job_from_queue_and_folder(run, job, queue_state)
 
 
 def _add_refused_requeue(run: RunDir, verdict: Verdict) -> Verdict:
@@ -163,7 +167,7 @@ def cancel_queued_job_and_wait(run: RunDir, job: JobRecord) -> JobRecord:
     )
 
 
-def _write_job_end_from_queue_and_folder(
+def _write_end_of_ended_job_from_queue_and_folder(
     run: RunDir, job: JobRecord, queue_state: QueueState | None
 ) -> JobRecord:
     """Record the end of a job whose script was ended together with it.
@@ -171,7 +175,7 @@ def _write_job_end_from_queue_and_folder(
     Causes are a person, a time limit, or a node that failed.
     """
     if SCHEDULERS[job.backend].is_elsewhere and not run.plan.exists():
-        return _write_job_end_from_queue_alone(run, job, queue_state)
+        return _write_end_of_ended_job_from_queue_alone(run, job, queue_state)
     verdict = _verdict_recorded_in_folder(run, job)
     # The queue may have forgotten the job; the run folder then decides on its state.
     job_state, state_text = queue_state or QueueState(
@@ -195,7 +199,7 @@ def _write_job_end_from_queue_and_folder(
     return record
 
 
-def _write_job_end_from_queue_alone(
+def _write_end_of_ended_job_from_queue_alone(
     run: RunDir, job: JobRecord, queue_state: QueueState | None
 ) -> JobRecord:
     """Record the end of a job whose ranks wrote a run folder that this host cannot read."""

@@ -90,7 +90,7 @@ def _failure_fallback_or_best_line(run_status: Status, terminal_columns: int) ->
     reason = (
         verdict.explanation or verdict.message
         if verdict is not None and verdict.exit_status
-        else run_status.fallback or run_status.best_line
+        else run_status.fallback or run_status.early_stop_and_best_line
     )
     if not reason:
         return ""

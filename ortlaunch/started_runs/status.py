@@ -119,7 +119,7 @@ class Status:
         return "\n".join(filter(None, (self.job.queue_state, verdict_text)))
 
     @property
-    def best_line(self) -> str:
+    def early_stop_and_best_line(self) -> str:
         """A line on an early stop and on the best checkpoint; "" without them."""
         best_record = self.stopped_early or self.best or {}
         value = number_or_none(best_record.get("value"))
@@ -170,7 +170,7 @@ class Status:
             yield "its ranks have not started: the command still measures or prepares"
         elif not is_pending or self.step is not None:
             yield self._last_step_and_metrics_text()
-        yield self.best_line
+        yield self.early_stop_and_best_line
         for pid, process_name in self.stopped.items():
             yield f"process {pid} ({process_name}) is stopped, and the run waits for it: kill -CONT {pid}"
         if self.alive:

@@ -20,7 +20,7 @@ from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
 from ortlaunch.worker.checkpoint import (
     CompleteCheckpoint,
     print_training_changes_and_refuse_unallowed,
-    set_aside_damaged_and_choose_start_checkpoint,
+    set_aside_damaged_and_choose_own_or_source_checkpoint,
 )
 from ortlaunch.worker.data import (
     Batches,
@@ -137,7 +137,7 @@ def load_data_and_build_session(
         data: the data if they are already read. Custom data are not.
     """
     progress.begin_and_show_activity("reading checkpoints")
-    start_checkpoint = set_aside_damaged_and_choose_start_checkpoint(run, group)
+    start_checkpoint = set_aside_damaged_and_choose_own_or_source_checkpoint(run, group)
     progress.begin_and_show_activity("reading data")
     data = load_data_and_print_notes(
         recipe, group, data, vocabulary_of_start_checkpoint_or_none(run, recipe)

@@ -24,7 +24,7 @@ from ortlaunch.worker.supervision.user_frames import (
 )
 
 
-def run_requested_task_with_request_from_stdin() -> int:
+def set_up_cpu_process_and_run_task_of_stdin_request() -> int:
     """Run a task that needs no plan; return its exit status, or that of its error."""
     request_signal_at_parent_end_or_exit_if_ended(signal.SIGTERM, os.getppid())
     set_openmp_wait_policy_unless_set(os.environ)
@@ -62,4 +62,4 @@ def is_pipe_reader_gone(write_end: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run_requested_task_with_request_from_stdin())
+    sys.exit(set_up_cpu_process_and_run_task_of_stdin_request())

@@ -55,7 +55,10 @@ def test_every_rank_is_the_planned_one(
     if launcher == "mpich":
         monkeypatch.setattr(mpi, "require_mpirun_here_or_on_path", lambda: MPICH)
     elif launcher == "mpi":
-        assert mpi.mpi_family_by_running_mpirun(mpi.require_mpirun_here_or_on_path()) == "Open MPI"
+        assert (
+            mpi.mpi_family_by_running_mpirun_or_refuse(mpi.require_mpirun_here_or_on_path())
+            == "Open MPI"
+        )
     name = "mpi" if launcher == "mpich" else launcher
     made = plan(recipe(launch=LAUNCH), [host("localhost", ranks)], name, environ=os.environ)
     made = dataclasses.replace(made, argv=(sys.executable, "-c", WORKER))

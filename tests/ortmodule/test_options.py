@@ -117,7 +117,7 @@ def memory_efficient_grad_management(
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
     # Each parameter's gradient reaches it by a call of Python.
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
-    assert "fix_grad_management_device" in repair_registry.applied_repair_names()
+    assert "pass_device_to_ort_grad_management" in repair_registry.applied_repair_names()
 
 
 def compute_optimizer(witness: PassAndGraphCounters, tmp_path: Path, capfd: Any) -> None:

@@ -332,7 +332,7 @@ def test_every_repair_is_tested_and_applied() -> None:
     # The first ORTModule of a process applies the repairs.
     wrapped(Layers(4))
     # test_setting_repairs.py tests this one.
-    elsewhere = {"fix_grad_management_device"}
+    elsewhere = {"pass_device_to_ort_grad_management"}
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
     assert WITHOUT.keys() <= set(repair_registry.applied_repair_names())
     assert not WITHOUT.keys() & repair_registry.reason_by_unapplied_repair().keys()

@@ -48,7 +48,7 @@ def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fres
         assert "'NoneType' object is not iterable" in done.stderr
 
 
-@pytest.mark.parametrize("skipped", ["nothing", "fix_grad_management_device"])
+@pytest.mark.parametrize("skipped", ["nothing", "pass_device_to_ort_grad_management"])
 def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh_ort: Run) -> None:
     """Without its repair ORTModule passes parameters to torch.zeros as a device."""
     # The setting needs this extension.

@@ -170,7 +170,7 @@ def beside(
     """
     run = RunDir(folder)
     # A second group of the same ranks.
-    apart = group.duplicate_on_new_group()
+    apart = group.duplicate_on_new_cpu_group()
     straight = build(way, group)
     losses = steps(straight, group, range(SAVED))
     taken = take_snapshot_on_all_ranks(

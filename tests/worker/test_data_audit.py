@@ -278,7 +278,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
             own.setattr(
                 single_process, "request_signal_at_parent_end_or_exit_if_ended", lambda *_: None
             )
-            status = single_process.run_requested_task_with_request_from_stdin()
+            status = single_process.set_up_cpu_process_and_run_task_of_stdin_request()
         return subprocess.CompletedProcess(command, status, *capsys.readouterr())
 
     monkeypatch.setattr(tasks, "_run_task_with_request_as_input", run)

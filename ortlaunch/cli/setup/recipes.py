@@ -20,9 +20,9 @@ Name = Annotated[
 @app.command("list", cls=Verb)
 def list_recipes() -> None:
     """List the shipped recipes: model, method, memory."""
-    from ortlaunch.resolve.catalog import shipped_recipe_table_lines
+    from ortlaunch.resolve.catalog import shipped_recipe_lines_with_planned_gpu_memory
 
-    typer.echo("\n".join(shipped_recipe_table_lines()))
+    typer.echo("\n".join(shipped_recipe_lines_with_planned_gpu_memory()))
 
 
 @app.command("show", cls=Verb)

@@ -98,7 +98,7 @@ def refuse_frozen_norms_and_output_norm_sizes_on_cpu(
         _add_size_output_for_each_norm(export_context, exported_model)
 
 
-def wrap_export_preserving_layer_and_grad_modes(torch_export: AnyFunction) -> AnyFunction:
+def wrap_export_to_trace_each_layer_in_its_own_mode(torch_export: AnyFunction) -> AnyFunction:
     """Return an export that keeps each layer's own mode and the current grad mode.
 
     ORT's training export would set every layer to training, also a BatchNorm that the user froze by

@@ -434,7 +434,7 @@ def sizes_graph_depends_on_or_none(
     )
 
 
-def buffer_versions_if_graph_reads_or_none(
+def buffer_versions_without_batch_norm_or_none(
     manager: Manager,
 ) -> list[tuple[int, int]] | None:
     """Return values that change with a model's buffers, if its graph depends on them, else None.

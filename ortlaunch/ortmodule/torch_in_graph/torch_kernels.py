@@ -126,7 +126,7 @@ def replace_training_nodes_by_torch_calls(
     }
     kernels: dict[str, _Kernel] = {
         **_CHECKED_KERNELS,
-        "SoftmaxCrossEntropyLossInternalGrad": _add_torch_cross_entropy_gradient_if_rowwise,
+        "SoftmaxCrossEntropyLossInternalGrad": _add_torch_calls_beside_loss_gradient_if_rowwise,
         "QuickGeluGrad": _add_torch_silu_or_gradient_if_alpha_is_1,
         "GeluGrad": _add_torch_gelu_gradient,
         "FastGeluGrad": _add_torch_tanh_gelu_or_gradient_unless_biased,
@@ -336,7 +336,7 @@ def _add_torch_cross_entropy_if_rowwise(
     return True
 
 
-def _add_torch_cross_entropy_gradient_if_rowwise(
+def _add_torch_calls_beside_loss_gradient_if_rowwise(
     graph_rewriting: Rewriting, loss_gradient_node: onnx.NodeProto
 ) -> bool:
     gradient, log_scores, labels = loss_gradient_node.input[:3]

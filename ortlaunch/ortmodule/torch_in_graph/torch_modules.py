@@ -303,7 +303,7 @@ def _call_layer_as_one_node_and_get_result_and_tensor(
         run_layer,
         frozenset(),
         unlisted_weights=weights,
-        open_forward_context=_hide_layer_from_trace_if_tracing,
+        open_forward_context=_hide_layer_and_its_random_draws_if_tracing,
         saves_only_copies=True,
     )
     outputs = function.apply(*tensors, *weights)
@@ -322,7 +322,7 @@ def _autocast_device_dtype_and_flag() -> tuple[str, torch.dtype, bool]:
 
 
 @contextlib.contextmanager
-def _hide_layer_from_trace_if_tracing() -> Iterator[None]:
+def _hide_layer_and_its_random_draws_if_tracing() -> Iterator[None]:
     """Hide the layer's code in an export; do nothing when ORT's graph runs."""
     with (
         _hide_from_trace_and_restore_random_states()

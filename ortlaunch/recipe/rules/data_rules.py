@@ -292,7 +292,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
     is_custom_data = data.is_custom
     evaluation_source = data.evaluation
     if isinstance(evaluation_source, HeldOut):
-        yield from _held_out_rules(evaluation_source, traits.pairs and not is_custom_data)
+        yield from _held_out_part_rules(evaluation_source, traits.pairs and not is_custom_data)
     elif evaluation_source is not None and is_custom(evaluation_source) != is_custom_data:
         yield (
             ("data.evaluation", "data.train.format", "data.evaluation.format"),
@@ -338,7 +338,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
                 yield key_names, message
 
 
-def _held_out_rules(held_out: HeldOut, needs_corpus_of_its_own: bool) -> Iterator[Problem]:
+def _held_out_part_rules(held_out: HeldOut, needs_corpus_of_its_own: bool) -> Iterator[Problem]:
     if held_out.share is not None and held_out.samples is not None:
         yield (
             ("data.evaluation.samples", "data.evaluation.share"),

@@ -43,7 +43,7 @@ def all_model_section_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from function_name_rules("model.factory", recipe.model.factory)
     if recipe.model.config is not None:
         config_problems = list(
-            _model_config_key_rules(recipe.model.config, bool(recipe.model.pretrained))
+            _model_type_and_config_value_rules(recipe.model.config, bool(recipe.model.pretrained))
         )
         yield from config_problems
         # Otherwise the rules below would judge a misspelt field by the family's default.
@@ -94,7 +94,9 @@ def _factory_or_pretrained_rules(model: Model) -> Iterator[Problem]:
         )
 
 
-def _model_config_key_rules(model_config: dict[str, Any], is_pretrained: bool) -> Iterator[Problem]:
+def _model_type_and_config_value_rules(
+    model_config: dict[str, Any], is_pretrained: bool
+) -> Iterator[Problem]:
     """Yield the problems of the config's names and types, where the family is known."""
     model_type = model_config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):

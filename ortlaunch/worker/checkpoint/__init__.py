@@ -15,7 +15,7 @@ from ortlaunch.worker.checkpoint.saver import (
 from ortlaunch.worker.checkpoint.start_checkpoint import (
     CompleteCheckpoint,
     print_training_changes_and_refuse_unallowed,
-    set_aside_damaged_and_choose_start_checkpoint,
+    set_aside_damaged_and_choose_own_or_source_checkpoint,
 )
 from ortlaunch.worker.checkpoint.transaction import write_checkpoint_of_step
 from ortlaunch.worker.checkpoint.verify import (
@@ -33,6 +33,6 @@ __all__ = [
     "print_training_changes_and_refuse_unallowed",
     "remove_old_checkpoints_and_exports",
     "rename_damaged_until_newest_intact_or_refuse",
-    "set_aside_damaged_and_choose_start_checkpoint",
+    "set_aside_damaged_and_choose_own_or_source_checkpoint",
     "write_checkpoint_of_step",
 ]

@@ -82,7 +82,7 @@ class CheckpointSaver:
         self.group = group
         self.stepper = stepper
         self.made_by = (
-            {**origin.read_origin_of_started_run(run, recipe), **identity}
+            {**origin.build_origin_of_started_run(run, recipe), **identity}
             if run.plan.exists()
             else {}
         )
@@ -96,7 +96,7 @@ class CheckpointSaver:
         is_async = getattr(self.policy, "async")
         # null: on GPUs. It takes host memory for one more copy of weights and optimizer state.
         self.background_group = (
-            group.duplicate_on_new_group()
+            group.duplicate_on_new_cpu_group()
             if (group.device.type == "cuda" if is_async is None else is_async)
             else None
         )

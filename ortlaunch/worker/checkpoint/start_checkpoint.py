@@ -46,7 +46,7 @@ class CompleteCheckpoint(NamedTuple):
         return stream_positions
 
 
-def set_aside_damaged_and_choose_start_checkpoint(
+def set_aside_damaged_and_choose_own_or_source_checkpoint(
     run: RunDir, group: DistributedContext
 ) -> CompleteCheckpoint | None:
     """Return the checkpoint to resume from; None if the run starts from the beginning (collective).
@@ -129,8 +129,8 @@ def print_training_changes_and_refuse_unallowed(
     origin_record = origin.read_checkpoint_origin_or_none(start_checkpoint.folder)
     if origin_record is None or not run.plan.exists():
         return
-    changes = origin.changes_between_origins(
-        origin_record, {**origin.read_origin_of_started_run(run, recipe), **identity_by_part}
+    changes = origin.recipe_data_and_package_changes_between_origins(
+        origin_record, {**origin.build_origin_of_started_run(run, recipe), **identity_by_part}
     )
     if Plan.read(run.plan).traits.evaluates:
         changes = origin.changes_affecting_evaluation(start_checkpoint.folder, changes)

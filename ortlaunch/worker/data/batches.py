@@ -165,7 +165,8 @@ class Batches:
     ) -> bool:
         """Return whether these places include all of these samples."""
         return {
-            sample_epoch.sample_index for sample_epoch in self.order.at(list(position_range))
+            sample_epoch.sample_index
+            for sample_epoch in self.order.sample_epochs_at(list(position_range))
         } >= set(sample_indices)
 
     def read_micro_batch_and_count_tokens(
@@ -295,7 +296,7 @@ class Batches:
             self.left_out.position_of_unskipped_sample(self._first_position, sample_number)
             for sample_number in sample_numbers
         ]
-        sample_epochs: list[SampleEpoch] = self.order.at(positions)
+        sample_epochs: list[SampleEpoch] = self.order.sample_epochs_at(positions)
         return sample_epochs
 
     def _bucket_sorted_sample_epochs_of_step(

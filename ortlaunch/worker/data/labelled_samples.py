@@ -137,10 +137,10 @@ class LabelledTexts:
     def _encode_rows(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
     ) -> Iterator[Sequence[int]]:
-        token_ids = self._tokenize_rows(tokenizer, rows)["input_ids"]
+        token_ids = self._tokenize_and_cut_row_texts(tokenizer, rows)["input_ids"]
         return ([*ids, *row.label_integers] for ids, row in zip(token_ids, rows))
 
-    def _tokenize_rows(
+    def _tokenize_and_cut_row_texts(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow], **options: Any
     ) -> Any:
         """Return the tokenizer's output for texts, cut but not padded."""
@@ -269,7 +269,7 @@ class TaggedWords(LabelledTexts):
         The integer is 1 + the index of the tag for the first token of a word, and 0 for others.
         """
         try:
-            encoding = self._tokenize_rows(tokenizer, rows, is_split_into_words=True)
+            encoding = self._tokenize_and_cut_row_texts(tokenizer, rows, is_split_into_words=True)
         # For example byte-level tokenizers without add_prefix_space.
         except (AssertionError, ValueError) as error:
             raise DataError(

@@ -161,7 +161,7 @@ class MixedOrder:
         # The present block, and the next one if a batch reaches into it.
         self._blocks: dict[int, BlockSources] = {}
 
-    def at(self, positions: list[int]) -> list[SampleEpoch]:
+    def sample_epochs_at(self, positions: list[int]) -> list[SampleEpoch]:
         """Return the sample, with the epoch of its source, at each of these places."""
         return [
             self._sample_epoch_at_block_offset(*divmod(position, BLOCK)) for position in positions
@@ -187,7 +187,9 @@ class MixedOrder:
         block_sources = self._sources_of_block(block)
         source = int(block_sources.sources[block_offset])
         earlier_count = int(block_sources.earlier_counts[block_offset])
-        (sample_epoch,) = self.orders[source].at([block * int(self.counts[source]) + earlier_count])
+        (sample_epoch,) = self.orders[source].sample_epochs_at(
+            [block * int(self.counts[source]) + earlier_count]
+        )
         return SampleEpoch(self.begins[source] + sample_epoch.sample_index, sample_epoch.epoch)
 
     def _sources_of_block(self, block: int) -> BlockSources:

@@ -58,7 +58,7 @@ class SampleOrder:
         # The present epoch, and the next one if a batch reaches into it.
         self._epochs: dict[int, Permutation] = {}
 
-    def at(self, positions: list[int]) -> list[SampleEpoch]:
+    def sample_epochs_at(self, positions: list[int]) -> list[SampleEpoch]:
         """Return the sample at each of these places, which go on from epoch to epoch."""
         epochs, epoch_offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.samples)
         sample_indices = np.empty_like(epoch_offsets)

@@ -140,7 +140,7 @@ def seed_and_evaluate_model_unless_stopped(
                 )
             for counter in counters:
                 counter.count_micro_batch(output, {**device_batch, **labels}, bool(counted_indices))
-            own_metric.keep_output_and_batch_arrays_of_samples(counted_indices, output, batch)
+            own_metric.keep_arrays_of_samples_if_metric_is_set(counted_indices, output, batch)
         plain.call_lightning_hook("on_validation_epoch_end", returned_values)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
     losses, weights = zip(*group.gather_numbers([weighted_loss, total_weight]))

@@ -32,7 +32,7 @@ class UserMetric:
         # The arrays of each micro batch: FIRST SAMPLE/SIDE/NAME.
         self.arrays: Arrays = {}
 
-    def keep_output_and_batch_arrays_of_samples(
+    def keep_arrays_of_samples_if_metric_is_set(
         self, sample_range: range, output: Any, batch: Mapping[str, torch.Tensor]
     ) -> None:
         """Add the model's output for these samples."""

@@ -22,7 +22,7 @@ from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-def write_run_export_on_rank_0(
+def write_final_run_export_on_rank_0(
     recipe: Recipe,
     run: RunDir,
     group: DistributedContext,

@@ -59,7 +59,7 @@ class DistributedContext:
         # torch's process group; None is the default group of all ranks.
         self._channel = channel
 
-    def duplicate_on_new_group(self) -> DistributedContext:
+    def duplicate_on_new_cpu_group(self) -> DistributedContext:
         """Return a context of the same ranks on a new group, for another thread (collective)."""
         return DistributedContext(
             self.local,
@@ -189,7 +189,10 @@ def join_process_group_until_end(
         set_flight_recorder_variables_unless_set(os.environ, run)
     with refuse_foreign_users_in_new_groups():
         meet_ranks_and_init_process_group(
-            plan, rank, run, _nccl_or_gloo_arguments(plan.node_of(rank.rank).devices, rank, device)
+            plan,
+            rank,
+            run,
+            _init_process_group_arguments(plan.node_of(rank.rank).devices, rank, device),
         )
         _set_rank_environment_variables(rank, device)
         yield DistributedContext(rank, device)
@@ -283,7 +286,7 @@ def _set_visible_gpus_and_return_device(plan: Plan, rank: Rank) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _nccl_or_gloo_arguments(
+def _init_process_group_arguments(
     gpu_by_local_rank: Sequence[int], rank: Rank, device: torch.device
 ) -> dict[str, object]:
     """Return the arguments of init_process_group.

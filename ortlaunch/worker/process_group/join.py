@@ -73,9 +73,7 @@ def meet_ranks_and_init_process_group(
         store = (
             _store_of_rank_0_through_mpi(rank)
             if is_mpi_launcher(launcher)
-            else _store_of_rank_0_through_run_folder(
-                rank, _rank_0_address_path(run, launcher), hosts
-            )
+            else _serve_or_join_store_of_rank_0(rank, _rank_0_address_path(run, launcher), hosts)
         )
     try:
         if isinstance(store, dist.TCPStore):
@@ -143,7 +141,7 @@ def _store_of_rank_0_through_mpi(rank: Rank) -> dist.Store:
     return _serve_or_connect_tcp_store(rank, endpoint, listener)
 
 
-def _store_of_rank_0_through_run_folder(
+def _serve_or_join_store_of_rank_0(
     rank: Rank, address_file: Path, hosts: Sequence[str]
 ) -> dist.Store:
     """Return the store of rank 0, whose address is in a file of the run folder.

@@ -120,7 +120,7 @@ class HeartbeatExchange:
             for _ in range(_COPIES):
                 self._sign_and_send_message({"say": "bye", "rank": self.rank.rank})
 
-    def heartbeats_to_judge_or_none(self, own_heartbeat: Heartbeat) -> list[Heartbeat] | None:
+    def heartbeats_to_judge_here_or_none(self, own_heartbeat: Heartbeat) -> list[Heartbeat] | None:
         """Return the heartbeats to judge here; None where rank 0's supervisor is alive and judges.
 
         Where no answer of it ever arrived (UDP is blocked, or there is no route), its silence has

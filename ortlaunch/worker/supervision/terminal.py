@@ -47,7 +47,7 @@ class OutputStream:
         if len(self.incomplete_line) > _MAX_LINE_BYTES:
             complete_lines = [*complete_lines, self.incomplete_line]
             self.incomplete_line = b""
-        self.incomplete_line = _text_after_last_carriage_return(self.incomplete_line)
+        self.incomplete_line = _text_from_last_carriage_return_on(self.incomplete_line)
         return LinesAndLiveLine(
             b"".join(_line_without_control_codes(line) + b"\n" for line in complete_lines),
             live_lines[-1] if live_lines else None,
@@ -61,10 +61,10 @@ class OutputStream:
 
 
 def _line_without_control_codes(line: bytes) -> bytes:
-    return _text_after_last_carriage_return(_CONTROL.sub(b"", line)).rstrip(b"\r").lstrip(b"\r")
+    return _text_from_last_carriage_return_on(_CONTROL.sub(b"", line)).rstrip(b"\r").lstrip(b"\r")
 
 
-def _text_after_last_carriage_return(line: bytes) -> bytes:
+def _text_from_last_carriage_return_on(line: bytes) -> bytes:
     """Return the last form of a line that was overwritten after carriage returns.
 
     A carriage return at its end has not overwritten anything yet.

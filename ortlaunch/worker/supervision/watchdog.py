@@ -124,7 +124,7 @@ class Watchdog:
             self._unheard_at = current_time + _UNHEARD_SECONDS
         own_beat = self._measure_own_heartbeat(child.pid)
         self.exchange.send_heartbeat(own_beat)
-        beats = self.exchange.heartbeats_to_judge_or_none(own_beat)
+        beats = self.exchange.heartbeats_to_judge_here_or_none(own_beat)
         self._kill_rank_if_host_is_lost(beats, child)
         self._print_and_append_slow_rank(beats, current_time)
         if current_time > self._unheard_at:
@@ -277,9 +277,13 @@ class Watchdog:
                 self.exchange.stacks.get(self.rank.rank, ""),
             )
             if self.verdict is not None:
-                self._build_stall_record_and_count_error(self.verdict).write(self.run.stall)
+                self._append_rank_to_run_errors_and_build_stall_record(self.verdict).write(
+                    self.run.stall
+                )
 
-    def _build_stall_record_and_count_error(self, verdict: StallVerdict) -> ErrorRecord:
+    def _append_rank_to_run_errors_and_build_stall_record(
+        self, verdict: StallVerdict
+    ) -> ErrorRecord:
         first_behind = verdict.beats_behind[0]
         stacks = self.exchange.stacks
         late_ranks = [beat.rank for beat in verdict.beats_behind]

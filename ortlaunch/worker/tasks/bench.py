@@ -193,7 +193,7 @@ def compare_and_gather_worst_parity_verdict_json(session: Session) -> Json:
     if is_plain_pytorch(session.engine):
         return {"verdict": "reference"}
     try:
-        rank_verdict = _parity_verdict_json(
+        rank_verdict = _loss_and_gradient_parity_json(
             _compare_first_micro_batch_with_pytorch(session),
             session.recipe.engine.parity_tolerance or session.recipe.format.tolerance,
         )
@@ -253,7 +253,7 @@ def _compare_first_micro_batch_with_pytorch(session: Session) -> Comparison:
         )
 
 
-def _parity_verdict_json(comparison: Comparison, tolerance: float) -> Json:
+def _loss_and_gradient_parity_json(comparison: Comparison, tolerance: float) -> Json:
     verdict = {
         "verdict": "passes" if comparison.largest_difference <= tolerance else "differs",
         # null if a value is not finite, because JSON has no name for such values.

@@ -360,7 +360,9 @@ def _evaluate_and_agree_on_request(
         )
         if evaluation_metrics is not None:
             train_state.owes_evaluation = False
-            _update_best_and_set_early_last_step(session, train_state, saving, evaluation_metrics)
+            _update_best_and_end_training_if_no_better_expected(
+                session, train_state, saving, evaluation_metrics
+            )
             if metrics:
                 metrics.write_and_print_step(
                     train_state.step, metrics_with_evaluation_prefix(evaluation_metrics)
@@ -370,7 +372,7 @@ def _evaluate_and_agree_on_request(
         return rank_agreement.agree_on_request_now()
 
 
-def _update_best_and_set_early_last_step(
+def _update_best_and_end_training_if_no_better_expected(
     session: Session,
     train_state: TrainState,
     saving: checkpoint.CheckpointSaver,

@@ -34,7 +34,7 @@ from ortlaunch.worker.checkpoint.saver import KEEP
 from ortlaunch.worker.checkpoint.verify import gather_checkpoint_damage_or_empty
 from ortlaunch.worker.data.skipped_positions import read_bad_step_records
 from ortlaunch.worker.engine.memory_use import memory_summary_text
-from ortlaunch.worker.export.export import write_run_export_on_rank_0
+from ortlaunch.worker.export.export import write_final_run_export_on_rank_0
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training import best_evaluation as best
@@ -125,7 +125,7 @@ def _unchunk_loss_and_write_export(session: Session) -> None:
     session.progress.begin_and_show_activity("writing the export")
     # An exported model computes its loss as usual, not in chunks.
     session.model.chunk_head_or_restore_it(None)
-    write_run_export_on_rank_0(
+    write_final_run_export_on_rank_0(
         session.recipe,
         session.run,
         session.group,

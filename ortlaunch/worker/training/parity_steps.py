@@ -118,7 +118,7 @@ class ParitySteps:
                 f"gradients within {record['gradient_difference']:.2g}; took "
                 f"{record['seconds']:.1f} s, once{_rounding_and_random_number_lines(record)}"
                 if self.automatic_reason
-                else _requested_comparison_line(record)
+                else _parity_differences_line(record)
             )
         self.group.print_on_rank_0(line)
         if step_index + 1 == self.end_step:
@@ -325,7 +325,7 @@ def gradient_differences_table(record: ParityRecord, engine_name: str) -> str:
     )
 
 
-def _requested_comparison_line(record: ParityRecord) -> str:
+def _parity_differences_line(record: ParityRecord) -> str:
     name = record["worst"][0][0] if record["worst"] else "none"
     return (
         f"parity, step {record['step']}: loss within {record['loss_difference']:.2g}, "

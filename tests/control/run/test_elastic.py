@@ -15,7 +15,10 @@ from ortlaunch.base.errors import InputError, LaunchError, PlanError, RecipeErro
 from ortlaunch.doctor.finding import Finding
 from ortlaunch.doctor.schema import findings_json_schema_text
 from ortlaunch.launch import load_backend
-from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
+from ortlaunch.launch.restarts import (
+    EndedAttempt,
+    start_ranks_and_restart_after_faults_or_on_request,
+)
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load_recipe
@@ -239,7 +242,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
         return EndedAttempt(Verdict(85, "saved"), False)
 
     with JobFile(run, "torchrun") as file:
-        assert start_ranks_and_restart_after_failures(
+        assert start_ranks_and_restart_after_faults_or_on_request(
             run, 2, file.record_attempts_and_stop_collecting_signals, start
         ).verdict == Verdict(85, "saved")
         assert file.record.attempts == ()

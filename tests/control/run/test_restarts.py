@@ -17,7 +17,10 @@ from ortlaunch.launch.restart_policy import (
     restart_delay_seconds,
     restarts_without_progress,
 )
-from ortlaunch.launch.restarts import EndedAttempt, start_ranks_and_restart_after_failures
+from ortlaunch.launch.restarts import (
+    EndedAttempt,
+    start_ranks_and_restart_after_faults_or_on_request,
+)
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
 from ortlaunch.run.job_file import JobFile
@@ -123,7 +126,7 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
         ]
     )
     with JobFile(run, "mpi") as file:
-        ended = start_ranks_and_restart_after_failures(
+        ended = start_ranks_and_restart_after_faults_or_on_request(
             run, 3, file.record_attempts_and_stop_collecting_signals, lambda _: next(ends)()
         )
         file.record_start_of_ranks()
@@ -178,7 +181,7 @@ def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
     # Only its launcher failed.
     ends = iter([Verdict(250, "no rank began"), Verdict(0, "done")])
     with JobFile(run, "mpi") as file:
-        start_ranks_and_restart_after_failures(
+        start_ranks_and_restart_after_faults_or_on_request(
             run,
             3,
             file.record_attempts_and_stop_collecting_signals,
@@ -189,7 +192,7 @@ def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
 
 def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
     """A deterministic failure ends the run with its own status, and its logs stay in place."""
-    ended = start_ranks_and_restart_after_failures(
+    ended = start_ranks_and_restart_after_faults_or_on_request(
         run,
         3,
         JobFile(run, "mpi").record_attempts_and_stop_collecting_signals,
@@ -217,7 +220,7 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
         starts.append(attempt)
         return EndedAttempt(Verdict(status, "said"), stopped)
 
-    assert start_ranks_and_restart_after_failures(
+    assert start_ranks_and_restart_after_faults_or_on_request(
         run, 3, JobFile(run, "mpi").record_attempts_and_stop_collecting_signals, start
     ).verdict == Verdict(status, "said")
     assert starts == [1]

@@ -245,4 +245,4 @@ def test_an_early_stop(two: tuple[Run, Run], tmp_path: Path) -> None:
     assert str(diagnose_run(run)).endswith(text)
     # No evaluation had a finite value.
     write_json_atomically(run.summary, {"stopped_early": {**best, "value": None, "step": None}})
-    assert read_status(run).best_line == "stopped early after step 2 of 3"
+    assert read_status(run).early_stop_and_best_line == "stopped early after step 2 of 3"

@@ -91,7 +91,7 @@ def test_damage_to_each_file_is_named(
         run = copy(whole, tmp_path / str(number))
         DAMAGE[how](run.checkpoint_folder(6) / path.relative_to(whole.run.checkpoint_folder(6)))
         capsys.readouterr()
-        assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP) == (
+        assert checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(run, GROUP) == (
             4,
             run.checkpoint_folder(4),
         )
@@ -125,7 +125,7 @@ def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> No
     replace(FROM_THE_BEGINNING, exact=True, step=6, checkpoint=str(run.checkpoint_folder(6))).write(
         run
     )
-    assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP) == (
+    assert checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(run, GROUP) == (
         6,
         run.checkpoint_folder(6),
     )
@@ -133,7 +133,7 @@ def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> No
     with pytest.raises(
         CheckpointError, match=r"^the checkpoint of step 6 was requested .*, and it is damaged$"
     ):
-        checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
+        checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(run, GROUP)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -154,9 +154,9 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
     # The one requested step has no substitute; without the request, an older one is used.
     if exact:
         with pytest.raises(CheckpointError, match="No complete checkpoint was found in other"):
-            checkpoint.set_aside_damaged_and_choose_start_checkpoint(new, GROUP)
+            checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(new, GROUP)
     else:
-        assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(new, GROUP) == (
+        assert checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(new, GROUP) == (
             4,
             other.checkpoint_folder(4),
         )
@@ -179,7 +179,7 @@ def test_changed_data_are_found_by_those_who_read_them(
     replace(
         FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint_folder(6))
     ).write(run)
-    found = checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
+    found = checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
     explained = (
@@ -210,7 +210,7 @@ def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
     )
     if keeps:
         write_json_atomically(run.vocabulary, {})
-    found = checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
+    found = checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
     # Otherwise tokenizer and labels may be made from the changed data.
@@ -272,7 +272,7 @@ def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]
         assert checkpoint.failed_save_count(run) == 2
     assert [step for step, _ in run.complete_checkpoints()] == ([2] if policy == "stop" else [2, 8])
     assert {path.name for path in run.checkpoints.iterdir()} <= {"step_00000002", "step_00000008"}
-    assert checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP) == (
+    assert checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(run, GROUP) == (
         (2 if policy == "stop" else 8),
         run.checkpoint_folder(2 if policy == "stop" else 8),
     )

@@ -26,7 +26,7 @@ PLACES = 3 * BLOCK
 @pytest.fixture(scope="module")
 def taken() -> list[SampleEpoch]:
     """Return (sample, epoch of its source) at each place of three blocks."""
-    return MixedOrder(SIZES, WEIGHTS, 7).at(list(range(PLACES)))
+    return MixedOrder(SIZES, WEIGHTS, 7).sample_epochs_at(list(range(PLACES)))
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,14 @@ def test_any_place_is_known_without_those_before_it(taken: list[SampleEpoch]) ->
     """Any place is computed alone, in constant memory, also far from the beginning."""
     # A resumed run begins in the middle.
     chosen = [0, BLOCK - 1, BLOCK, 2 * BLOCK + 17]
-    assert [MixedOrder(SIZES, WEIGHTS, 7).at([place])[0] for place in chosen] == [
+    assert [MixedOrder(SIZES, WEIGHTS, 7).sample_epochs_at([place])[0] for place in chosen] == [
         taken[place] for place in chosen
     ]
     tracemalloc.start()
     # 300 places after 10**12 others.
-    found = MixedOrder([5 * 10**8, 10**9], [1, 3], 7).at(list(range(10**12, 10**12 + 300)))
+    found = MixedOrder([5 * 10**8, 10**9], [1, 3], 7).sample_epochs_at(
+        list(range(10**12, 10**12 + 300))
+    )
     assert tracemalloc.get_traced_memory()[1] < 8_000_000
     tracemalloc.stop()
     assert len(set(found)) == 300

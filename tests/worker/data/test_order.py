@@ -51,7 +51,7 @@ def test_places_count_on_from_epoch_to_epoch() -> None:
     """A batch that spans two epochs is the same alone and after others."""
     order = SampleOrder(70_000, 7)
     last = [69_998, 69_999, 70_000, 70_001, 140_000]
-    found = order.at(last)
+    found = order.sample_epochs_at(last)
     assert [epoch for _, epoch in found] == [0, 0, 1, 1, 2]
     expected = [
         epoch_permutation(70_000, 7, place // 70_000)(np.array([place % 70_000]))[0]
@@ -59,7 +59,7 @@ def test_places_count_on_from_epoch_to_epoch() -> None:
     ]
     assert [index for index, _ in found] == expected
     # A new order that starts at each of these places.
-    assert [SampleOrder(70_000, 7).at([place])[0] for place in last] == found
+    assert [SampleOrder(70_000, 7).sample_epochs_at([place])[0] for place in last] == found
 
 
 def test_half_a_thousand_million_samples_take_no_memory() -> None:
@@ -67,7 +67,7 @@ def test_half_a_thousand_million_samples_take_no_memory() -> None:
     # NumPy's permutation of them would take 4 GB.
     order = SampleOrder(500_000_000, 7)
     tracemalloc.start()
-    order.at(list(range(499_999_000, 500_001_000)))
+    order.sample_epochs_at(list(range(499_999_000, 500_001_000)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2_000_000

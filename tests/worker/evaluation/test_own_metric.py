@@ -101,7 +101,7 @@ def test_rows_of_many_lengths() -> None:
     """Batches that were padded to different lengths give a list of rows."""
     metric = UserMetric("metrics_of_a_test:spread")
     for first, length in ((0, 3), (2, 4)):
-        metric.keep_output_and_batch_arrays_of_samples(
+        metric.keep_arrays_of_samples_if_metric_is_set(
             range(first, first + 2),
             {"found": torch.ones(2)},
             {"y": torch.zeros(2), "x": torch.ones(2, length)},

@@ -19,7 +19,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.stepping import TorchStepper
-from ortlaunch.worker.export.export import write_run_export_on_rank_0
+from ortlaunch.worker.export.export import write_final_run_export_on_rank_0
 from ortlaunch.worker.export.export_checkpoint import _recipe_with_requested_lora_form
 from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -52,7 +52,7 @@ def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
     # Training does not use cached keys and values.
     assert inner.config.use_cache is False
     stepper = TorchStepper(model, torch.optim.SGD(model.parameters()), group, "fp32", 1, None)
-    write_run_export_on_rank_0(chosen, run, group, stepper, model, data)
+    write_final_run_export_on_rank_0(chosen, run, group, stepper, model, data)
     return {
         name: json.loads((run.export / f"{name}.json").read_text())
         for name in ("config", "generation_config")

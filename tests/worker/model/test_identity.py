@@ -70,7 +70,7 @@ def test_another_base_needs_a_word(
     replace(
         FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint_folder(1))
     ).write(run)
-    found = checkpoint.set_aside_damaged_and_choose_start_checkpoint(run, GROUP)
+    found = checkpoint.set_aside_damaged_and_choose_own_or_source_checkpoint(run, GROUP)
     assert found is not None
     checkpoint.print_training_changes_and_refuse_unallowed(
         run,

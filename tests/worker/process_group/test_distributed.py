@@ -208,7 +208,7 @@ def test_nccl_is_given_the_ranks_gpu(
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(os, "environ", {})
     rank = Rank(world_size - 1, world_size, world_size - 1, world_size)
-    backend = distributed._nccl_or_gloo_arguments(devices, rank, torch.device(device))
+    backend = distributed._init_process_group_arguments(devices, rank, torch.device(device))
     join.meet_ranks_and_init_process_group(on_cuda(), rank, RunDir(tmp_path), backend)
     assert {name: given[name] for name in ("backend", "device_id") if name in given} == expected
     assert (given["rank"], given["world_size"]) == (rank.rank, world_size)
@@ -405,7 +405,7 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = join._rank_0_address_path(run, "Slurm")
     with ThreadPoolExecutor() as pool:
         stores = [
-            pool.submit(join._store_of_rank_0_through_run_folder, Rank(rank, 2, 0, 1), path, [])
+            pool.submit(join._serve_or_join_store_of_rank_0, Rank(rank, 2, 0, 1), path, [])
             for rank in range(2)
         ]
         mine, others = (each.result() for each in stores)
@@ -423,7 +423,7 @@ def test_meeting_through_a_folder_that_is_not_shared(
     monkeypatch.setattr(join.time, "monotonic", lambda: next(clock))
     path = tmp_path / "rendezvous"
     with pytest.raises(LaunchError) as caught:
-        join._store_of_rank_0_through_run_folder(Rank(1, 2, 1, 2), path, [])
+        join._serve_or_join_store_of_rank_0(Rank(1, 2, 1, 2), path, [])
     message = f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
     assert str(caught.value) == message
 

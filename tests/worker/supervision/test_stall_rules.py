@@ -124,7 +124,7 @@ def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: fl
         1: (beat(1), time.monotonic() - late - 4.0, None),
         2: (beat(2), time.monotonic() - late - 6.0, None),
     }
-    assert [one.is_silent for one in hub.heartbeats_to_judge_or_none(beat(0)) or []] == [
+    assert [one.is_silent for one in hub.heartbeats_to_judge_here_or_none(beat(0)) or []] == [
         False,
         True,
     ]
@@ -246,9 +246,9 @@ def test_beats_reach_rank_0_and_its_word_the_others() -> None:
     stranger.sendto(b"0" * 16 + b'{"say": "bye", "rank": 1}', hub.socket.getsockname())
     hub.send_heartbeat(beat(0))
     hub.receive_and_process_messages()
-    assert [one.rank for one in hub.heartbeats_to_judge_or_none(beat(0)) or []] == [0, 1]
+    assert [one.rank for one in hub.heartbeats_to_judge_here_or_none(beat(0)) or []] == [0, 1]
     other.receive_and_process_messages()
-    assert other.heartbeats_to_judge_or_none(beat(1)) is None
+    assert other.heartbeats_to_judge_here_or_none(beat(1)) is None
     other.keep_and_send_stacks("where it is")
     hub.send_order_to_all_supervisors("stacks")
     for end in (hub, other):
@@ -256,7 +256,7 @@ def test_beats_reach_rank_0_and_its_word_the_others() -> None:
     assert (hub.stacks, other.orders[0]) == ({1: "where it is"}, "stacks")
     other.announce_rank_end()
     hub.receive_and_process_messages()
-    assert [one.rank for one in hub.heartbeats_to_judge_or_none(beat(0)) or []] == [0]
+    assert [one.rank for one in hub.heartbeats_to_judge_here_or_none(beat(0)) or []] == [0]
     assert hub.ranks_without_any_heartbeat() == []
 
 
@@ -268,7 +268,7 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     other.receive_and_process_messages()
     now = time.monotonic()
     monkeypatch.setattr("ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 40)
-    beats = other.heartbeats_to_judge_or_none(beat(1))
+    beats = other.heartbeats_to_judge_here_or_none(beat(1))
     assert beats is not None
     found = stall_verdict_or_none(beats, 20.0, 99.0)
     assert found is not None
@@ -278,7 +278,7 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     hub.receive_and_process_messages()
     hub.announce_rank_end()
     other.receive_and_process_messages()
-    assert other.heartbeats_to_judge_or_none(beat(1)) is None
+    assert other.heartbeats_to_judge_here_or_none(beat(1)) is None
 
 
 def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.M
         "ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 3600
     )
     busy = beat(1, still=3600.0, idle=0.0, warm=False, phase="exporting to ONNX Runtime")
-    beats = other.heartbeats_to_judge_or_none(busy)
+    beats = other.heartbeats_to_judge_here_or_none(busy)
     assert beats == [busy]
     assert stall_verdict_or_none(beats, AUTO, 3600.0) is None
 
@@ -308,7 +308,7 @@ def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -
     other.receive_and_process_messages()
     now = time.monotonic()
     monkeypatch.setattr("ortlaunch.worker.supervision.heartbeats.time.monotonic", lambda: now + 40)
-    assert [one.rank for one in other.heartbeats_to_judge_or_none(beat(1)) or []] == [0, 1]
+    assert [one.rank for one in other.heartbeats_to_judge_here_or_none(beat(1)) or []] == [0, 1]
 
 
 def test_an_export_in_mid_training_may_take_long() -> None:

@@ -39,7 +39,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             single_process, "request_signal_at_parent_end_or_exit_if_ended", lambda *_: None
         )
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-        return made, single_process.run_requested_task_with_request_from_stdin()
+        return made, single_process.set_up_cpu_process_and_run_task_of_stdin_request()
 
     return run
 

@@ -54,7 +54,7 @@ def metadata_file_or_class_files(data_folder: str, split: str) -> list[str]:
     return [
         path
         for name in classes
-        for path in _files_of_class_or_refuse_sub_folders(os.path.join(data_folder, name))
+        for path in _media_paths_of_class_noting_other_files(os.path.join(data_folder, name))
     ]
 
 
@@ -69,7 +69,7 @@ def rows_of_metadata_or_class_files(paths: Sequence[str]) -> Iterator[Row]:
             yield Row(values, path, file_number / len(paths))
 
 
-def _files_of_class_or_refuse_sub_folders(class_folder: str) -> list[str]:
+def _media_paths_of_class_noting_other_files(class_folder: str) -> list[str]:
     entries = [entry for entry in os.scandir(class_folder) if not entry.name.startswith(".")]
     paths = sorted(entry.path for entry in entries if entry.name.lower().endswith(_FILES))
     inner_folders = [f"{entry.name} is a folder in it; " for entry in entries if entry.is_dir()]

@@ -157,7 +157,7 @@ class StreamedSamples:
         self._demand.changed.set()
         return [self.window_position_at_sample(sample_place)]
 
-    def at(self, sample_places: Sequence[int]) -> list[SampleEpoch]:
+    def sample_epochs_at(self, sample_places: Sequence[int]) -> list[SampleEpoch]:
         """Return the sample at each of these places; wait for their windows.
 
         A place before the first window, whose sample is unknown, has index -1.
