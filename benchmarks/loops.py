@@ -160,13 +160,15 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     """Run ortlaunch's worker on a prepared run folder, with `work` in place of its task."""
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.rank import Rank
-    from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
+    from ortlaunch.resolve.prepare import (
+        set_aside_and_write_run_files_and_print_plan_unless_restart,
+    )
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import join_ranks_and_run_task
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), "run"))
-    set_aside_write_run_files_and_print_plan(resolved(options), run)
+    set_aside_and_write_run_files_and_print_plan_unless_restart(resolved(options), run)
     # The worker's own loop, with a gate before each step.
     step = loop.train_step
 

@@ -22,7 +22,10 @@ def compare_runs(first_run: RunDir, second_run: RunDir) -> list[str]:
     Raises:
         InputError: a folder is no run's, or the run has not begun.
     """
-    results = _state_step_and_newest_metrics(first_run), _state_step_and_newest_metrics(second_run)
+    results = (
+        _state_step_fallback_and_newest_metrics(first_run),
+        _state_step_fallback_and_newest_metrics(second_run),
+    )
     origin_changes = origin.recipe_data_and_package_changes_between_origins(
         _origin_at_newest_checkpoint_or_start(first_run),
         _origin_at_newest_checkpoint_or_start(second_run),
@@ -71,7 +74,7 @@ def _user_code_difference_lines(first_run: RunDir, second_run: RunDir) -> Iterat
         yield f"modules/{name}: {difference_text if None in (old_bytes, new_bytes) else 'other content'}"
 
 
-def _state_step_and_newest_metrics(run: RunDir) -> Json:
+def _state_step_fallback_and_newest_metrics(run: RunDir) -> Json:
     status = read_status(run)
     return {
         "state": status.state.value,

@@ -13,7 +13,7 @@ from ortlaunch.base.errors import RecipeError
 from ortlaunch.base.machine import visible_gpu_count
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.recipe.rules.rules import precision_and_engine_device_rules
-from ortlaunch.recipe.text.python_values import json_value_or_add_problem
+from ortlaunch.recipe.text.python_values import json_value_or_importable_name_or_add_problem
 from ortlaunch.recipe.text.source_location import parse_key_path
 from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
 from ortlaunch.user_modules import unloadable_factory_problems
@@ -155,6 +155,9 @@ def dotted_assignments_from_section_overrides(overrides: Mapping[str, object]) -
         fields = value if isinstance(value, Mapping) and value else {"": value}
         for name, item in fields.items():
             path = f"{key}.{name}".rstrip(".")
-            yield f"{path}={json.dumps(json_value_or_add_problem(item, parse_key_path(path), problems))}"
+            json_value = json_value_or_importable_name_or_add_problem(
+                item, parse_key_path(path), problems
+            )
+            yield f"{path}={json.dumps(json_value)}"
     if problems:
         raise RecipeError([f"override {problem}" for problem in problems])

@@ -136,14 +136,14 @@ def _plan_of_run_folder_plan_file_or_recipe(compared_path: Path, new_run: Resolv
         InputError: the path is none of these.
     """
     if not compared_path.is_dir() and compared_path.suffix != ".json":
-        return _plan_of_recipe_on_device(compared_path, new_run)
+        return _plan_of_other_recipe_for_same_device(compared_path, new_run)
     plan_path = RunDir(compared_path).plan if compared_path.is_dir() else compared_path
     try:
         text = plan_path.read_text(encoding="utf-8")
         # A recipe may be written in JSON, too; only plans have a field `format`.
         is_recipe = compared_path.suffix == ".json" and "format" not in json.loads(text)
         return (
-            _plan_of_recipe_on_device(compared_path, new_run)
+            _plan_of_other_recipe_for_same_device(compared_path, new_run)
             if is_recipe
             else Plan.from_plan_json_text(text)
         )
@@ -159,7 +159,7 @@ def _plan_of_run_folder_plan_file_or_recipe(compared_path: Path, new_run: Resolv
         ) from None
 
 
-def _plan_of_recipe_on_device(recipe_path: Path, new_run: ResolvedRun) -> Plan:
+def _plan_of_other_recipe_for_same_device(recipe_path: Path, new_run: ResolvedRun) -> Plan:
     recipe_device = recipe.load_recipe(
         shipped.recipe_path_or_shipped_recipe(recipe_path)
     ).recipe.launch.device

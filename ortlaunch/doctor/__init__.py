@@ -85,7 +85,10 @@ def missing_ort_item_and_remedy_pairs(is_on_gpu: bool) -> Iterator[tuple[str, st
         )
     if missing_extensions:
         reason = "; ".join(
-            [", ".join(missing_extensions), *extensions.damaged_extension_descriptions()]
+            [
+                ", ".join(missing_extensions),
+                *extensions.descriptions_of_extensions_changed_since_build(),
+            ]
         )
         yield (
             f"its torch extensions are not built for this torch ({reason})",

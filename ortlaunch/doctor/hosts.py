@@ -64,7 +64,7 @@ def probe_and_judge_all_hosts(requirements: HostRequirements) -> list[Finding]:
     local_sources_sum = probe.checksum_of_ortlaunch_sources_or_zero()
     findings: list[Finding] = []
     usual_cpu_count = _most_common_cpu_count(answers)
-    error_by_closed_port = _first_error_by_host_and_unreachable_port(answers)
+    error_by_closed_port = _first_error_by_host_and_port_that_no_host_reached(answers)
     host_by_machine = dict[str, str]()
     # With an absent host, routes are not judged: others may lack a route only to that one.
     judges_routes = len(requirements.nodes) > 1 and not any(
@@ -249,7 +249,7 @@ def _interface_address_and_port_findings(
         )
 
 
-def _first_error_by_host_and_unreachable_port(
+def _first_error_by_host_and_port_that_no_host_reached(
     answers: Sequence[ProbeAnswer | ProbeFailure],
 ) -> dict[tuple[str, int], str]:
     """Return the ports that no host could reach, with the reason.

@@ -12,7 +12,7 @@ from ortlaunch.base.errors import FileError, MissingDependency
 from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, finding_ok_or_with_remedy
 from ortlaunch.launch.mpi import (
-    mpi_family_by_running_mpirun_or_refuse,
+    open_mpi_or_mpich_by_running_mpirun_or_refuse,
     require_mpirun_here_or_on_path,
 )
 from ortlaunch.launch_plan import Node
@@ -146,7 +146,7 @@ def _deepspeed_installed_finding(version_by_package: dict[str, str]) -> Finding:
 def _mpirun_and_mpi4py_finding(version_by_package: dict[str, str]) -> Finding:
     try:
         mpirun = require_mpirun_here_or_on_path()
-        observation = f"{mpi_family_by_running_mpirun_or_refuse(mpirun)}, {mpirun}"
+        observation = f"{open_mpi_or_mpich_by_running_mpirun_or_refuse(mpirun)}, {mpirun}"
     except (MissingDependency, OSError) as error:
         reason, _, remedy = str(error).partition(": ")
         return Finding(

@@ -100,13 +100,13 @@ def convert_axolotl_config(draft: Draft) -> None:
     trainer.convert_with_shared_arguments(
         draft,
         {**_RULES, **({} if has_adapter else rules_without_adapters(draft, "there is no adapter"))},
-        {**defaults, **_default_intervals(draft)},
+        {**defaults, **_every_epoch_evaluation_and_save_unless_given(draft)},
         "Axolotl's default",
         1,  # Trainer's default is three
     )
 
 
-def _default_intervals(draft: Draft) -> Json:
+def _every_epoch_evaluation_and_save_unless_given(draft: Draft) -> Json:
     """Return an evaluation of held out data and a checkpoint each epoch, if others are not given."""
     strategies = ("eval_strategy", "evaluation_strategy", "save_strategy")
     # `false` is a strategy, YAML's form of an unquoted `no`; a number of 0 stands for none given.

@@ -27,7 +27,7 @@ _ABI = "MPI4PY_MPIABI"
 
 def require_launchable_hosts(nodes: Sequence[Node], run_dir: RunDir) -> None:
     """Check that mpirun's family is known and that it can read the path and the hosts' names."""
-    if mpi_family_by_running_mpirun_or_refuse(
+    if open_mpi_or_mpich_by_running_mpirun_or_refuse(
         require_mpirun_here_or_on_path()
     ) == "Open MPI" and "," in str(run_dir.hostfile):
         raise PlanError(
@@ -35,7 +35,7 @@ def require_launchable_hosts(nodes: Sequence[Node], run_dir: RunDir) -> None:
             "give a path without one"
         )
     mpi_hostfile_text(
-        nodes, mpi_family_by_running_mpirun_or_refuse(require_mpirun_here_or_on_path())
+        nodes, open_mpi_or_mpich_by_running_mpirun_or_refuse(require_mpirun_here_or_on_path())
     )
 
 
@@ -46,15 +46,15 @@ def launch_request_of_plan(plan: Plan, run_dir: RunDir) -> LaunchRequest:
     files = (
         (
             str(run_dir.hostfile),
-            mpi_hostfile_text(plan.nodes, mpi_family_by_running_mpirun_or_refuse(mpirun)),
+            mpi_hostfile_text(plan.nodes, open_mpi_or_mpich_by_running_mpirun_or_refuse(mpirun)),
         ),
     )
     plan = _plan_with_mpi4py_abi_unless_set_or_one_host(
-        plan, mpi_family_by_running_mpirun_or_refuse(mpirun)
+        plan, open_mpi_or_mpich_by_running_mpirun_or_refuse(mpirun)
     )
     stop = stop_request_if_plan_saves(plan, run_dir)
     limits = launch_limits(plan, run_dir)
-    if mpi_family_by_running_mpirun_or_refuse(mpirun) != "Open MPI":
+    if open_mpi_or_mpich_by_running_mpirun_or_refuse(mpirun) != "Open MPI":
         argv = (*mpich_argv(plan, run_dir, mpirun), str(run_dir))
         return LaunchRequest(argv, plan.env, files, stop=stop, limits=limits)
     private_path = private_folder_path_in_tmp(run_dir)
@@ -164,7 +164,7 @@ def require_mpirun_here_or_on_path() -> str:
 
 
 @functools.cache
-def mpi_family_by_running_mpirun_or_refuse(mpirun_path: str) -> str:
+def open_mpi_or_mpich_by_running_mpirun_or_refuse(mpirun_path: str) -> str:
     """Return `Open MPI` or `MPICH`, according to the output of `mpirun --version`."""
     result = subprocess.run(
         [mpirun_path, "--version"], capture_output=True, text=True, timeout=30, check=False

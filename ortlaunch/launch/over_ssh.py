@@ -98,12 +98,12 @@ def start_host_agents_and_relay_signals() -> int:
     }
     for agent in agents:
         agent.send_line_if_agent_reads(json.dumps({"argv": agent.argv, **shared_fields}))
-    return _relay_signals_and_end_all_on_failure(
+    return _send_heartbeats_and_signals_and_end_all_on_failure(
         agents, received_signals, RunDir(Path(sys.argv[1]).parent)
     )
 
 
-def _relay_signals_and_end_all_on_failure(
+def _send_heartbeats_and_signals_and_end_all_on_failure(
     agents: list[HostAgent], received_signals: list[int], run: RunDir
 ) -> int:
     first_failed_status = 0

@@ -218,7 +218,7 @@ class _GraphValidity:
             and self._traced_state.has_replaced_weight_layer_or_hook()
         )
 
-    def find_and_note_difference_from_pass_or_empty(
+    def difference_from_pass_or_empty_noting_changed_sizes(
         self, manager: Manager, pass_properties: _PassProperties
     ) -> str:
         """Return why the graph is not valid for `pass_properties`; empty if it is."""
@@ -293,7 +293,7 @@ class GraphManagerCache:
             manager = manager_for_mode(properties.needs_training_graph)
         if cached_manager is not None:
             output = cached_manager.forward(*forward_args, **forward_kwargs)
-        kept_tensors.write_stale_tensors_into_their_places(manager)
+        kept_tensors.put_tensors_kept_by_trace_back_into_python_containers(manager)
         _refuse_random_draws_in_recomputation(manager)
         return output
 
@@ -319,7 +319,7 @@ class GraphManagerCache:
             if not manager._ortlaunch_key.has_replaced_model_parts()
         ]
         for index, manager in enumerate(self._cached_managers):
-            reason = manager._ortlaunch_key.find_and_note_difference_from_pass_or_empty(
+            reason = manager._ortlaunch_key.difference_from_pass_or_empty_noting_changed_sizes(
                 manager, pass_properties
             )
             if not reason:

@@ -65,7 +65,7 @@ def make_plan(
     )
 
 
-def plan_with_batch_and_memory_of_recipe(recipe: Recipe, plan: Plan) -> Plan:
+def plan_with_batch_memory_and_deepspeed_of_recipe(recipe: Recipe, plan: Plan) -> Plan:
     """Return the plan of the same world with another batch.
 
     Raises:

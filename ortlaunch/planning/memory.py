@@ -173,7 +173,7 @@ def estimate_rank_memory_or_none(
         recipe, config, micro_samples, _bytes_per_value(recipe), device
     )
     for stage in range(4):
-        tensors_of_stage = _device_bytes_after_offload(
+        tensors_of_stage = _bytes_left_on_device_by_zero_offload(
             recipe,
             _training_bytes_in_zero_stage(
                 recipe, tensor_sizes, trainable_count, kept_activation_bytes, stage, rank_count
@@ -389,7 +389,7 @@ def _training_bytes_in_zero_stage(
     )
 
 
-def _device_bytes_after_offload(
+def _bytes_left_on_device_by_zero_offload(
     recipe: Recipe, stage_bytes: Bytes, trainable_count: int, zero_stage: int, device: str
 ) -> Bytes:
     """Return the part of a stage's bytes that is left on the device with `zero.offload`.

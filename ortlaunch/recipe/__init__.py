@@ -16,7 +16,7 @@ from ortlaunch.base.errors import DamagedFile, RecipeError
 from ortlaunch.base.json_types import read_regular_file_bytes_or_refuse
 from ortlaunch.recipe.check import check_tree_and_drop_wrong_values
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.space import search_space_problem_lines
+from ortlaunch.recipe.space import problem_lines_of_search_values_or_first_bad_combination
 from ortlaunch.recipe.text.paths import expand_input_paths_and_note_folders
 from ortlaunch.recipe.text.source import (
     read_recipe_tree_with_bases,
@@ -138,7 +138,7 @@ def _apply_overrides_and_check_recipe(
     recipe, tree, check_problems = check_tree_and_drop_wrong_values(expanded_tree)
     problems += check_problems
     if recipe is not None and recipe.sweep is not None and not problems:
-        problems = search_space_problem_lines(tree, recipe.sweep)
+        problems = problem_lines_of_search_values_or_first_bad_combination(tree, recipe.sweep)
     if problems or recipe is None:
         raise RecipeError(
             [

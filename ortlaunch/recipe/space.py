@@ -24,7 +24,9 @@ def trial_overrides(values_by_field: Mapping[str, object]) -> list[str]:
     ]
 
 
-def search_space_problem_lines(tree: Tree, search: Search) -> list[ProblemLine]:
+def problem_lines_of_search_values_or_first_bad_combination(
+    tree: Tree, search: Search
+) -> list[ProblemLine]:
     """Return the problems of values in the space, else of the first bad combination of them."""
     single_problems = list(_problem_lines_of_single_values(tree, search))
     all_combinations = combinations_of_applicable_values(

@@ -239,7 +239,7 @@ def _used_choice_and_reason_text(choice_record: Any, reason_key: str) -> str | N
     )
 
 
-def _precision_text(run_record: Record) -> str | None:
+def _pass_and_matmul_precision_text(run_record: Record) -> str | None:
     """Return the precision of the passes, and that of float32 matmuls if it differs.
 
     Passes in bf16 or fp16 have no float32 matmuls to report.
@@ -253,7 +253,7 @@ def _precision_text(run_record: Record) -> str | None:
     )
 
 
-def _passes_text(record: Record) -> str | None:
+def _ort_pass_counts_text(record: Record) -> str | None:
     if not record.ort:
         return None
     counts = {name: record.ort[f"{name}_passes"] for name in ("forward", "backward", "evaluation")}
@@ -533,7 +533,7 @@ _ENGINE_FACTS: tuple[Fact, ...] = (
     ),
     ("chosen by measurement", lambda record: (record.engine.get("engine") or {}).get("why")),
     ("device", lambda record: record.engine.get("device")),
-    ("precision", _precision_text),
+    ("precision", _pass_and_matmul_precision_text),
     (
         "optimizer",
         lambda record: _used_choice_and_reason_text(record.engine.get("optimizer"), "why"),
@@ -546,7 +546,7 @@ _ENGINE_FACTS: tuple[Fact, ...] = (
             record.engine.get("trained_parameters"), record.engine.get("parameters")
         ),
     ),
-    ("forward and backward passes by ONNX Runtime", _passes_text),
+    ("forward and backward passes by ONNX Runtime", _ort_pass_counts_text),
     ("forward and backward passes that fell back to PyTorch", _fallbacks_text),
     ("exports", _onnx_exports_text),
     ("nodes of a training step", _training_graph_nodes_text),

@@ -102,7 +102,7 @@ def write_run_files_and_clear_earlier_start(
     return request
 
 
-def set_aside_write_run_files_and_print_plan(
+def set_aside_and_write_run_files_and_print_plan_unless_restart(
     resolved_run: ResolvedRun,
     run: RunDir,
     first_lines: Iterable[str] = (),

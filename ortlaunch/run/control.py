@@ -19,7 +19,7 @@ from ortlaunch.launch.restarts import (
     EndedAttempt,
     start_ranks_and_restart_after_faults_or_on_request,
 )
-from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
+from ortlaunch.resolve.prepare import set_aside_and_write_run_files_and_print_plan_unless_restart
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.run import choices, rank_under_launcher
@@ -121,7 +121,7 @@ def _prepare_start_and_report_training(
             usable_run, lines = check_hosts_and_return_shrunk_run_and_lines(
                 run_on_all_hosts, run, attempt_number > 1
             )
-            request = set_aside_write_run_files_and_print_plan(
+            request = set_aside_and_write_run_files_and_print_plan_unless_restart(
                 usable_run, run, lines, beginning if attempt_number == 1 else None
             )
             file.record_start_of_ranks()

@@ -19,7 +19,7 @@ from ortlaunch.diagnose.conclude import conclude_run
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.processes import forward_signals_until_job_ends, write_files_and_start_job
 from ortlaunch.launch_plan import BatchPlan, Plan
-from ortlaunch.planning.make_plan import plan_with_batch_and_memory_of_recipe
+from ortlaunch.planning.make_plan import plan_with_batch_memory_and_deepspeed_of_recipe
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
 from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
@@ -241,7 +241,9 @@ def _write_trial_files_and_return_plan(
     )
     data = recipe.data.model_copy(update={"evaluation": None})
     trial_recipe = recipe.model_copy(update={"batch": batch, "data": data})
-    trial_plan = replace(plan_with_batch_and_memory_of_recipe(trial_recipe, plan), task="try")
+    trial_plan = replace(
+        plan_with_batch_memory_and_deepspeed_of_recipe(trial_recipe, plan), task="try"
+    )
     write_run_files_and_clear_earlier_start(trial_folder, trial_recipe, trial_plan)
     return trial_plan
 

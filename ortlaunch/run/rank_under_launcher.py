@@ -18,7 +18,10 @@ from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.resolve.prepare import launch_request, set_aside_write_run_files_and_print_plan
+from ortlaunch.resolve.prepare import (
+    launch_request,
+    set_aside_and_write_run_files_and_print_plan_unless_restart,
+)
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import RunBeginning
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -46,7 +49,7 @@ def prepare_folder_and_become_rank0_worker(
     lock.lock_and_record_holder_or_refuse(run, survives_exec=True)
     JobRecord.for_this_process_or_its_queued_job(run, "inside", JobState.RUNNING).write(run)
     registry.register_run_or_print_error(run)
-    request = set_aside_write_run_files_and_print_plan(
+    request = set_aside_and_write_run_files_and_print_plan_unless_restart(
         resolved, run, beginning.text_lines, beginning
     )
     # Last of all files: other ranks start as soon as it exists.

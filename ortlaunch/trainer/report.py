@@ -16,7 +16,7 @@ from ortlaunch.base.json_types import Json
 REPORT_FILE = "ort_report.json"
 
 
-def training_report(
+def engine_and_optimizer_report(
     trainer: Trainer,
     ort_report: Json,
     unfused_norm_reason: str | None,

@@ -25,7 +25,7 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.deepspeed.gradient_norm import replace_overflow_check_and_norm_if_supported
 from ortlaunch.ortmodule.fused_adam import reason_tensor_is_too_large_or_empty
 from ortlaunch.trainer.arguments import ADAMW_ORT_FUSED, ortmodule_settings
-from ortlaunch.trainer.report import training_report, write_and_print_report
+from ortlaunch.trainer.report import engine_and_optimizer_report, write_and_print_report
 
 
 class ORTTrainer(Trainer):
@@ -80,7 +80,9 @@ class ORTTrainer(Trainer):
             if _is_ort_fused_adam(self.args)
             else ""
         )
-        return training_report(self, self.ort_module.report(), self.unfused_norm_reason, refusal)
+        return engine_and_optimizer_report(
+            self, self.ort_module.report(), self.unfused_norm_reason, refusal
+        )
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any

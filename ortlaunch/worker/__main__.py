@@ -15,7 +15,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe
 from ortlaunch.worker.engine.binding import (
-    bind_process_and_set_thread_count,
+    bind_process_and_set_openmp_threads_unless_user_does,
     format_cpu_list,
     set_openmp_wait_policy_unless_set,
 )
@@ -81,7 +81,9 @@ def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     # ortlaunch's own torchrun has no such port.
     if not plan.started_by.is_ours:
         require_free_rendezvous_port_on_rank_0(rank, os.environ)
-    core_binding = bind_process_and_set_thread_count(recipe.launch.binding, plan, rank, os.environ)
+    core_binding = bind_process_and_set_openmp_threads_unless_user_does(
+        recipe.launch.binding, plan, rank, os.environ
+    )
     plan = replace(plan, threads=core_binding.threads or plan.threads)
     set_openmp_wait_policy_unless_set(os.environ)
     # Otherwise DeepSpeed guesses the device, and warns.

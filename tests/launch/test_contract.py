@@ -56,7 +56,7 @@ def test_every_rank_is_the_planned_one(
         monkeypatch.setattr(mpi, "require_mpirun_here_or_on_path", lambda: MPICH)
     elif launcher == "mpi":
         assert (
-            mpi.mpi_family_by_running_mpirun_or_refuse(mpi.require_mpirun_here_or_on_path())
+            mpi.open_mpi_or_mpich_by_running_mpirun_or_refuse(mpi.require_mpirun_here_or_on_path())
             == "Open MPI"
         )
     name = "mpi" if launcher == "mpich" else launcher

@@ -74,7 +74,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def install(family: str, mpirun: str = MPIRUN, root: bool = False) -> None:
         monkeypatch.setattr(mpi, "require_mpirun_here_or_on_path", lambda: mpirun)
-        monkeypatch.setattr(mpi, "mpi_family_by_running_mpirun_or_refuse", lambda mpirun: family)
+        monkeypatch.setattr(
+            mpi, "open_mpi_or_mpich_by_running_mpirun_or_refuse", lambda mpirun: family
+        )
         monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
 
     return install
@@ -541,14 +543,14 @@ def an_mpirun(folder: Path, says: str) -> str:
 @pytest.mark.parametrize(("says", "family"), VERSIONS.items(), ids=range(len(VERSIONS)))
 def test_family(says: str, family: str, tmp_path: Path) -> None:
     """The family follows from the output of `mpirun --version`."""
-    assert mpi.mpi_family_by_running_mpirun_or_refuse(an_mpirun(tmp_path, says)) == family
+    assert mpi.open_mpi_or_mpich_by_running_mpirun_or_refuse(an_mpirun(tmp_path, says)) == family
 
 
 def test_an_unknown_family(tmp_path: Path) -> None:
     """An mpirun of an unknown family is refused, with its output."""
     mpirun = an_mpirun(tmp_path, "jsrun 10.3\n")
     with pytest.raises(MissingDependency) as caught:
-        mpi.mpi_family_by_running_mpirun_or_refuse(mpirun)
+        mpi.open_mpi_or_mpich_by_running_mpirun_or_refuse(mpirun)
     assert str(caught.value) == f"{mpirun} belongs to an unknown MPI: 'jsrun 10.3'"
 
 

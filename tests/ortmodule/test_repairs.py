@@ -160,10 +160,10 @@ def test_autocast_is_part_of_a_call() -> None:
     manager = manager_of(model)
     key = manager._ortlaunch_key
     call = graph_cache._collect_pass_properties(manager, (X,), {})
-    assert key.find_and_note_difference_from_pass_or_empty(manager, call) == ""
+    assert key.difference_from_pass_or_empty_noting_changed_sizes(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert (
-            key.find_and_note_difference_from_pass_or_empty(
+            key.difference_from_pass_or_empty_noting_changed_sizes(
                 manager, graph_cache._collect_pass_properties(manager, (X,), {})
             )
             == "the call"

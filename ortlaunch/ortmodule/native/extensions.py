@@ -142,7 +142,7 @@ def _unbuilt_or_damaged_extension_names() -> list[str]:
     ]
 
 
-def damaged_extension_descriptions() -> list[str]:
+def descriptions_of_extensions_changed_since_build() -> list[str]:
     """Return a description of each built extension that changed after the build."""
     return [
         description
@@ -217,7 +217,7 @@ def _build_missing_extensions_and_print_progress() -> None:
     if not names:
         print(f"{', '.join(required_extension_names())}: already built in {folder}")
         return
-    for description in damaged_extension_descriptions():
+    for description in descriptions_of_extensions_changed_since_build():
         print(f"{description}; building it again")
     print(
         f"building {', '.join(names)} for torch {_installed_torch_version_or_refuse()} and "

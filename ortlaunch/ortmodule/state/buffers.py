@@ -79,9 +79,13 @@ def restore_modes_and_buffers_and_record_updated_norms(
         # The failure may come from a layer that changes a buffer; that layer may then run as torch
         # (RepeatExportWithTorchLayer).
         with contextlib.suppress(EngineError):
-            _paths_of_updated_norms_or_refuse_buffer_changes(export_context, change_counts)
+            _updated_batch_norm_paths_or_mark_layer_for_torch_or_refuse(
+                export_context, change_counts
+            )
         raise
-    norm_paths = _paths_of_updated_norms_or_refuse_buffer_changes(export_context, change_counts)
+    norm_paths = _updated_batch_norm_paths_or_mark_layer_for_torch_or_refuse(
+        export_context, change_counts
+    )
     if export_context.training:
         export_context.facts["batch_norms"] = norm_paths
 
@@ -231,7 +235,7 @@ def _differs_in_equal_shape(old_value: torch.Tensor, new_value: torch.Tensor | N
     )
 
 
-def _paths_of_updated_norms_or_refuse_buffer_changes(
+def _updated_batch_norm_paths_or_mark_layer_for_torch_or_refuse(
     export_context: ExportContext, change_count_by_buffer: dict[str, int]
 ) -> list[str]:
     """Return the BatchNorm layers that a pass updates, each once.

@@ -91,7 +91,7 @@ def _run_pass_again_and_refuse_changing_read_state(
             layer = path_in_model(writer.layer_path)
             torch_remedy = f", or let {layer} run as torch (Settings.torch_modules={[layer]})"
             raise RuntimeError(
-                f"a forward pass reads and changes {_state_name_for_messages(*state_path)}"
+                f"a forward pass reads and changes {_python_state_name_for_messages(*state_path)}"
                 f"{writer.line_text}, and ONNX Runtime's graph would hold its first value; give such a "
                 f"value to the forward pass as an argument{torch_remedy if layer else ''}"
             )
@@ -160,7 +160,7 @@ def _set_torch_seed_or_refuse_in_trace(
     return generator
 
 
-def _state_name_for_messages(layer_path_or_global_holder: str, value_name: str) -> str:
+def _python_state_name_for_messages(layer_path_or_global_holder: str, value_name: str) -> str:
     """Return a place of Python state as a name for messages."""
     if layer_path_or_global_holder.startswith(GLOBAL):
         return f"{layer_path_or_global_holder.removeprefix(GLOBAL)}.{value_name}"
@@ -204,7 +204,7 @@ class GraphModelState:
         """Return the name of a value that a pass reads and that has changed, or an empty string."""
         return next(
             (
-                _state_name_for_messages(*state_path)
+                _python_state_name_for_messages(*state_path)
                 for state_path in self._values.state_paths_with_changed_value()
             ),
             "",

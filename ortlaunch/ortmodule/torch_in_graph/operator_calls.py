@@ -325,15 +325,17 @@ class TorchOperatorCall:
         if traced_value.node().kind() in _TENSOR_ATTRIBUTES:
             return _create_constant_builder(None)
         if "Tensor" in argument_type_text:
-            return self._add_tensor_and_create_builder(traced_value, graph_value)
+            return self._type_and_add_tensor_and_create_converting_builder(
+                traced_value, graph_value
+            )
         if traced_value.node().kind() == "prim::Constant":
             value = _constant_value(traced_value)
             return _create_constant_builder(value.item() if isinstance(value, torch.Tensor) and not value.dim() else
                                value.tolist() if isinstance(value, torch.Tensor) else value)  # fmt: skip
-        builder = self._add_tensor_and_create_builder(traced_value, graph_value)
+        builder = self._type_and_add_tensor_and_create_converting_builder(traced_value, graph_value)
         return lambda tensors: builder(tensors).tolist()
 
-    def _add_tensor_and_create_builder(
+    def _type_and_add_tensor_and_create_converting_builder(
         self, traced_value: Any, graph_value: Any
     ) -> ArgumentBuilder:
         if element_type_name_or_none(graph_value) is None or graph_value.type().dim() is None:

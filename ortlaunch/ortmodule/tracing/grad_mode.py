@@ -75,7 +75,7 @@ def wrap_export_with_grad_mode_tracking(torch_export: ExportFunction) -> ExportF
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
         with (
             _GradModeTracker(model, kwargs["training"] != torch.onnx.TrainingMode.EVAL) as mode,
-            mode.intercept_grad_mode_and_custom_functions(),
+            mode.route_custom_functions_and_note_grad_mode_reads(),
         ):
             return torch_export(model, *args, **kwargs)
 
@@ -106,7 +106,7 @@ class _GradModeTracker(TorchFunctionMode):
             self._trained[tensor] = tensor.requires_grad
 
     @contextlib.contextmanager
-    def intercept_grad_mode_and_custom_functions(self) -> Iterator[None]:
+    def route_custom_functions_and_note_grad_mode_reads(self) -> Iterator[None]:
         """Intercept the calls that no function mode sees.
 
         These are reads of the grad mode, and custom functions.

@@ -356,7 +356,7 @@ def _require_built_extensions() -> None:
         missing_reason = "; ".join(
             [
                 f"{', '.join(missing)} not in {extensions.extension_cache_folder()}",
-                *extensions.damaged_extension_descriptions(),
+                *extensions.descriptions_of_extensions_changed_since_build(),
             ]
         )
         raise MissingDependency(

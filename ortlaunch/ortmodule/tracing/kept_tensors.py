@@ -146,7 +146,7 @@ def _pause_garbage_collection_and_unfreeze() -> Iterator[None]:
             gc.enable()
 
 
-def write_stale_tensors_into_their_places(graph_execution_manager: Manager) -> None:
+def put_tensors_kept_by_trace_back_into_python_containers(graph_execution_manager: Manager) -> None:
     """Write the stale tensors into their places again.
 
     An export of another graph, or a pass of the model itself, may have written other tensors there.

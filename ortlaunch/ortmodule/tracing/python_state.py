@@ -365,7 +365,7 @@ class StateValueSnapshots:
         self._names = only_attributes_with_tensors
         self._recorded_values = []
         for state_path in state_paths:
-            own_values, class_values = _mappings_to_search(layers, *state_path)
+            own_values, class_values = _own_and_defining_class_mappings(layers, *state_path)
             value = own_values.get(state_path[1], class_values.get(state_path[1], MISSING_VALUE))
             self._recorded_values.append(
                 (state_path, own_values, class_values, value, isinstance(value, _IMMUTABLE_TYPES))
@@ -394,7 +394,7 @@ class StateValueSnapshots:
         return differing_paths
 
 
-def _mappings_to_search(
+def _own_and_defining_class_mappings(
     layer_by_path: dict[str, nn.Module], layer_path_or_global_holder: str, value_name: str
 ) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Return the two mappings to search for a place, in this order.

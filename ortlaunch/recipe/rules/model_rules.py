@@ -39,7 +39,7 @@ _CONFIG = "model.config"
 
 def all_model_section_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the model."""
-    yield from _factory_or_pretrained_rules(recipe.model)
+    yield from _problems_of_model_builder_for_task(recipe.model)
     yield from function_name_rules("model.factory", recipe.model.factory)
     if recipe.model.config is not None:
         config_problems = list(
@@ -59,7 +59,7 @@ def function_name_rules(field_path: str, function_name: str | None) -> Iterator[
         yield (field_path,), f'got {function_name}; write it as "package.module:function"'
 
 
-def _factory_or_pretrained_rules(model: Model) -> Iterator[Problem]:
+def _problems_of_model_builder_for_task(model: Model) -> Iterator[Problem]:
     """Yield the problems of the model's builder: a factory, or transformers."""
     if model.traits.is_own:
         if not model.factory:

@@ -26,7 +26,7 @@ from ortlaunch.recipe.fields.section import (
 from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
 
 
-def _rules_below_section(
+def _resume_rule_of_each_field(
     model: type[BaseModel], section_path: str = ""
 ) -> Iterator[tuple[str, RuleOrFunction]]:
     """Yield the path of each field with its rule; a field without a rule is left out.
@@ -44,10 +44,10 @@ def _rules_below_section(
         if rule is not None and field.annotation not in child_models:
             yield path, rule
         for child_model in child_models if path != "data.evaluation" else ():
-            yield from _rules_below_section(child_model, f"{path}.")
+            yield from _resume_rule_of_each_field(child_model, f"{path}.")
 
 
-RULES: dict[str, RuleOrFunction] = dict(_rules_below_section(Recipe))
+RULES: dict[str, RuleOrFunction] = dict(_resume_rule_of_each_field(Recipe))
 # Values that are no fields of the recipe: the resolved world, the data as they were read, code and
 # packages.
 OTHER_RULES: dict[str, RuleOrFunction] = {

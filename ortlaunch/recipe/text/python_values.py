@@ -30,7 +30,9 @@ _IN_A_FILE = (
 )
 
 
-def json_value_or_add_problem(value: object, key_path: KeyPath, problem_texts: list[str]) -> object:
+def json_value_or_importable_name_or_add_problem(
+    value: object, key_path: KeyPath, problem_texts: list[str]
+) -> object:
     """Return a value as JSON has it; one without such a form goes to `problem_texts`.
 
     Args:
@@ -43,17 +45,21 @@ def json_value_or_add_problem(value: object, key_path: KeyPath, problem_texts: l
         return value
     if isinstance(value, Mapping):
         return {
-            str(key): json_value_or_add_problem(item, (*key_path, str(key)), problem_texts)
+            str(key): json_value_or_importable_name_or_add_problem(
+                item, (*key_path, str(key)), problem_texts
+            )
             for key, item in value.items()
         }
     advice = next((advice for name, advice in _FORMS.items() if hasattr(value, name)), None)
     # Numbers and arrays of NumPy and torch.
     if advice is None and hasattr(value, "tolist"):
-        return json_value_or_add_problem(value.tolist(), key_path, problem_texts)
+        return json_value_or_importable_name_or_add_problem(value.tolist(), key_path, problem_texts)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         if not _are_data_rows(value, key_path):
             return [
-                json_value_or_add_problem(item, (*key_path, item_index), problem_texts)
+                json_value_or_importable_name_or_add_problem(
+                    item, (*key_path, item_index), problem_texts
+                )
                 for item_index, item in enumerate(value)
             ]
         advice = _ROWS

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.base.errors import IS_LFS_POINTER, LFS_POINTER
-from ortlaunch.recipe.text.python_values import json_value_or_add_problem
+from ortlaunch.recipe.text.python_values import json_value_or_importable_name_or_add_problem
 from ortlaunch.recipe.text.source_location import (
     SECRET_NAME,
     ProblemLine,
@@ -53,7 +53,7 @@ def tree_of_python_values(values: Mapping[str, object], problems: list[ProblemLi
     name = "recipe"
     messages: list[str] = []
     # JSON is YAML, so that values have the same rules as in a file.
-    text = json.dumps(json_value_or_add_problem(values, (), messages))
+    text = json.dumps(json_value_or_importable_name_or_add_problem(values, (), messages))
     if messages:
         problems += [ProblemLine(SourceLocation(name), message) for message in messages[1:]]
         raise SourceError(SourceLocation(name), messages[0])

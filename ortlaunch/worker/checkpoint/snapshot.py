@@ -92,7 +92,9 @@ def snapshot_of_this_rank(
         if named_state.replicated
         else named_state.parts
     )
-    tensors: list[KeyShapeAndFlatTensor] = [*_buffer_entries_or_refuse_non_tensors(named_state)]
+    tensors: list[KeyShapeAndFlatTensor] = [
+        *_entries_of_model_buffers_or_refuse_non_tensors(named_state)
+    ]
     scalars_by_kind: dict[str, dict[str, float]] = {}
     for part in parts:
         tensors.append(_key_shape_and_flat_tensor_of_range(WEIGHT, part, part.master, named_state))
@@ -188,7 +190,7 @@ def _key_shape_and_flat_tensor_of_range(
     return f"{tensor_kind}:{parameter_range.name}@{parameter_range.start}", shape, flat
 
 
-def _buffer_entries_or_refuse_non_tensors(
+def _entries_of_model_buffers_or_refuse_non_tensors(
     named_state: NamedState,
 ) -> Iterator[KeyShapeAndFlatTensor]:
     """Yield this rank's buffers: statistics of its own data, if training does not average them."""

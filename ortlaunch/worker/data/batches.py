@@ -287,11 +287,11 @@ class Batches:
             return self._bucket_sorted_sample_epochs_of_step(
                 first_number, batch_plan.global_samples
             )[offset : offset + batch_plan.micro_samples]
-        return self._unskipped_sample_epochs(
+        return self._sample_epochs_of_unskipped_numbers(
             range(first_number + offset, first_number + offset + batch_plan.micro_samples)
         )
 
-    def _unskipped_sample_epochs(self, sample_numbers: range) -> list[SampleEpoch]:
+    def _sample_epochs_of_unskipped_numbers(self, sample_numbers: range) -> list[SampleEpoch]:
         positions = [
             self.left_out.position_of_unskipped_sample(self._first_position, sample_number)
             for sample_number in sample_numbers
@@ -308,7 +308,7 @@ class Batches:
             self._first_position, first_sample_number
         )
         if self._sorted_step is None or self._sorted_step[0] != position:
-            sample_epochs = self._unskipped_sample_epochs(
+            sample_epochs = self._sample_epochs_of_unskipped_numbers(
                 range(first_sample_number, first_sample_number + sample_count)
             )
             padded: Any = self.samples

@@ -65,12 +65,12 @@ def read_texts_with_fraction_of_corpus_read(
             for topic_number, name in enumerate(sorted(topics), 1)
         )
         return
-    yield from texts_of_rows_with_fraction_of_corpus_read(
+    yield from non_empty_texts_of_rows_with_fraction_of_corpus_read(
         read_corpus_rows_up_to_limit(source), source, joins_lists
     )
 
 
-def texts_of_rows_with_fraction_of_corpus_read(
+def non_empty_texts_of_rows_with_fraction_of_corpus_read(
     corpus_rows: Iterable[Row], source: Corpus, joins_lists: bool = False
 ) -> Iterator[tuple[str, float]]:
     """Yield the texts of rows, each with its share.

@@ -146,9 +146,9 @@ class SentencePairs(MaskedSamples):
                     return segment
                 # Of equally long segments, the last one in the corpus.
                 best_segment = max(best_segment, segment, key=lambda it: (len(it), it.start))
-        return best_segment or self._segment_of_next_document(document, segment_tokens)
+        return best_segment or self._start_of_following_nonempty_document(document, segment_tokens)
 
-    def _segment_of_next_document(self, document: int, segment_tokens: int) -> range:
+    def _start_of_following_nonempty_document(self, document: int, segment_tokens: int) -> range:
         """Return a segment of the next document that has tokens.
 
         Needed where one document is nearly the whole corpus, so that every draw gave that one.

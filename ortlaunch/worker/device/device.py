@@ -11,7 +11,7 @@ from ortlaunch.base.errors import CheckpointError, InputError, MissingDependency
 from ortlaunch.base.json_types import Json
 from ortlaunch.ortmodule.tracing.import_repairs import restore_checkpoint_functions
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.worker.model.packing import split_documents_into_rows
+from ortlaunch.worker.model.packing import split_packed_documents_into_rows_or_copy_unpacked
 from ortlaunch.worker.onnx.onnx_model import graph_input_arrays
 from ortlaunch.worker.tensor_batch import TensorBatch
 
@@ -56,7 +56,7 @@ class Device:
         self.optimizer.set_learning_rate(learning_rate)
         loss = float(
             self._run_module_and_name_outputs(
-                self.module.train(), split_documents_into_rows(batch)
+                self.module.train(), split_packed_documents_into_rows_or_copy_unpacked(batch)
             )["loss"]
         )
         self.optimizer.step()

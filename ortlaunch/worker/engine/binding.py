@@ -66,7 +66,7 @@ class RankCoreBinding(NamedTuple):
         )
 
 
-def bind_process_and_set_thread_count(
+def bind_process_and_set_openmp_threads_unless_user_does(
     requested_binding: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]
 ) -> RankCoreBinding:
     """Bind this process and the threads that it will start, as `launch.binding` requires.

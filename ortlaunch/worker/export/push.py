@@ -23,7 +23,7 @@ def run(request: PushRequest) -> None:
     if not request.run:
         require_token_and_create_repository(request.repo)
     else:
-        commit_url = write_missing_model_card_and_upload_export(
+        commit_url = write_missing_model_card_and_upload_to_existing_repository(
             request.repo, RunDir(request.run), request.step, Path(request.folder)
         )
         print(f"pushed: {commit_url}")
@@ -64,7 +64,7 @@ def require_token_and_create_repository(repository: str) -> None:
         ) from None
 
 
-def write_missing_model_card_and_upload_export(
+def write_missing_model_card_and_upload_to_existing_repository(
     repository: str, run: RunDir, checkpoint_step: int, export_folder: Path
 ) -> str:
     """Write the model card, unless the export has one, and upload the export in one commit.

@@ -285,13 +285,16 @@ def _unwrap_compiled_layers_in_place(model: nn.Module) -> nn.Module:
     for part in list(model.modules()):
         layers = vars(part)["_modules"]
         layers.update(
-            {name: _inner_layer_compiled_in_place(layer) for name, layer in layers.items()}
+            {
+                name: _unwrap_compiled_layer_keeping_it_compiled(layer)
+                for name, layer in layers.items()
+            }
         )
-    unwrapped: nn.Module = _inner_layer_compiled_in_place(model)
+    unwrapped: nn.Module = _unwrap_compiled_layer_keeping_it_compiled(model)
     return unwrapped
 
 
-def _inner_layer_compiled_in_place(layer: Any) -> Any:
+def _unwrap_compiled_layer_keeping_it_compiled(layer: Any) -> Any:
     if type(layer).__name__ != "OptimizedModule":
         return layer
     inner = vars(layer)["_modules"]["_orig_mod"]

@@ -33,11 +33,13 @@ def batch_with_documents_in_rows_or_masked(
     # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
     if parameter is None:
-        return split_documents_into_rows(batch)
+        return split_packed_documents_into_rows_or_copy_unpacked(batch)
     return replace_document_ids_by_mask(batch, parameter.dtype, getattr(model, "config", None))
 
 
-def split_documents_into_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_packed_documents_into_rows_or_copy_unpacked(
+    batch: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
     """Return a packed batch with each document in a row of its own: (documents, longest).
 
     Any other batch is returned unchanged. The loss is the same, because neither the first token of

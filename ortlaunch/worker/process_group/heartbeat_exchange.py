@@ -33,7 +33,7 @@ def connect_supervisors_and_count_collectives(
         watchdog.shared_progress.meeting_point = meeting_point
     ended = threading.Event()
     threading.Thread(
-        target=_store_collective_count_every_second,
+        target=_write_started_collective_count_every_second,
         args=(watchdog.shared_progress, ended),
         daemon=True,
     ).start()
@@ -77,7 +77,7 @@ def _rank_0_heartbeat_address(group: DistributedContext, hosts: list[str]) -> st
     return "127.0.0.1" if one_host else own_address_reachable_by_hosts(hosts, os.environ)
 
 
-def _store_collective_count_every_second(
+def _write_started_collective_count_every_second(
     shared_progress: SharedProgress, has_ended: threading.Event
 ) -> None:
     """Record once a second the number of collectives that this rank has started, in all groups."""

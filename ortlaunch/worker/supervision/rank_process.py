@@ -112,14 +112,14 @@ class RankProcess:
                 self.handle_or_pass_on_signal(signal.SIGTERM)
             if time.monotonic() > self._next_check:
                 self._next_check = time.monotonic() + _CHECK_SECONDS
-                self._handle_requests_in_run_folder()
+                self._signal_rank_if_requested_or_run_is_ending()
             if time.monotonic() > self._deadline:
                 self.send_signal_unless_reaped(signal.SIGKILL)
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status if ended else None
         return self._status
 
-    def _handle_requests_in_run_folder(self) -> None:
+    def _signal_rank_if_requested_or_run_is_ending(self) -> None:
         """Act on requests and failures that other processes recorded in the run folder."""
         if self.first_signal is not None:
             if not self.was_ended_by_us and self._is_launcher_gone_or_run_ending():

@@ -145,7 +145,7 @@ class BadStepHandler:
                 passes_were_repeated=False,
             )
         if self.spikes and (
-            spike_reason := self.spikes.spike_reason_or_add_loss_to_window(mean_loss)
+            spike_reason := self.spikes.count_loss_and_get_spike_reason_or_none(mean_loss)
         ):
             samples = session.batches.sample_indices_of_step(step_index)
             message = (
@@ -252,7 +252,7 @@ class SpikeDetector:
         self.above = 0
         """Successive losses above the limit."""
 
-    def spike_reason_or_add_loss_to_window(self, mean_loss: float) -> str | None:
+    def count_loss_and_get_spike_reason_or_none(self, mean_loss: float) -> str | None:
         """Return why this loss is a spike, or None; a normal loss joins the window."""
         limit = self.spike.limit
         self.above = self.above + 1 if limit is not None and mean_loss > limit else 0

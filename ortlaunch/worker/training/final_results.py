@@ -62,7 +62,9 @@ def write_export_and_print_summary(
     group = session.group
     engine = session.engine
     lines = []
-    best_evaluation = _describe_best_and_load_if_exported(session, last_step, best_evaluations)
+    best_evaluation = _load_best_if_exported_and_return_its_record(
+        session, last_step, best_evaluations
+    )
     if engine.memory_use is not None:
         # Recorded before the export, because the export's own memory use must not count.
         memory_record = engine.memory_use.gather_memory_report(session.plan, group)
@@ -135,7 +137,7 @@ def _unchunk_loss_and_write_export(session: Session) -> None:
     )
 
 
-def _describe_best_and_load_if_exported(
+def _load_best_if_exported_and_return_its_record(
     session: Session, last_step: int, best_evaluations: best.BestEvaluations
 ) -> BestEvaluation | None:
     """Return the best evaluation if `keep_best` is set. With its `export`, load those weights."""

@@ -245,7 +245,9 @@ def test_the_run_record_keeps_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """environment.json has the variables of the shell and of launch.env."""
-    from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
+    from ortlaunch.resolve.prepare import (
+        set_aside_and_write_run_files_and_print_plan_unless_restart,
+    )
     from ortlaunch.run_folder.folder import RunDir
 
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
@@ -253,7 +255,7 @@ def test_the_run_record_keeps_the_variables(
     sections = {"engine": {"name": "ort"}, "launch": {"env": {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}}}
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     run = RunDir(tmp_path / "run")
-    set_aside_write_run_files_and_print_plan(
+    set_aside_and_write_run_files_and_print_plan_unless_restart(
         load_and_resolve_recipe(path, (), LaunchOptions(), os.environ), run
     )
     kept = json.loads(run.environment.read_text())["ortmodule_variables"]

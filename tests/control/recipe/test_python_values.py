@@ -12,7 +12,7 @@ import pytest
 
 import ortlaunch
 from ortlaunch.base.errors import RecipeError
-from ortlaunch.recipe.text.python_values import json_value_or_add_problem
+from ortlaunch.recipe.text.python_values import json_value_or_importable_name_or_add_problem
 from tests.makers import CUSTOM
 
 
@@ -41,7 +41,10 @@ class Rows:
 def test_values_with_a_form(value: Any, form: object) -> None:
     """Numbers and arrays of NumPy, sequences and paths are written as a file has them."""
     problems: list[str] = []
-    assert (json_value_or_add_problem(value, ("train",), problems), problems) == (form, [])
+    assert (
+        json_value_or_importable_name_or_add_problem(value, ("train",), problems),
+        problems,
+    ) == (form, [])
 
 
 def test_a_function_of_a_module_is_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,16 +55,22 @@ def test_a_function_of_a_module_is_its_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "own_data", module)
     problems: list[str] = []
     assert (
-        json_value_or_add_problem(module.make, ("data", "train", "factory"), problems)
+        json_value_or_importable_name_or_add_problem(
+            module.make, ("data", "train", "factory"), problems
+        )
         == "own_data:make"
     )
     assert (
-        json_value_or_add_problem(module.Data, ("data", "train", "factory"), problems)
+        json_value_or_importable_name_or_add_problem(
+            module.Data, ("data", "train", "factory"), problems
+        )
         == "own_data:Data"
     )
     assert not problems
     # `module:Data.make` is no name that a recipe can have.
-    json_value_or_add_problem(module.Data.make, ("data", "train", "factory"), problems)
+    json_value_or_importable_name_or_add_problem(
+        module.Data.make, ("data", "train", "factory"), problems
+    )
     assert problems
 
 

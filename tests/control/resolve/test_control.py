@@ -26,7 +26,7 @@ from ortlaunch.resolve.prepare import (
     difference_texts,
     read_earlier_or_else_given_recipe_or_none,
     refuse_foreign_folder_or_return_continuing_lines,
-    set_aside_write_run_files_and_print_plan,
+    set_aside_and_write_run_files_and_print_plan_unless_restart,
     write_run_files_and_clear_earlier_start,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, load_and_resolve_recipe
@@ -386,7 +386,7 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     write_text_atomically(run.rank_error_path(3), "{}")
     run.failure_printed.touch()
     run.store.touch()
-    set_aside_write_run_files_and_print_plan(
+    set_aside_and_write_run_files_and_print_plan_unless_restart(
         resolved(zero={"stage": 1}),
         run,
         run_beginning=RunBeginning(ChosenCheckpoint(None), AUTOMATIC_RESUME),
@@ -540,7 +540,9 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
         seen.append((RunDir("mine").ready / "launch").exists())
         return LaunchRequest(("worker",))
 
-    monkeypatch.setattr(rank_under_launcher, "set_aside_write_run_files_and_print_plan", prepare)
+    monkeypatch.setattr(
+        rank_under_launcher, "set_aside_and_write_run_files_and_print_plan_unless_restart", prepare
+    )
     monkeypatch.setattr(os, "execve", lambda *_: None)
     control.lock_folder_and_run_training(made, Path("mine"))
     assert seen == [False]

@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.base.errors import LaunchError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.make_plan import plan_with_batch_and_memory_of_recipe
+from ortlaunch.planning.make_plan import plan_with_batch_memory_and_deepspeed_of_recipe
 from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run import micro_size
 from ortlaunch.run.micro_size import (
@@ -124,7 +124,7 @@ def test_the_found_size_is_planned_and_written() -> None:
     made = auto(24, zero={"stage": 1})
     batch = made.batch.model_copy(update={"micro_size": 8})
     found = made.model_copy(update={"batch": batch})
-    again = plan_with_batch_and_memory_of_recipe(found, plan(made))
+    again = plan_with_batch_memory_and_deepspeed_of_recipe(found, plan(made))
     assert again == plan(found)
     assert again.batch.accumulation_steps == 3
     assert again.deepspeed is not None

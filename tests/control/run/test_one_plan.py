@@ -162,7 +162,8 @@ def test_a_launcher_that_cannot_start(ortlaunch: Counted, monkeypatch: pytest.Mo
     """A launcher that cannot start is refused before trials, checks of hosts, and any plan."""
     monkeypatch.setattr("ortlaunch.launch.mpi.require_mpirun_here_or_on_path", lambda: "mpirun")
     monkeypatch.setattr(
-        "ortlaunch.launch.mpi.mpi_family_by_running_mpirun_or_refuse", lambda mpirun: "Open MPI"
+        "ortlaunch.launch.mpi.open_mpi_or_mpich_by_running_mpirun_or_refuse",
+        lambda mpirun: "Open MPI",
     )
     with pytest.raises(
         PlanError, match=r"^--run-dir a,b: mpirun would read two host files at the comma"

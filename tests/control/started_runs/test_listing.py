@@ -16,7 +16,7 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import set_aside_write_run_files_and_print_plan
+from ortlaunch.resolve.prepare import set_aside_and_write_run_files_and_print_plan_unless_restart
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from ortlaunch.run_folder.cause_text import diagnosis_verdict_line
 from ortlaunch.run_folder.engine_report import EngineChoice
@@ -42,7 +42,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
         optimizer = {"name": "adamw", "learning_rate": 1.0 if name == "bad" else 0.1}
         Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, "optimizer": optimizer}))
         run = RunDir(tmp_path / "runs" / name)
-        set_aside_write_run_files_and_print_plan(
+        set_aside_and_write_run_files_and_print_plan_unless_restart(
             load_and_resolve_recipe(Path("recipe.yaml"), (), LaunchOptions(), os.environ), run
         )
         record = JobRecord.for_this_process("local", JobState.RUNNING)
@@ -147,7 +147,7 @@ def started(folder: Path, task: str = "train") -> RunDir:
     resolved_run = load_and_resolve_recipe(
         Path("recipe.yaml"), (), LaunchOptions(task=task), os.environ
     )
-    set_aside_write_run_files_and_print_plan(resolved_run, run)
+    set_aside_and_write_run_files_and_print_plan_unless_restart(resolved_run, run)
     record = JobRecord.for_this_process("local", JobState.RUNNING)
     record.copy_ended_now(JobState.SUCCEEDED, Verdict(0, "the end")).write(run)
     registry.register_run_or_print_error(run)

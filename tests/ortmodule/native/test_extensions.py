@@ -76,7 +76,7 @@ def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
     # Truncated: its seal has the old size.
     library.write_text("")
     assert extensions.missing_or_damaged_buildable_extension_names() == ["aten_op_executor"]
-    assert extensions.damaged_extension_descriptions() == [
+    assert extensions.descriptions_of_extensions_changed_since_build() == [
         f"{library}: has 0 bytes, and had {len('aten_op_executor')}"
     ]
     assert extensions.build_missing_extensions_under_lock_and_list_them() == ["aten_op_executor"]

@@ -14,7 +14,7 @@ from ortlaunch.worker.engine import binding
 from ortlaunch.worker.engine.binding import (
     Cpu,
     RankCoreBinding,
-    bind_process_and_set_thread_count,
+    bind_process_and_set_openmp_threads_unless_user_does,
     choose_cpus_of_rank,
     cpus_sorted_by_numa_node_and_core,
     format_cpu_list,
@@ -97,15 +97,15 @@ def test_threads_follow(cores: list[set[int]]) -> None:
     made = plan(recipe(), [host("a", 2)], "torchrun")
     # torchrun's value, not the user's.
     environ = {"OMP_NUM_THREADS": "1"}
-    assert bind_process_and_set_thread_count("core", made, rank, environ) == RankCoreBinding(
-        "core", "core", (2, 3), 2, None
-    )
+    assert bind_process_and_set_openmp_threads_unless_user_does(
+        "core", made, rank, environ
+    ) == RankCoreBinding("core", "core", (2, 3), 2, None)
     assert (environ, cores) == ({"OMP_NUM_THREADS": "2"}, [{2, 3}])
     for count in ("1", "3"):
         made = plan(recipe(launch={"env": {"OMP_NUM_THREADS": count}}), [host("a", 2)], "torchrun")
         if count == "1":
             assert (
-                bind_process_and_set_thread_count(
+                bind_process_and_set_openmp_threads_unless_user_does(
                     "core", made, rank, {"OMP_NUM_THREADS": "1"}
                 ).threads
                 == 1
@@ -115,7 +115,9 @@ def test_threads_follow(cores: list[set[int]]) -> None:
             LaunchError,
             match=r"^launch.binding is core, OMP_NUM_THREADS is 3, and a rank would have 2",
         ):
-            bind_process_and_set_thread_count("core", made, rank, {"OMP_NUM_THREADS": "3"})
+            bind_process_and_set_openmp_threads_unless_user_does(
+                "core", made, rank, {"OMP_NUM_THREADS": "3"}
+            )
     assert len(cores) == 2
 
 
@@ -123,7 +125,7 @@ def test_a_launcher_of_the_users_own_binds_or_does_not(cores: list[set[int]]) ->
     """The ranks of the user's own launcher are not bound."""
     # Its ranks may have their cores already, which must not be divided again.
     made = plan(recipe(), [host("a", 2)], "inside")
-    found = bind_process_and_set_thread_count("core", made, Rank(0, 2, 0, 2), {})
+    found = bind_process_and_set_openmp_threads_unless_user_does("core", made, Rank(0, 2, 0, 2), {})
     assert (found.used, "srun --cpu-bind" in (found.unbound_reason or ""), cores) == (
         "none",
         True,

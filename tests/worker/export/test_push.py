@@ -20,7 +20,7 @@ from ortlaunch.worker.export.export import write_transformers_or_peft_folder
 from ortlaunch.worker.export.model_card import build_model_card
 from ortlaunch.worker.export.push import (
     require_token_and_create_repository,
-    write_missing_model_card_and_upload_export,
+    write_missing_model_card_and_upload_to_existing_repository,
 )
 from tests.makers import bert, engine_report, onnxruntime
 from tests.worker.hub import Hub
@@ -80,7 +80,7 @@ def test_the_card(run: RunDir) -> None:
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """An upload creates a private repository with export and card, and never prints the token."""
     require_token_and_create_repository("me/model")
-    said = write_missing_model_card_and_upload_export(
+    said = write_missing_model_card_and_upload_to_existing_repository(
         "me/model", run, 4, run.export_folder(4, "huggingface")
     )
     assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
@@ -146,7 +146,7 @@ def adapters(folder: Path) -> None:
 def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
     """The card of adapters is the run's, not peft's template, with the same metadata."""
     adapters(run.export_folder(9, "huggingface"))
-    write_missing_model_card_and_upload_export(
+    write_missing_model_card_and_upload_to_existing_repository(
         "me/model", run, 9, run.export_folder(9, "huggingface")
     )
     card = ModelCard(hub.files["README.md"].decode())

@@ -295,25 +295,25 @@ def test_what_a_spike_is() -> None:
     """Noise, a falling loss, and losses before the window is full are no spikes."""
     falling = SpikeDetector(Spike(deviations=6.0, window=8))
     assert [
-        falling.spike_reason_or_add_loss_to_window(10.0 / (1 + i) + 0.01 * (i % 3))
+        falling.count_loss_and_get_spike_reason_or_none(10.0 / (1 + i) + 0.01 * (i % 3))
         for i in range(50)
     ] == [None] * 50
     fresh = SpikeDetector(Spike(deviations=6.0, window=8))
-    assert [fresh.spike_reason_or_add_loss_to_window(loss) for loss in (1.0, 100.0, 1.0)] == [
+    assert [fresh.count_loss_and_get_spike_reason_or_none(loss) for loss in (1.0, 100.0, 1.0)] == [
         None
     ] * 3
     flat = SpikeDetector(Spike(deviations=6.0, window=8))
-    assert [flat.spike_reason_or_add_loss_to_window(2.0) for _ in range(8)] == [None] * 8
+    assert [flat.count_loss_and_get_spike_reason_or_none(2.0) for _ in range(8)] == [None] * 8
     # The deviation is at least 1 % of the median.
-    assert flat.spike_reason_or_add_loss_to_window(2.1) is None
+    assert flat.count_loss_and_get_spike_reason_or_none(2.1) is None
     limited = SpikeDetector(Spike(deviations=None, limit=5.0, patience=2))
-    assert [limited.spike_reason_or_add_loss_to_window(loss) for loss in (6.0, 4.0, 6.0)] == [
+    assert [limited.count_loss_and_get_spike_reason_or_none(loss) for loss in (6.0, 4.0, 6.0)] == [
         None
     ] * 3
-    assert limited.spike_reason_or_add_loss_to_window(7.0) == (
+    assert limited.count_loss_and_get_spike_reason_or_none(7.0) == (
         "the loss is 7, and was above 5 for 2 steps (train.on_spike.limit)"
     )
-    assert flat.spike_reason_or_add_loss_to_window(2.2) == (
+    assert flat.count_loss_and_get_spike_reason_or_none(2.2) == (
         "the loss jumped to 2.2: the last 8 have median 2 and deviation 0.02, so that 2.12 is "
         "the most (train.on_spike)"
     )

@@ -17,7 +17,7 @@ from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.training import best_evaluation
 from ortlaunch.worker.training.final_results import (
-    _describe_best_and_load_if_exported,
+    _load_best_if_exported_and_return_its_record,
     write_export_and_print_summary,
 )
 from tests.makers import recipe
@@ -109,7 +109,7 @@ def test_the_last_checkpoint_as_the_best(tmp_path: Path, monkeypatch: pytest.Mon
         lambda s, old=training._load_newest_checkpoint_or_fresh_state: sessions.append(s) or old(s),
     )
     found = trained(tmp_path / "run", [8, 7, 6, 5, 4, 3, 2, 1], monkeypatch)
-    kept_best = _describe_best_and_load_if_exported(
+    kept_best = _load_best_if_exported_and_return_its_record(
         sessions[-1], found.state.step, found.state.best
     )
     assert kept_best == BestEvaluation("loss", 1, 8, exported=True)

@@ -28,7 +28,7 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.worker.data.corpus import texts_of_rows_with_fraction_of_corpus_read
+from ortlaunch.worker.data.corpus import non_empty_texts_of_rows_with_fraction_of_corpus_read
 from ortlaunch.worker.data.file_rows import DataError, NoRows, Row, read_file_rows
 from ortlaunch.worker.data.order import epoch_permutation
 from ortlaunch.worker.data.token_cache import (
@@ -329,7 +329,9 @@ def _token_ids_and_document_sizes_from(
     rows = _rows_printing_if_none(corpus, streamed.file_of_turn(first_position.turn))
     # Documents of earlier windows are read, and not tokenized again.
     texts = itertools.islice(
-        texts_of_rows_with_fraction_of_corpus_read(rows, corpus), first_position.document, None
+        non_empty_texts_of_rows_with_fraction_of_corpus_read(rows, corpus),
+        first_position.document,
+        None,
     )
     for encoded_chunk in encode_chunks_reading_ahead(
         chunks_of_limited_size(texts), streamed.encode
