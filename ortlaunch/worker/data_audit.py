@@ -153,6 +153,7 @@ def audit_training_and_evaluation_samples(
         chats = [item for item in sources if isinstance(item, ChatSamples)]
         findings = itertools.chain(
             _unlearned_chat_findings(chats),
+            _empty_text_findings(sources),
             _unknown_and_cut_token_findings(rows, length, bool(chats), data.tokenizer),
             _duplicate_findings(rows, data.tokenizer),
         )
@@ -230,6 +231,14 @@ def _unlearned_chat_findings(chats: Sequence[ChatSamples]) -> Iterator[AuditFind
     if unlearned := total - sum(len(chat_source.kept) for chat_source in chats):
         text = f"{unlearned:,} of {total:,} chats have no learned token"
         yield AuditFinding("no_answers", text, unlearned / total, total)
+
+
+def _empty_text_findings(sources: Sequence[Any]) -> Iterator[AuditFinding]:
+    for source in sources:
+        count, location = source.empty if isinstance(source, LabelledTexts) else (0, "")
+        if count:
+            text = f"{location}: the text is empty ({count:,} of {len(source):,} are)"
+            yield AuditFinding("empty_texts", text)
 
 
 def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> Iterator[AuditRow]:

@@ -134,6 +134,7 @@ LONG = [chat(text(60)) for _ in range(30)]
         ([*CHATS, *CHATS[:3]], {}, {"duplicates"}),
         (LABELLED, {}, set()),
         ([*LABELLED, LABELLED[0]], {}, {"duplicates"}),
+        ([*LABELLED, {"text": " ", "label": "torch"}], {}, {"empty_texts"}),
         (LABELLED, {"sequence_length": 8}, {"cut_rows"}),
     ],
 )  # fmt: skip

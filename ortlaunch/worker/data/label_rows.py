@@ -59,6 +59,8 @@ class SourceSummary:
     """The largest integer label, and its location."""
     names: list[tuple[str, ...]] = field(default_factory=list)
     """Class names of integer labels; the names of several files may differ."""
+    empty: tuple[int, str] = (0, "")
+    """Number of rows without text, and the location of the first."""
 
     def encode_label_and_count_class(self, label_or_target: Any, row_location: str) -> list[int]:
         """Return the stored form of a label, and count the label.
@@ -114,6 +116,8 @@ def labelled_rows_filling_summary(
         names = row.names.get(source.label_column)
         if names and names not in summary.names:
             summary.names.append(names)
+        if not (text.strip() if isinstance(text, str) else text):
+            summary.empty = summary.empty[0] + 1, summary.empty[1] or row.location
         yield LabelledRow(
             text,
             [

@@ -104,6 +104,7 @@ class LabelledTexts:
         # The largest integer label, and its location.
         self.largest: tuple[int, str] = tuple(summary["largest"])
         # The number of rows without text, and the location of the first.
+        self.empty: tuple[int, str] = tuple(summary["empty"])
         # Class names of integer labels.
         self.names = [tuple(names) for names in summary["names"]]
 
