@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ortlaunch.base.cause import Cause, Failure
+from ortlaunch.base.errors import DamagedFile
 from ortlaunch.diagnose.memory import memory_table_and_smaller_setting_lines
 from ortlaunch.diagnose.run_end import (
     verdict_on_end_of_launcher,
@@ -64,16 +65,23 @@ def add_cause_explanation_and_advice(run: RunDir, verdict: Verdict) -> Verdict:
             Cause.UNKNOWN,
             f"the run ended with status {verdict.exit_status} and without an error record",
         )
-    verdict = replace(verdict, failure=_name_source_of_bad_gradient(run, failure))
-    if verdict.is_failure:
-        verdict = _add_explanation(verdict, record)
-    return replace(
-        verdict,
-        advice=_advice_for_run(run, verdict.failure or failure),
-        memory_table=tuple(memory_table_and_smaller_setting_lines(run, record))
-        if verdict.cause is Cause.OUT_OF_MEMORY
-        else (),
-    )
+    verdict = replace(verdict, failure=failure)
+    # A damaged recipe or plan takes the advice that reads it, not the verdict.
+    try:
+        failure = _name_source_of_bad_gradient(run, failure)
+        verdict = replace(verdict, failure=failure)
+        verdict = replace(
+            verdict,
+            advice=_advice_for_run(run, failure),
+            memory_table=tuple(memory_table_and_smaller_setting_lines(run, record))
+            if verdict.cause is Cause.OUT_OF_MEMORY
+            else (),
+        )
+    except DamagedFile as error:
+        verdict = replace(verdict, advice=advice_for_failure(failure)).with_note(
+            f"without the advice that reads it: {error}"
+        )
+    return _add_explanation(verdict, record) if verdict.is_failure else verdict
 
 
 def _causing_error_record_or_none(run: RunDir, verdict: Verdict) -> ErrorRecord | None:

@@ -38,12 +38,7 @@ def verdict_on_end_of_launcher(
 ) -> Verdict:
     """Return the verdict on a run whose launcher exited with `launcher_status`; the first case that fits counts.
 
-    Args:
-        user_signal: the signal that the user sent to the command, if any.
-        launcher_signal: the signal that ended the launcher itself, if any.
-        oom_kills: processes of this control group that the kernel's out-of-memory killer ended
-            during the run; None if unknown.
-        rank0_output_was_shown: whether rank 0's output went to the terminal, so that its end is not printed again.
+    The arguments are those of `conclude_run`.
     """
     unrequested = user_signal is None and not run.stop_request.exists()
     if run.stopped.exists():

@@ -34,7 +34,7 @@ from ortlaunch.started_runs import cancel as cancelling
 from ortlaunch.started_runs import logs, registry, requests
 from ortlaunch.started_runs.cancel import cancel_run_and_wait_for_its_end
 from ortlaunch.started_runs.status import poll_status_until_run_end, read_status
-from tests.makers import CUSTOM, host, plan, recipe
+from tests.makers import CUSTOM, bert, host, plan, recipe
 
 # A command that takes over a folder and its job, and may have a rank. The file `here` reports that
 # it is ready.
@@ -241,6 +241,38 @@ def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) 
         assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
         assert found.job.verdict is not None
         assert found.job.verdict.message.startswith("rank 1 failed" if status == 7 else gone)
+
+
+@pytest.mark.parametrize(
+    ("cause", "damaged"),
+    [
+        ("not-finite", "recipe.yaml"),
+        ("gradient-not-finite", "recipe.yaml"),
+        ("out-of-memory", "recipe.yaml"),
+        ("out-of-memory", "plan.json"),
+    ],
+)
+def test_a_damaged_file_takes_no_verdict_away(cause: str, damaged: str, run: RunDir) -> None:
+    """The advice reads recipe and plan; without them the run has still failed, and says why."""
+    write_text_atomically(run.plan, plan(bert(), [host("a", 2)], "torchrun").to_json())
+    with command(run) as process:
+        process.kill()
+        process.wait()
+        record = {
+            "rank": 1,
+            "type": "X",
+            "cause": cause,
+            "detail": "why",
+            "exit_status": 7,
+            "time": 1,
+        }
+        write_json_atomically(run.rank_error_path(1), {**record, "summary": "rank 1 failed"})
+        (run.path / damaged).write_text("name: [broken\n")
+        found = read_status(run)
+        assert (found.state, found.job.exit_status) == (JobState.FAILED, 7)
+        assert found.job.verdict is not None
+        assert "why" in found.job.verdict.explanation
+        assert damaged in found.job.verdict.notes[-1]
 
 
 def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
