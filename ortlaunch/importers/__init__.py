@@ -174,7 +174,7 @@ def convert_config_to_recipe(
         re.sub(r"[^A-Za-z0-9._-]+", "-", config_path.stem).strip("-._") or "imported",
         "the file's name",
     )
-    draft.set_assumed_values()
+    draft.set_defaults_that_config_leaves_out()
     recipe_values = _check_overridden_recipe_and_return_values(
         _merge_draft_over_base_without_exclusive_keys(base_tree, draft),
         overrides,

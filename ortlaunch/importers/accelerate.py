@@ -25,7 +25,7 @@ def convert_accelerate_config(draft: Draft) -> None:
 
 def _processes_per_node(key: ConfigKey) -> Rule:
     machine_count = max(1, int(number_or_none(key.sibling("num_machines")) or 1))
-    return put("launch.processes_per_node", max(1, int(key.number or 1) // machine_count))
+    return put("launch.processes_per_node", max(1, int(key.numeric_value or 1) // machine_count))
 
 
 def _unless_none(outcome: Outcome) -> Rule:
@@ -39,7 +39,7 @@ _RULES: Rules = {
     "num_processes": _processes_per_node,
     "deepspeed_config": {
         "zero_stage": lambda key: (
-            sharding.zero_stage_rule(int(key.number or 0), key.path),
+            sharding.zero_stage_rule(int(key.numeric_value or 0), key.path),
             needless("zero.stage has it"),
         ),
         "offload_optimizer_device": _unless_none(put("zero.offload.optimizer")),

@@ -140,7 +140,7 @@ def _pretrained_model_and_tokenizer(key: ConfigKey) -> Rule:
     )
 
 
-def _rslora(key: ConfigKey) -> Rule | None:
+def _rslora_rule(key: ConfigKey) -> Rule | None:
     # It divides alpha by the root of the rank, peft's usual scale by the rank.
     alpha, rank = (number_or_none(key.sibling(name)) or 8 for name in ("lora_alpha", "lora_r"))
     alpha_rule = put("model.lora.alpha", round(alpha * math.sqrt(rank), 6))
@@ -199,14 +199,19 @@ def _rule_for_train_or_test_data_sets(key: ConfigKey) -> Rule:
         item_keys = [
             key._replace(path=f"{key.path}[{index}]", node=node) for index, node in enumerate(nodes)
         ]
-        sources = [{"source": _source(item_key), "weight": 1.0} for item_key in item_keys]
+        sources = [
+            {"source": _data_source_reporting_lost_settings(item_key), "weight": 1.0}
+            for item_key in item_keys
+        ]
         share_remark = "each has the same share of the samples; Axolotl puts them one after another"
         return put("data.train", sources, share_remark)
     for index, node in enumerate(nodes[1:], 1):
         other_key = key._replace(path=f"{key.path}[{index}]", node=node)
         apply_rule_and_tell_if_converted(other_key, drop("data.evaluation is one corpus"))
     recipe_part = "evaluation" if key.path == "test_datasets" else "train"
-    return put(f"data.{recipe_part}", _source(key._replace(node=nodes[0])))
+    return put(
+        f"data.{recipe_part}", _data_source_reporting_lost_settings(key._replace(node=nodes[0]))
+    )
 
 
 def _add_chat_template_of_all_sets(draft: Draft) -> None:
@@ -223,7 +228,7 @@ def _set_nodes(sets_node: Tree) -> list[Tree]:
     return [*sets_node.children.values()] if sets_node.node_type == "list" else [sets_node]
 
 
-def _source(key: ConfigKey) -> Json:
+def _data_source_reporting_lost_settings(key: ConfigKey) -> Json:
     """Return a data source from its path and type; settings without a counterpart are reported."""
     if key.node.node_type != "mapping":
         node = Tree(key.node.location, node_type="mapping", children={"path": key.node})
@@ -304,7 +309,7 @@ def _prompt_values(settings: Json) -> Json:
     }
 
 
-def _roles(settings: Json) -> dict[str, str]:
+def _ortlaunch_role_by_name(settings: Json) -> dict[str, str]:
     configured_roles = settings.get("roles") or {}
     return {name: role for role, names in configured_roles.items() for name in names} or _ROLES
 
@@ -312,7 +317,7 @@ def _roles(settings: Json) -> dict[str, str]:
 def _chat_values(key: ConfigKey, chat_type: str) -> Json:
     """Return the fields of a data set of chats."""
     settings = key.value
-    roles = {name: role for name, role in _roles(settings).items() if name != role}
+    roles = {name: role for name, role in _ortlaunch_role_by_name(settings).items() if name != role}
     key_fields = {"role_key": "from", "content_key": "value"} if chat_type == "sharegpt" else {}
     return {
         "messages_column": _CHAT_TYPES[chat_type],
@@ -323,7 +328,7 @@ def _chat_values(key: ConfigKey, chat_type: str) -> Json:
 
 
 def _roles_to_train(key: ConfigKey) -> Rule:
-    roles = _roles({"roles": key.sibling("roles")})
+    roles = _ortlaunch_role_by_name({"roles": key.sibling("roles")})
     return () if {roles.get(name, name) for name in key.items} == {"assistant"} else NO_COUNTERPART
 
 
@@ -350,7 +355,7 @@ def _train_on_end(key: ConfigKey) -> Rule:
     return needless(reason) if (key.value == "turn") is counts else report_change(reason)
 
 
-def _tokens(key: ConfigKey) -> Rule:
+def _special_tokens_rule(key: ConfigKey) -> Rule:
     """Convert special tokens, and further tokens of the vocabulary."""
     # An older form of `tokens` is a mapping, as `special_tokens`.
     if key.node.node_type != "mapping":
@@ -481,7 +486,7 @@ _RULES: Rules = {
         put("model.lora.target_parameters"),
         assume("engine.name", "eager", "lora_target_parameters requires it"),
     ),
-    "peft_use_rslora": _rslora,
+    "peft_use_rslora": _rslora_rule,
     "lora_r": put("model.lora.r"),
     "lora_alpha": lambda key: (
         needless("model.lora.alpha has it")
@@ -512,8 +517,8 @@ _RULES: Rules = {
         (_names_own_family, report_change(_OTHER_TEMPLATE)),
         otherwise=drop(_OTHER_TEMPLATE),
     ),
-    "special_tokens": _tokens,
-    "tokens": _tokens,
+    "special_tokens": _special_tokens_rule,
+    "tokens": _special_tokens_rule,
     "eot_tokens": needless(
         "the end mark that the chat template writes after an answer counts with the answer"
     ),
@@ -578,7 +583,7 @@ _RULES: Rules = {
             sharding.zero_stage_rule(3, "by dp_shard_size"),
             report_change("zero.stage; weights are sharded over all ranks"),
         )
-        if (key.number or 0) > 1
+        if (key.numeric_value or 0) > 1
         else needless("1 stands for none")
     ),
     "activation_offloading": trainer.offload_activations,
@@ -598,13 +603,18 @@ _RULES: Rules = {
     "bfloat16": put("precision", "bf16", "weights and optimizer state are in 32 bits"),
     "batch_size": lambda key: put(
         "batch.accumulation_steps",
-        max(1, int((key.number or 1) // (number_or_none(key.sibling("micro_batch_size")) or 1))),
+        max(
+            1,
+            int((key.numeric_value or 1) // (number_or_none(key.sibling("micro_batch_size")) or 1)),
+        ),
     ),
     "optimizer": trainer.optimizer_name,
     "cosine_min_lr_ratio": lambda key: (
-        put("schedule.name", "constant") if key.number == 1 else None
+        put("schedule.name", "constant") if key.numeric_value == 1 else None
     ),
-    "cosine_constant_lr_ratio": lambda key: None if key.number else needless("0 stands for none"),
+    "cosine_constant_lr_ratio": lambda key: (
+        None if key.numeric_value else needless("0 stands for none")
+    ),
     "lr_quadratic_warmup": put("schedule.warmup_power", 2.0),
     "lr_scheduler": lambda key: (
         needless("a cosine down to the same rate is constant")

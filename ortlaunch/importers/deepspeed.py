@@ -141,7 +141,7 @@ def _schedule_type(key: ConfigKey) -> Rule:
     return (name_rule, assume("schedule.warmup_steps", 1000, "DeepSpeed's default"))
 
 
-def _precision(precision_name: str, key: ConfigKey) -> Rule:
+def _precision_rule(precision_name: str, key: ConfigKey) -> Rule:
     """Convert a precision's section: whether it is used, and the loss scaling."""
     enabled = key.child("enabled")
     is_left_to_trainer = enabled == "auto"
@@ -249,9 +249,9 @@ _TOP_LEVEL_RULES: Rules = {
         ("tensor_parallel", "pipeline"), drop(f"no counterpart; nearest: {NO_MODEL_PARALLELISM}")
     ),
     "steps_per_print": needless("it is of DeepSpeed's own lines"),
-    "fp16": partial(_precision, "fp16"),
-    "bf16": partial(_precision, "bf16"),
-    "bfloat16": partial(_precision, "bf16"),
+    "fp16": partial(_precision_rule, "fp16"),
+    "bf16": partial(_precision_rule, "bf16"),
+    "bfloat16": partial(_precision_rule, "bf16"),
     "train_batch_size": _unless_zero(put("batch.global_size")),
     "train_micro_batch_size_per_gpu": _unless_zero(put("batch.micro_size")),
     # Two of them decide the third, and a recipe with all three could contradict itself.

@@ -151,7 +151,7 @@ class Draft:
         """Set a key at the end, unless the config sets it."""
         self._assumed_values.append((recipe_key, recipe_value, reason))
 
-    def set_assumed_values(self) -> None:
+    def set_defaults_that_config_leaves_out(self) -> None:
         """Set the defaults of those keys that the config does not set."""
         if self.expected_recipe_value_or_none("precision") == "bf16":
             self.assume_default(*_ENGINE_FOR_BF16)

@@ -55,14 +55,14 @@ def _step_count_or_none(key: ConfigKey, value: float | None) -> int | None:
 
 
 def _steps_or_share(interval: _Interval, key: ConfigKey) -> Rule:
-    step_count = _step_count_or_none(key, key.number)
-    is_share = key.number is not None and key.number < 1 and step_count is None
+    step_count = _step_count_or_none(key, key.numeric_value)
+    is_share = key.numeric_value is not None and key.numeric_value < 1 and step_count is None
     for recipe_key in filter(None, interval):
         if key.is_set(recipe_key):
             return drop(f"{recipe_key} is set by another key already")
-    if is_share and interval.epochs and key.number:
+    if is_share and interval.epochs and key.numeric_value:
         # A share of the whole training, whose length is in epochs.
-        return put(interval.epochs, round(key.number * _training_epochs(key), 9))
+        return put(interval.epochs, round(key.numeric_value * _training_epochs(key), 9))
     if is_share:
         return drop(f"below 1 it is a share of max_steps; give {interval.steps}")
     is_own_value = isinstance(key.value, int) or step_count is None
@@ -78,8 +78,8 @@ def _training_epochs(key: ConfigKey) -> float:
 def _times_per_epoch(recipe_key: str) -> Rule:
     """Return the rule of Axolotl's number of times in an epoch; 0 stands for none given."""
     return lambda key: (
-        put(recipe_key, 1 / key.number)
-        if key.number
+        put(recipe_key, 1 / key.numeric_value)
+        if key.numeric_value
         else needless("0 stands for no number of times")
     )
 
@@ -88,7 +88,7 @@ def _has_evaluation(key: ConfigKey) -> bool:
     return key.recipe_value("data.evaluation") is not None
 
 
-def _strategy(key: ConfigKey) -> str:
+def _interval_strategy(key: ConfigKey) -> str:
     """Return when Trainer evaluates; "" if the config does not say it."""
     # transformers 4.41 renamed it to eval_strategy. YAML reads an unquoted `no` as false.
     name = "evaluation_strategy" if "evaluation_strategy" in key.siblings else "eval_strategy"
@@ -97,11 +97,11 @@ def _strategy(key: ConfigKey) -> str:
 
 
 def _is_no_strategy(key: ConfigKey) -> bool:
-    return _strategy(key) == "no"
+    return _interval_strategy(key) == "no"
 
 
 def _is_epoch_strategy(key: ConfigKey) -> bool:
-    return _strategy(key) == "epoch"
+    return _interval_strategy(key) == "epoch"
 
 
 def _if_evaluated(rule: Rule) -> Rule:

@@ -46,7 +46,7 @@ def _renamed_key(key: ConfigKey) -> Rule:
     recipe_key = (*meanings, path_by_unambiguous_field_name().get(word, ""))[0]
     if recipe_key.startswith(_NOT_NEEDED_PREFIX):
         return needless(recipe_key.removeprefix(_NOT_NEEDED_PREFIX))
-    if recipe_key == NO_MODEL_PARALLELISM and key.number == 1:
+    if recipe_key == NO_MODEL_PARALLELISM and key.numeric_value == 1:
         return needless("1 stands for none")
     if not is_recipe_key(recipe_key):
         return drop(f"no counterpart; nearest: {recipe_key}") if recipe_key else NO_COUNTERPART

@@ -129,14 +129,14 @@ class ConfigKey(NamedTuple):
         return self.value if isinstance(self.value, list) else [self.value]
 
     @property
-    def number(self) -> float | None:
+    def numeric_value(self) -> float | None:
         """The value if it is a number."""
         return number_or_none(self.value)
 
     @property
     def whole_number(self) -> object:
         """The value, as an int where it is a whole number."""
-        is_whole = self.number is not None and self.number == int(self.number)
+        is_whole = self.numeric_value is not None and self.numeric_value == int(self.numeric_value)
         return int(self.value) if is_whole else self.value
 
     def is_set(self, recipe_key: str) -> bool:

@@ -45,9 +45,12 @@ def _zero_stage_of_fsdp(key: ConfigKey) -> int:
     return next((_STAGES[word.upper()] for word in words if word.upper() in _STAGES), 3)
 
 
-def _fsdp(key: ConfigKey) -> Rule:
+def _fsdp_rule(key: ConfigKey) -> Rule:
     zero_stage = _zero_stage_of_fsdp(key)
-    rules = [zero_stage_rule(zero_stage, "FSDP's strategy"), report_change(_remark(zero_stage))]
+    rules = [
+        zero_stage_rule(zero_stage, "FSDP's strategy"),
+        report_change(_zero_stage_remark(zero_stage)),
+    ]
     if "offload" in _fsdp_words(key) or _fsdp_settings(key).get("offload_params"):
         tensors = ("optimizer", "parameters") if zero_stage == 3 else ("optimizer",)
         rules += [
@@ -61,19 +64,21 @@ def _fsdp(key: ConfigKey) -> Rule:
 def _fsdp_detail(key: ConfigKey) -> Rule:
     has_fsdp = key.sibling("fsdp") or key.sibling("fsdp_config")
     return needless(
-        _remark(_zero_stage_of_fsdp(key)) if has_fsdp else "of no effect there: there is no fsdp"
+        _zero_stage_remark(_zero_stage_of_fsdp(key))
+        if has_fsdp
+        else "of no effect there: there is no fsdp"
     )
 
 
-def _remark(zero_stage: int) -> str:
+def _zero_stage_remark(zero_stage: int) -> str:
     reason = "DeepSpeed's ZeRO shards instead of FSDP, which needs no list of layers"
     return f"zero.stage: {zero_stage}; {reason}"
 
 
 # The keys of FSDP, of Trainer, Axolotl and accelerate.
 FSDP_RULES: Rules = {
-    "fsdp": _fsdp,
-    "fsdp_config": _fsdp,
+    "fsdp": _fsdp_rule,
+    "fsdp_config": _fsdp_rule,
     "fsdp_version": _fsdp_detail,
     "fsdp_transformer_layer_cls_to_wrap": _fsdp_detail,
 }

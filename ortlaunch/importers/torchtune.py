@@ -217,7 +217,8 @@ _RULES: Rules = {
     **trainer.RUN_NAME_RULES,
     "batch_size": put("batch.micro_size"),
     "max_steps_per_epoch": lambda key: put(
-        "train.max_steps", int((key.number or 1) * (number_or_none(key.sibling("epochs")) or 1))
+        "train.max_steps",
+        int((key.numeric_value or 1) * (number_or_none(key.sibling("epochs")) or 1)),
     ),
     "epochs": lambda key: (
         needless("train.max_steps has it")

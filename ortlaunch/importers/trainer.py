@@ -175,11 +175,11 @@ def _data_file(recipe_part: str, key: ConfigKey) -> Rule:
 
 def held_out_data(key: ConfigKey, whole_data_value: int = 1) -> Rule:
     """Convert held out training data; below `whole_data_value` it is a share."""
-    if not key.number:
+    if not key.numeric_value:
         return needless("nothing is held out by itself")
-    is_share = key.number < whole_data_value
-    share = {"share": key.number / whole_data_value}
-    return put("data.evaluation", share if is_share else {"samples": round(key.number)})
+    is_share = key.numeric_value < whole_data_value
+    share = {"share": key.numeric_value / whole_data_value}
+    return put("data.evaluation", share if is_share else {"samples": round(key.numeric_value)})
 
 
 def optimizer_name(key: ConfigKey) -> Rule:
@@ -206,7 +206,7 @@ def _lora_plus_groups(key: ConfigKey) -> Rule | None:
     rate = _learning_rate(key)
     if not rate:
         return None
-    group = {"match": "*lora_B*", "learning_rate": rate * (key.number or 1)}
+    group = {"match": "*lora_B*", "learning_rate": rate * (key.numeric_value or 1)}
     return put("optimizer.groups", [group])
 
 
@@ -246,7 +246,7 @@ def _minimum_learning_rate(key: ConfigKey) -> Rule:
     )
 
 
-def _precision(key: ConfigKey) -> Rule:
+def _precision_rule(key: ConfigKey) -> Rule:
     # In the other tool `auto` uses bf16 if the hardware has it.
     return put(
         "precision",
@@ -274,7 +274,7 @@ def _run_name(key: ConfigKey) -> Rule:
     return put("name", valid_name, "the run's folder is given by --run-dir" if is_folder else "")
 
 
-def _trackers(key: ConfigKey) -> Rule:
+def _trackers_rule(key: ConfigKey) -> Rule:
     known_names = [name for name in key.items if name in ("tensorboard", "wandb", "mlflow")]
     other_names = [str(name) for name in key.items if name not in (*known_names, "none")]
     if known_names:
@@ -325,10 +325,10 @@ _SHARED_RULES: Rules = {
     ),
     # As in Trainer, steps take precedence over a ratio, and steps below 1 are a ratio.
     "warmup_steps": first_of(
-        (lambda key: key.number == 0, needless("there is none by itself")),
+        (lambda key: key.numeric_value == 0, needless("there is none by itself")),
         (_has_constant_schedule, _NO_WARMUP),
-        (lambda key: (key.number or 1) < 1, put("schedule.warmup_ratio")),
-        (lambda key: key.number, lambda key: put("schedule.warmup_steps", key.whole_number)),
+        (lambda key: (key.numeric_value or 1) < 1, put("schedule.warmup_ratio")),
+        (lambda key: key.numeric_value, lambda key: put("schedule.warmup_steps", key.whole_number)),
         otherwise=put("schedule.warmup_steps"),
     ),
     "warmup_ratio": first_of(
@@ -341,8 +341,8 @@ _SHARED_RULES: Rules = {
     ),
     "lr_scheduler_type": schedule_name,
     "lr_scheduler_kwargs": _minimum_learning_rate,
-    "bf16": _precision,
-    "fp16": _precision,
+    "bf16": _precision_rule,
+    "fp16": _precision_rule,
     # It affects only float32 matmuls, so not a training in bf16 or fp16.
     "tf32": first_of(
         (
@@ -352,7 +352,9 @@ _SHARED_RULES: Rules = {
         otherwise=put("engine.matmul_precision", "high"),
     ),
     # 0 turns clipping off.
-    "max_grad_norm": lambda key: put("train.max_grad_norm", None) if key.number == 0 else None,
+    "max_grad_norm": lambda key: (
+        put("train.max_grad_norm", None) if key.numeric_value == 0 else None
+    ),
     # With a name, such as Axolotl's `unsloth` and `offload`.
     "gradient_checkpointing": first_of(
         (
@@ -387,7 +389,7 @@ _SHARED_RULES: Rules = {
     "use_cpu": put("launch.device", "cpu"),
     "no_cuda": put("launch.device", "cpu"),
     **RUN_NAME_RULES,
-    "report_to": _trackers,
+    "report_to": _trackers_rule,
     **intervals.RULES,
     "log_level": needless("it is of Trainer's own lines; engine.log_level is of ONNX Runtime's"),
     "deepspeed": deepspeed.deepspeed_file_or_mapping,

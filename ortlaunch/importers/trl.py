@@ -57,7 +57,7 @@ def _column_fields(key: ConfigKey) -> Json:
     return {"messages_column": "messages", **loss_fields}
 
 
-def _mixture(key: ConfigKey) -> Rule:
+def _dataset_mixture_rule(key: ConfigKey) -> Rule:
     """Convert a mixture of data sets of the hub, of which TRL takes all rows, or a part of them."""
     parts = key.child("datasets") if isinstance(key.value, dict) else key.items
     sets = [part for part in parts if isinstance(part, dict)]
@@ -116,7 +116,7 @@ _RULES: Rules = {
         EvenIfEmpty(refuse("of TRL's trainers SFTTrainer alone is known here")),
     ),
     "chat_template": put("data.chat_template"),
-    "dataset_mixture": _mixture,
+    "dataset_mixture": _dataset_mixture_rule,
     "dataset_name": _hub_data_set,
     "dataset_config": _PART_OF_SOURCE,
     "dataset_train_split": _PART_OF_SOURCE,
