@@ -41,7 +41,7 @@ coverage: $(INSTALLED)
 # The most telling slow tests and those of the lab, of which most of the time is waits: a worker more pays.
 # Some need packages that are not installed before: peft imports bitsandbytes in every run where it finds it, in 2 seconds.
 test-ci: $(INSTALLED)
-	$(PIP_INSTALL) --editable ".[$(EXTRAS),bitsandbytes,stream]"
+	$(PIP_INSTALL) --editable ./ortmodule --editable ".[$(EXTRAS),bitsandbytes,stream]"
 	@test -x build/moto/bin/moto_server || { $(BIN)/python -m venv --without-pip build/moto && \
 	    $(BIN)/python -m pip --python build/moto/bin/python install --quiet --no-compile "moto[server]>=5,<6"; }
 	@test -d build/onnxruntime-web/package/dist || ! command -v npm > /dev/null || { mkdir -p build/onnxruntime-web && \
@@ -55,7 +55,7 @@ test-slow: $(INSTALLED)
 # On hosts of their own with ssh and Slurm (tests/cluster/lab.py): takes root and Debian's packages of .ci/run.
 test-cluster: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "lab and not nightly" \
-	    $$(grep -rl "mark.lab" tests --include 'test_*.py')
+	    $$(grep -rl "mark.lab" tests ortmodule/tests --include 'test_*.py')
 
 # A shell on the login node of such a cluster; exit ends it.
 lab: $(INSTALLED)
@@ -73,6 +73,7 @@ check-types: $(INSTALLED)
 check-words: $(INSTALLED)
 	$(BIN)/python tools/plain_words.py
 	$(BIN)/python tools/names.py
+	$(BIN)/python tools/names.py ortmodule/src/ortmodule
 	$(BIN)/python -m pytest -q tests/control/test_imports.py tests/control/test_types.py
 
 # The site of docs/, in build/site; a dead link is an error. In an environment of its own, for no run needs it.
@@ -93,7 +94,7 @@ matrix:
 # Repairs left out one by one; whole runs that are stopped, killed and resumed in every way. It goes on where it was stopped:
 # nightly-proof/page.md.
 nightly: $(INSTALLED)
-	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/ortmodule tests/e2e tests/launch \
+	$(BIN)/python -m pytest -m nightly --page nightly-proof ortmodule/tests tests/e2e tests/launch \
 	    tests/cluster tests/worker/data $(PROOF)
 
 # Which layers and models train on engine ort as in eager: zoo-proof/page.md, the next docs/models.md.
@@ -108,7 +109,7 @@ gpu: $(INSTALLED)
 
 AT_ONCE ?= 4
 GPU = $(BIN)/python -m pytest -m gpu --page gpu-proof --minutes 240 $(PROOF) tests/gpu \
-	$$(grep -rl "mark.gpu" tests --include 'test_*.py' | grep -v ^tests/gpu/)
+	$$(grep -rl "mark.gpu" tests ortmodule/tests --include 'test_*.py' | grep -v ^tests/gpu/)
 
 # What a machine with a GPU and without a package registry needs to be given.
 gpu-wheels: $(INSTALLED)
@@ -116,12 +117,12 @@ gpu-wheels: $(INSTALLED)
 
 # Python 3.11's own pip takes three times as long for its choice of versions. Modules are compiled by whoever imports
 # them first, because more than half of them never are.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): pyproject.toml ortmodule/pyproject.toml $(CONSTRAINTS)
 	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || { "$$python" -m venv $(VENV) && \
 	    $(BIN)/python -m pip install --quiet --no-compile --upgrade "pip<27"; }; }
 	@echo "Installing into $(VENV): about 150 packages and 2 GB, which takes a minute or more; pip prints problems only."
 	$(if $(TORCH_INDEX),index=$$($(BIN)/python tools/torch-index $(TORCH_INDEX)) && $(PIP_INSTALL) --no-deps torch $$index)
-	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
+	$(PIP_INSTALL) --editable ./ortmodule --editable ".[$(EXTRAS)]"
 	$(BIN)/ortlaunch setup
 	@touch $@
 

@@ -443,9 +443,9 @@ def minilm_head(engine: str, chunked: bool) -> Step:
     import torch
     import transformers
 
-    from ortlaunch.ortmodule import ORTModule, Settings
     from ortlaunch.worker.model.chunked_head import ChunkedHead
     from ortlaunch.worker.model.model import LossModule
+    from ortmodule import ORTModule, Settings
 
     sizes = {
         "hidden_size": 384,
@@ -656,8 +656,8 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     import torch
     import transformers
 
-    from ortlaunch.ortmodule.deepspeed.gradient_norm import (
-        replace_overflow_check_and_norm_if_supported,
+    from ortmodule._internal.deepspeed.gradient_norm import (
+        fuse_gradient_norm_or_get_reason,
     )
 
     # Otherwise DeepSpeed compiles this operator for half a minute.
@@ -682,7 +682,7 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     )[0]
     optimizer = engine.optimizer
     if ours:
-        refusal_reason = replace_overflow_check_and_norm_if_supported(optimizer)
+        refusal_reason = fuse_gradient_norm_or_get_reason(optimizer)
         assert not refusal_reason, refusal_reason
     # One backward pass fills the gradients; each act then reads them again.
     engine.backward(engine())
@@ -758,8 +758,8 @@ def torch_in_graph(name: str, way: str) -> Step:
     """Forward and backward on one thread: eager, or ort with `torch_operators` auto or off."""
     import torch
 
-    from ortlaunch.ortmodule import ORTModule, Settings
-    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
+    from ortmodule import ORTModule, Settings
+    from ortmodule._internal.pass_counters import PassAndGraphCounters
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -791,9 +791,10 @@ def attending(name: str, engine: str) -> Step:
     import transformers
 
     from ortlaunch.base import machine
-    from ortlaunch.ortmodule import ORTModule, Settings, options
     from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe, trim_heap
     from ortlaunch.worker.model.model import LossModule
+    from ortmodule import ORTModule, Settings
+    from ortmodule._internal import options
 
     make_malloc_keep_memory_and_describe(os.environ)
     if machine.is_onednn_faster():
@@ -801,7 +802,7 @@ def attending(name: str, engine: str) -> Step:
         torch.set_float32_matmul_precision("medium")
     kind, length, batch, changes = ATTENTION[name]
     if engine == "ort":
-        options.import_ortmodule_with_settings_or_refuse(Settings())
+        options.load(Settings())
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from ortlaunch import doctor
 from ortlaunch.rank import VARIABLES
+from ortmodule_tests.session import (
+    end_no_slow_test_at_a_warning,
+    libraries_are_no_garbage,
+    no_gpu,
+)
 from tests.makers import OWN_MODULE
 
-pytest_plugins = ["tests.page"]
+__all__ = ["libraries_are_no_garbage", "no_gpu"]
 
-# Without bytecode files, each process that a test starts would compile the package again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-# Threads that wait for others of their process would spin and take the cores from the tests beside
-# them: training took up to six times the processor time. libgomp reads it when torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+pytest_plugins = ["tests.page"]
 
 # Variables that launchers, schedulers and shells set. A test that runs under one of them must not
 # act as its rank.
 _LEFT_BY_LAUNCHERS = (
     "OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_", "HYDI_", "MV2_", "PALS_", "SLURM_", "TORCHELASTIC_",
-    "MASTER_", "GROUP_", "ROLE_", "CUDA_VISIBLE_DEVICES", "ORTLAUNCH_PROGRESS",
+    "MASTER_", "GROUP_", "ROLE_", "ORTLAUNCH_PROGRESS",
 )  # fmt: skip
 
 # Files and folders that take long; all others are short and run at the end. The lab's files mostly
@@ -44,47 +41,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Warnings are no errors in tests that `make test` leaves out.
     """
     # Otherwise one process of `make test` would run a long file alone at the end.
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
 
     def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(root).as_posix()
+        path = item.path.relative_to(root).as_posix().removeprefix("tests/")
         return next(
             (at for at, name in enumerate(_LONGEST_FIRST) if path.startswith(name)),
             len(_LONGEST_FIRST),
         )
 
     items.sort(key=place)
-    # They run for hours, or with other packages, and must not end at a warning of one of those.
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("slow", "nightly", "zoo", "gpu")):
-            item.add_marker(pytest.mark.filterwarnings("default"))
-
-
-@functools.cache
-def _leave_out_of_collections(modules: int) -> None:
-    gc.collect()
-    gc.freeze()
+    end_no_slow_test_at_a_warning(items)
 
 
 @pytest.fixture(autouse=True)
-def _libraries_are_no_garbage() -> None:
-    """Keep loaded libraries out of garbage collections."""
-    # Every export of ONNX Runtime starts a collection, which would visit all objects of torch. The
-    # cache repeats the freeze for each 50 newly loaded modules.
-    _leave_out_of_collections(len(sys.modules) // 50)
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove launchers' variables, and hide GPUs except from tests marked gpu.
-
-    This applies to this process and its children.
-    """
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove launchers' variables, in this process and its children."""
     for name in list(os.environ):
         if name in VARIABLES or name.startswith(_LEFT_BY_LAUNCHERS):
             monkeypatch.delenv(name)
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """List the kernels of ONNX Runtime's CUDA provider, and ORT's placement of nodes, without a GPU.
 
     tools/cuda_kernels.py WHEEL
-        writes ortlaunch/ortmodule/native/cuda_kernels.txt
+        writes ortmodule/src/ortmodule/_internal/native/cuda_kernels.txt
     tools/cuda_kernels.py WHEEL --place GRAPH.onnx ...
         prints nodes on the CPU and copies, by ORT's own decision
 
@@ -31,10 +31,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.ortmodule.native import extensions
+from ortmodule._internal.native import extensions
 
 PROVIDER = "CUDAExecutionProvider"
-_TABLE = Path(__file__).parents[1] / "ortlaunch/ortmodule/native/cuda_kernels.txt"
+_TABLE = Path(__file__).parents[1] / "ortmodule/src/ortmodule/_internal/native/cuda_kernels.txt"
 _LAST = 2**31 - 1
 _OLDEST = 14  # engine.opset begins here
 _FOLDER = "CUDA_KERNELS_FOLDER"
@@ -144,7 +144,7 @@ def _build_libraries(provider: Path, folder: Path) -> None:
 
 
 def _write_table(wheel: Path) -> int:
-    from ortlaunch.ortmodule.native.cuda_libraries import _serialized_relu_model
+    from ortmodule._internal.native.cuda_libraries import _serialized_relu_model
 
     session = _session(_serialized_relu_model())  # registers the kernels
     assert session.get_providers()[0] == PROVIDER, session.get_providers()

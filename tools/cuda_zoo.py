@@ -4,7 +4,7 @@
 
 It needs no GPU. Models are the small ones of the zoo (tests/zoo/families.py), with all weights in
 the precision, as under ZeRO. A graph is built as for a GPU and stopped before its session; in bf16
-the repairs of ortlaunch/ortmodule/graph_repairs/bfloat16.py are applied. The output has, for each
+the repairs of ortmodule/src/ortmodule/_internal/graph_repairs/bfloat16.py are applied. The output has, for each
 family, operators that bf16 takes from torch or computes in float32, and in each precision the nodes
 without a CUDA kernel by the table. `--save` keeps the graphs for `tools/cuda_kernels.py --place`.
 """
@@ -26,14 +26,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ortlaunch.ortmodule import ORTModule
-from ortlaunch.ortmodule.base.settings import Settings
-from ortlaunch.ortmodule.base.source_guard import TRAINING, owning_class_or_module
-from ortlaunch.ortmodule.graph_repairs import bfloat16
-from ortlaunch.ortmodule.module import import_ortmodule_with_all_repairs
-from ortlaunch.ortmodule.native import cuda_kernels
-from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 from ortlaunch.worker.engine.engine import cast_floating_point_parameters_in_place
+from ortmodule import ORTModule
+from ortmodule._internal.base.settings import Settings
+from ortmodule._internal.base.source_guard import TRAINING, owning_class_or_module
+from ortmodule._internal.graph_repairs import bfloat16
+from ortmodule._internal.module import import_ortmodule_with_all_repairs
+from ortmodule._internal.native import cuda_kernels
+from ortmodule._internal.torch_in_graph import torch_kernels
 from tests.zoo import families
 
 FAMILIES = """

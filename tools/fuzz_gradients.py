@@ -218,14 +218,14 @@ def eager(net: nn.Module) -> Any:
 
 
 def on_ort(net: nn.Module) -> Any:
-    from ortlaunch.ortmodule import ORTModule, Settings
+    from ortmodule import ORTModule, Settings
 
     return ORTModule(net, Settings())
 
 
 def send_matmuls(made: Program) -> None:
     """Let torch or ONNX Runtime compute the matmuls of a program, whose layers are narrow."""
-    from ortlaunch.ortmodule.torch_in_graph import torch_kernels
+    from ortmodule._internal.torch_in_graph import torch_kernels
 
     # A generator of its own: the draw must not change which forms the program has.
     torch_kernels.LEAST_MATRIX_WIDTH = random.Random(made.seed).choice((1, 1, 64))
@@ -374,7 +374,7 @@ def _lines(store: Path) -> list[str]:
 def _prepare() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from ortlaunch.ortmodule import import_ortmodule
+    from ortmodule._internal import import_ortmodule
 
     # Once for all children, in which an export would import it and collect its garbage: 7 s become 1.
     import_ortmodule.import_ortmodule_with_repairs_and_export_steps()

@@ -145,7 +145,7 @@ def _install_torch(environment: Path, torch: str, row: dict[str, Any]) -> str:
 def _set_up(environment: Path, row: dict[str, Any]) -> str:
     """Build ORT's torch extensions; return the reason of a failure, else ""."""
     start = time.monotonic()
-    module = "ortlaunch.ortmodule.native.extensions"
+    module = "ortmodule._internal.native.extensions"
     code = (
         f"import {module} as e; s = e.build_extensions_print_progress_and_get_status(); "
         "print(e.reason_interop_is_unbuildable_or_empty()[-300:]); raise "

@@ -27,7 +27,7 @@ SIZES = {
 
 def main(check: str) -> int:
     """Print, as JSON, the largest differences of losses and gradients, or ORT's error."""
-    from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
+    from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
     import_ortmodule_with_repairs_and_export_steps()  # before transformers, as the worker does
     model, batch = CHECKS[check]()
@@ -42,7 +42,7 @@ def main(check: str) -> int:
 
 def compare(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Return the largest relative differences of AdamW steps' losses and first gradients."""
-    from ortlaunch.ortmodule import ORTModule, Settings
+    from ortmodule import ORTModule, Settings
 
     ours = ORTModule(copy.deepcopy(model), Settings(threads=1))
     (losses, gradients), (ort_losses, ort_gradients) = trained(model, batch), trained(ours, batch)

@@ -15,10 +15,11 @@ import pytest
 import torch
 import transformers
 
-from ortlaunch.ortmodule import Settings, module, options
-from ortlaunch.ortmodule.base.patching import set_environment_variables_temporarily
-from ortlaunch.ortmodule.module import store_settings_in_both_managers
-from ortlaunch.ortmodule.state.buffers import restore_layer_modes_after_block
+from ortmodule import Settings
+from ortmodule._internal import module, options
+from ortmodule._internal.base.patching import set_environment_variables_temporarily
+from ortmodule._internal.module import store_settings_in_both_managers
+from ortmodule._internal.state.buffers import restore_layer_modes_after_block
 
 _SETTINGS = Settings(
     threads=2, allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ
@@ -29,7 +30,7 @@ _LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, fo
 
 def pytest_configure() -> None:
     """Patch ORTModule before the tests' files import it."""
-    options.import_ortmodule_with_settings_or_refuse(_SETTINGS)
+    options.load(_SETTINGS)
     ortmodule: Any = module.import_ortmodule_with_all_repairs()
     ortmodule.ORTModule.__init__ = _as_wrapped(ortmodule.ORTModule.__init__)
     _without_hub()

@@ -25,7 +25,7 @@ TELLING = re.compile(
 WHAT = re.compile(r"\bwhat(?:ever)?\b", re.I)
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 COLUMNS = 100  # ruff's line-length
-FOLDERS = ("ortlaunch", "tests", "tools", "benchmarks")
+FOLDERS = ("ortlaunch", "ortmodule/src", "ortmodule/tests", "tests", "tools", "benchmarks")
 
 
 class Counts(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any
 
 import transformers
 
-from ortlaunch import trainer
-from ortlaunch.trainer.trainer import ORTTrainer
+from ortmodule import trainer
+from ortmodule.trainer.trainer import ORTTrainer
 
 NAMES = ("Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments")
 # The modules from which tests import the classes. transformers loads them on demand.

@@ -1,7 +1,7 @@
-"""The cache: built extensions, trained tokenizers, tokenized corpora and measured engines.
+"""The cache: trained tokenizers, tokenized corpora and measured engines.
 
 Its folder is `$ORTLAUNCH_CACHE`, else `$XDG_CACHE_HOME/ortlaunch`, else `~/.cache/ortlaunch`. Its
-files are executed and trained on. So they must belong to this user or root, nobody else may write
+files are trained on. So they must belong to this user or root, nobody else may write
 to them, and every file has a seal beside it with its size and SHA-256. A group may write if it is
 the user's private group, recognized by its name (as with umask 002). Standard library, errors and
 run.folder only.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Cause(str, Enum):
+class Cause(str, Enum):  # noqa: UP042  # its text is its value in every f-string
     """The cause of an end, as in errors/*.json, job.json and `ortlaunch diagnose --json`."""
 
     RUNNING = "running"

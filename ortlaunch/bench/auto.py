@@ -25,6 +25,7 @@ from ortlaunch.base.cache import (
     require_not_writable_by_others,
 )
 from ortlaunch.base.errors import EngineError, OrtlaunchError, PlanError
+from ortlaunch.base.installed import installed_version_by_package_name
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import clock_duration
 from ortlaunch.bench.measure import (
@@ -52,7 +53,6 @@ from ortlaunch.bench.variants import (
     overrides_that_replace_engine,
     resolve_variant_or_record_refusal,
 )
-from ortlaunch.ortmodule.native import extensions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -466,7 +466,7 @@ def values_that_decide_fastest_engine(resolved_run: ResolvedRun) -> Json:
         "versions": {
             "ortlaunch": __version__,
             "python": platform.python_version(),
-            **extensions.installed_version_by_package_name(_VERSIONED_PACKAGES),
+            **installed_version_by_package_name(_VERSIONED_PACKAGES),
         },
     }
 

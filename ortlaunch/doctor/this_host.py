@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import ortmodule
 from ortlaunch import doctor
 from ortlaunch.base import machine
 from ortlaunch.base.cache import create_private_cache_folder_or_refuse
@@ -43,9 +44,9 @@ def check_this_host_and_recipe_packages(
         requirements = requirements._replace(device="cpu")
     version_by_package = probe.installed_versions()
     findings = [
-        _python_version_finding(),
+        Finding(THIS_HOST, "python", OK, f"{sys.version.split()[0]}, {sys.executable}"),
         _torch_version_finding(version_by_package),
-        *_ort_installation_findings(),
+        *_ort_installation_findings(version_by_package),
         _deepspeed_installed_finding(version_by_package),
         _mpirun_and_mpi4py_finding(version_by_package),
         *_gpu_and_nccl_findings(version_by_package),
@@ -66,21 +67,6 @@ def check_this_host_and_recipe_packages(
             Finding(THIS_HOST, "recipe", OK, f"{recipe.name}: its packages are installed")
         ]
     return findings
-
-
-def _python_version_finding() -> Finding:
-    from ortlaunch.ortmodule.native.extensions import NEWEST_PYTHON
-
-    newest_text = ".".join(map(str, NEWEST_PYTHON))
-    is_supported = sys.version_info[:2] <= NEWEST_PYTHON
-    observation = f"{sys.version.split()[0]}, {sys.executable}"
-    remedy = (
-        f"engine ort has wheels up to Python {newest_text}: use an environment with that version, or "
-        "another engine"
-    )
-    return finding_ok_or_with_remedy(
-        THIS_HOST, "python", is_supported, observation, remedy, verdict_if_not_good=WARNING
-    )
 
 
 def _torch_version_finding(version_by_package: dict[str, str]) -> Finding:
@@ -104,30 +90,18 @@ def _torch_version_finding(version_by_package: dict[str, str]) -> Finding:
     )
 
 
-def _ort_installation_findings() -> Iterator[Finding]:
-    from ortlaunch.ortmodule.native import cuda_libraries, extensions
-
-    has_gpus = bool(probe.gpu_device_count())
-    missing_items = list(doctor.missing_ort_item_and_remedy_pairs(has_gpus))
-    if (
-        has_gpus
-        and not missing_items
-        and (reason := cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty())
-    ):
-        missing_items = [
-            (reason, "check the driver with nvidia-smi; docs/gpu.md lists the libraries")
-        ]
-    yield from (
-        Finding(THIS_HOST, "ort", WARNING, missing_item, remedy)
-        for missing_item, remedy in missing_items
-    )
-    if not missing_items:
-        yield Finding(
-            THIS_HOST,
-            "ort",
-            OK,
-            f"{extensions.installed_ort_package_name_or_refuse()} {extensions.ORT_VERSION}, extensions are built",
+def _ort_installation_findings(version_by_package: dict[str, str]) -> Iterator[Finding]:
+    missing_dependencies = ortmodule.check(bool(probe.gpu_device_count()), computes=True)
+    for missing in missing_dependencies:
+        remedy = missing.command or "engines eager and inductor do not need it"
+        yield Finding(THIS_HOST, "ort", WARNING, missing.problem, remedy)
+    if not missing_dependencies:
+        versions = " and ".join(
+            f"{name} {version}"
+            for name, version in version_by_package.items()
+            if name.startswith("onnxruntime")
         )
+        yield Finding(THIS_HOST, "ort", OK, f"{versions}, extensions are built")
 
 
 def _deepspeed_installed_finding(version_by_package: dict[str, str]) -> Finding:

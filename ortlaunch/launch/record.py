@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from ortlaunch.base.cause import Cause
 from ortlaunch.base.errors import InputError
@@ -169,4 +169,4 @@ class JobRecord:
 
 def current_time_iso() -> str:
     """Return the current local time with its offset; ISO 8601, in seconds."""
-    return datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
+    return datetime.now(UTC).astimezone().isoformat(timespec="seconds")

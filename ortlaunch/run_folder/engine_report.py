@@ -185,22 +185,6 @@ class FusedNorm:
 
 
 @dataclass
-class ExportCopy:
-    """Whether ONNX Runtime exports a copy of the model (`engine.deepcopy_before_export`)."""
-
-    used: bool
-    """Whether a copy is exported."""
-    parameter_bytes: int
-    """Bytes of the model's parameters; two copies must fit."""
-    free_bytes: int
-    """Bytes that were free for this rank at the export, by the tightest memory limit."""
-    limit: str
-    """The tightest limit: the machine's memory, a control group or a GPU."""
-    limit_bytes: int
-    """Whole size of that limit, shared with the other ranks of the host."""
-
-
-@dataclass
 class GraphReport:
     """The operators of one pass through a graph, as ONNX Runtime optimized it."""
 
@@ -299,8 +283,6 @@ class OnnxRuntime:
     graph."""
     torch_share: float = 0.0
     """Share of these operators and layers in the time of the passes."""
-    deepcopy_before_export: ExportCopy | None = None
-    """Whether a copy was exported, and the memory that decided it."""
     postprocess: Postprocess | None = None
     """The function on the exported graph; null: none."""
 

@@ -14,7 +14,7 @@ import yaml
 
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import BERT, COMMAND, environment, merged
-from tests.ort import INSTALLED, build, share_extensions
+from tests.ort import INSTALLED, build
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(280)]
 # Dropout draws differ between numbers of ranks, so the curves would, too.
@@ -71,7 +71,6 @@ def site(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Site:
     (folder / "cache").mkdir()
     if INSTALLED:
         build()
-        share_extensions(folder / "cache")
     for name, animals in (("train", "cats"), ("held-out", "birds")):
         text = [
             f"the {i % 7} {animals} saw {i % 5} dogs near the {i % 3} old houses"

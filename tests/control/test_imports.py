@@ -40,8 +40,9 @@ GROUND = {
     "base.module_start",
     "tables.tasks",
     "base.die_with_parent",
+    "base.installed",
 }
-# Modules that the worker may import beside itself and ortmodule: the ground floor, and the modules
+# Modules that the worker may import beside itself: the ground floor, and the modules
 # that both sides use.
 SHARED = {
     *GROUND,
@@ -51,7 +52,6 @@ SHARED = {
     "launch_plan",
     "recipe",
     "run_folder",
-    "ortmodule.native.extensions",
 }
 CONTROL = {
     "base.output",
@@ -99,6 +99,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "base.process": (set(), set()),
     "base.die_with_parent": (set(), set()),
     "base.units": (set(), set()),
+    "base.installed": (set(), set()),
     "tables.launchers": (set(), set()),
     "tables.metrics": (set(), set()),
     "tables.model_tasks": (set(), set()),
@@ -191,10 +192,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "planning",
             "launch",
             "doctor",
-            "ortmodule.native.extensions",
-            "ortmodule.native.cuda_libraries",
         },
-        set(),
+        {"ortmodule"},
     ),
     # The source of this module is sent to the hosts: it imports json_types for type checkers only.
     "doctor.probe": ({"base.json_types"}, set()),
@@ -203,7 +202,6 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {
             *GROUND,
             "base.cache",
-            "ortmodule.native.extensions",
             "recipe",
             "launch_plan",
             "launch",
@@ -285,7 +283,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {"yaml", "jinja2", "markupsafe"},
     ),
     "api": (
-        {*SHARED, *CONTROL, "api"} - {"base.output", "ortmodule.native.extensions"},
+        {*SHARED, *CONTROL, "api"} - {"base.output"},
         {"tqdm", "pandas"},
     ),
     "api.protocols": (set(), {"torch"}),  # for type checkers alone
@@ -332,48 +330,18 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         },
         {"typer"},
     ),
+    "cli.setup.setup": ({"cli"}, {"typer", "ortmodule"}),
     "cli.training.bench": ({"base.output", "bench", "resolve", "cli"}, {"typer"}),
     "cli.training.data": ({"__init__", "api", "cli"}, {"typer"}),
-    "ortmodule": (
-        {"base.errors", "base.json_types", "base.cache", "base.machine", "ortmodule"},
-        ANY,
-    ),
-    # Importing any part of the package runs its __init__; the control side uses the build modules.
-    # Both must stay light.
-    "ortmodule.__init__": ({"ortmodule"}, set()),
-    "ortmodule.base.settings": ({"base.errors"}, set()),
-    "ortmodule.native.extensions": (
-        {
-            "base.errors",
-            "base.cache",
-            "base.machine",
-            "ortmodule.native.cuda_libraries",
-            "ortmodule.native.extension_sources",
-        },
-        {"filelock"},
-    ),
-    "ortmodule.native.extension_sources": (set(), set()),
-    "ortmodule.native.cuda_libraries": ({"base.module_start"}, {"numpy", "onnx", "onnxruntime"}),
-    "trainer": (
-        {"base.errors", "base.json_types", "ortmodule", "trainer"},
-        {"onnxruntime", "torch", "transformers"},
-    ),
-    "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
+    "worker": ({*SHARED, "worker"}, ANY),
 }
 # Layers (sub-packages) of a package, low to high: a module imports from its own layer and lower
 # ones. Modules directly in the package are above all layers, except those that are named here.
 FLOORS = {
     "recipe": ("text", "fields", "rules", "hints", "manual"),
-    "ortmodule": (
-        "native",
-        "base",
-        "deepspeed",
-        "tracing",
-        "torch_in_graph",
-        "state",
-        "graph_repairs",
-    ),
     "worker": (
+        "patching",
+        "call_types",
         "tensor_batch",
         "supervision",
         "process_group",
@@ -544,7 +512,7 @@ def test_a_module_imports_only_what_the_table_allows(sources: dict[Path, str]) -
 
 
 def test_no_room_imports_a_higher_one(sources: dict[Path, str]) -> None:
-    """In recipe, ortmodule and worker no module imports from a higher layer."""
+    """In recipe and worker no module imports from a higher layer."""
     found = {str(module): upwards(module, source) for module, source in sources.items()}
     assert {module: names for module, names in found.items() if names} == {}
 
@@ -598,10 +566,6 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
         ("doctor/__init__.py", "from ortlaunch.resolve.resolve import load_and_resolve_recipe"),
         ("cli/training/train.py", "from ortlaunch.worker.engine import engine"),
         ("cli/training/train.py", "def f():\n    import torch"),
-        ("ortmodule/module.py", "from ortlaunch.recipe import Recipe"),
-        ("ortmodule/module.py", "from ..worker import engine"),
-        ("trainer/trainer.py", "from ortlaunch.recipe import Recipe"),
-        ("trainer/report.py", "from ortlaunch.worker.engine import engine"),
         ("worker/engine/engine.py", "from ortlaunch.launch import LaunchRequest"),
         ("worker/engine/engine.py", "from ortlaunch.cli import main"),
         ("worker/engine/engine.py", "from ortlaunch.planning.world import World"),
@@ -633,9 +597,9 @@ def test_a_planted_import_is_found(module: str, source: str) -> None:
             {"base.errors", "rank"},
         ),
         (
-            "ortmodule/tracing/symbolics.py",
-            "importlib.import_module('ortlaunch.ortmodule.pipeline')",
-            {"ortmodule.pipeline"},
+            "worker/engine/stepping.py",
+            "importlib.import_module('ortlaunch.worker.tasks.train')",
+            {"worker.tasks.train"},
         ),
     ],
 )
@@ -657,7 +621,7 @@ def test_every_imported_package_is_declared(sources: dict[Path, str]) -> None:
     }
     others = {name for name in found - {"ortlaunch"} if not in_standard_library(name)}
     packages = {DISTRIBUTIONS.get(name, name) for name in others}
-    assert {"torch", "typer", "onnx", "safetensors"} <= packages
+    assert {"torch", "typer", "onnx", "safetensors", "ortmodule"} <= packages
     assert packages - OPTIONAL - set(requirements()) == set()
     assert OPTIONAL - set(requirements("*")) == set()
 
@@ -709,7 +673,7 @@ def test_imports_are_found(source: str, package: tuple[str, ...], names: list[st
 
 
 def test_only_the_engine_names_ort_classes(sources: dict[Path, str]) -> None:
-    """ORTModule, FusedAdam and FP16_Optimizer are used in three packages alone."""
+    """ORTModule, FusedAdam and FP16_Optimizer are used in one package alone."""
     classes = {"ORTModule", "FusedAdam", "FP16_Optimizer"}
     users = set()
     for module, source in sources.items():
@@ -728,10 +692,19 @@ def test_only_the_engine_names_ort_classes(sources: dict[Path, str]) -> None:
             )
             if classes & {name, *aliases}:
                 users.add(str(module))
-    packages = ("worker/engine/", "ortmodule/", "trainer/")
-    allowed = {user for user in users if user.startswith(packages)}
-    assert users == allowed
     assert users != set()
+    assert {user for user in users if not user.startswith("worker/engine/")} == set()
+
+
+def test_of_ortmodule_the_face_alone_is_imported(sources: dict[Path, str]) -> None:
+    """No module imports a private module of the distribution ortmodule."""
+    found = {
+        f"{module}: {name}"
+        for module, source in sources.items()
+        for name in imported(parsed(source), module.parts[:-1])
+        if name.startswith("ortmodule") and name not in ("ortmodule", "ortmodule.loops")
+    }
+    assert found == set()
 
 
 def test_plan_json_is_read_by_its_type_alone(sources: dict[Path, str]) -> None:

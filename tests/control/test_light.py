@@ -32,7 +32,6 @@ LOWEST = (
     "ortlaunch.run_folder.folder",
     "ortlaunch.run_folder.engine_report",
     "ortlaunch.planning.hosts",
-    "ortlaunch.ortmodule.native.extensions",
     "ortlaunch.worker.supervision.rank_supervisor",
 )
 CONTROL_SIDE = (
@@ -46,7 +45,6 @@ CONTROL_SIDE = (
     "ortlaunch.schedulers.slurm",
     "ortlaunch.schedulers.kubernetes",
     "ortlaunch.schedulers.azureml",
-    "ortlaunch.ortmodule.native.extensions",
     "ortlaunch.bench.command",
     "ortlaunch.bench.auto",
 )

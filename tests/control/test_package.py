@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -37,8 +38,14 @@ def requirements(*extras: str) -> dict[str, str]:
     Args:
         extras: Extras to read; none means a bare install, "*" means everything.
     """
-    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    project, ortmodule = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        for folder in ("", "ortmodule")
+    )
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    # ortmodule's extras are those of its own.
+    groups["ort-cpu"] = ortmodule["optional-dependencies"]["cpu"]
+    groups["ort-cuda"] = ortmodule["optional-dependencies"]["cuda"]
     asked: dict[str, list[str]] = {}
     for line in (
         line for name in (groups if "*" in extras else extras or [""]) for line in groups[name]

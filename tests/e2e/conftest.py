@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.e2e.runs import COMMAND, TOYS, Run, Train, environment
-from tests.ort import INSTALLED, build, share_extensions
+from tests.ort import INSTALLED, build
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The build is slow, so that all modules of tests share it.
     if INSTALLED:
         build()
-        share_extensions(home / "cache")
     for name, lines in (("train", 400), ("held-out", 24)):
         text = [
             f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)

@@ -16,7 +16,7 @@ from ortlaunch.run_folder.folder import RunDir
 from tests.e2e import forked
 from tests.e2e.lives import Life, differences
 from tests.e2e.runs import EAGER, TOY, TWO_RANKS, Train, ended_well, merged
-from tests.ort import build, needs_ort, share_extensions
+from tests.ort import build, needs_ort
 
 MODULE = '''
 import time
@@ -137,7 +137,6 @@ def test_a_run_that_is_killed_again_and_again(
     Each restart loads the newest complete checkpoint.
     """
     build()
-    share_extensions(tmp_path / "cache")
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "killed_toy.py").write_text(MODULE)
     (tmp_path / "killed.yaml").write_text(yaml.safe_dump(recipe(engine, kills)))

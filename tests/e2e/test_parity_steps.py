@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ortlaunch.ortmodule.native import extensions
+from ortmodule._internal.native import extensions
 from tests.e2e.runs import COMMAND, TWO_RANKS, environment, merged
 from tests.ort import needs_ort
 

@@ -21,7 +21,7 @@ import yaml
 from ortlaunch.run_folder.folder import RunDir
 from tests.e2e import forked
 from tests.e2e.lives import Life, differences, losses
-from tests.ort import INSTALLED, build, share_extensions
+from tests.ort import INSTALLED, build
 
 MODULE = '''
 import os
@@ -185,7 +185,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (home / "words.txt").write_text("\n\n".join(words))
     if INSTALLED:
         build()
-        share_extensions(home / "cache")
     forked.preload()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))

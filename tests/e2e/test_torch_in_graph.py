@@ -41,7 +41,7 @@ def net():
 
 
 def wrong_in_graphs():
-    from ortlaunch.ortmodule.base import torch_calls
+    from ortmodule._internal.base import torch_calls
 
     plain = torch_calls._make_gradient_or_zeros_and_add_its_address
     torch_calls._make_gradient_or_zeros_and_add_its_address = (

@@ -20,7 +20,7 @@ CASES = {
     "stale RANK beside Open MPI": ([], {**OPEN_MPI, "RANK": "3"}, ["RANK=3", "OMPI_COMM_WORLD_SIZE=2"]),
     "a size without a rank": ([], {"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_RANK"]),
     "ranks that are nodes": ([], {"RANK": "0", "WORLD_SIZE": "2"}, ["WORLD_SIZE", "LOCAL_RANK"]),
-    "extensions not built": (["engine.name=ort"], {"ORTLAUNCH_CACHE": "empty"}, ["ortlaunch setup"]),
+    "extensions not built": (["engine.name=ort"], {"ORT_EXTENSIONS_DIR": "empty"}, ["python -m ortmodule setup"]),
     "batch that does not fit": (
         ["--nproc-per-node", "3", "batch={global_size: 16, micro_size: 4}"], {}, ["global_size (16)", "3 ranks"],
     ),

@@ -33,7 +33,7 @@ from ortlaunch import (
     Validation,
 )
 from ortlaunch.base.errors import InputError, RecipeError, RunError
-from ortlaunch.ortmodule import FP16_Optimizer, FusedAdam, ORTModule
+from ortmodule import FP16_Optimizer, FusedAdam, ORTModule
 
 
 def a_run(path: Path) -> None:

@@ -17,7 +17,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.worker.process_group.agreement import accept_save_and_stop_requests
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
-from tests.worker.leaving import leave
+from ortmodule_tests.leaving import leave
 
 STEPS = 300
 

@@ -27,7 +27,7 @@ from ortlaunch.worker.checkpoint.transaction import (
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from tests.worker.leaving import leave
+from ortmodule_tests.leaving import leave
 
 STEPS = 6
 SAVED = 3

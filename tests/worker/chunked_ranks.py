@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.worker.leaving import leave
+from ortmodule_tests.leaving import leave
 
 LENGTH = 16
 ROWS = 8
@@ -129,10 +129,10 @@ def main() -> None:
     """Run every requested case, and write the results on rank 0."""
     file, *asked = sys.argv[1:]
     if any(text.startswith("ort") for text in asked):
-        from ortlaunch.ortmodule.options import import_ortmodule_with_settings_or_refuse
+        from ortmodule._internal.options import load
         from tests.makers import recipe
 
-        import_ortmodule_with_settings_or_refuse(recipe(engine={"name": "ort"}).engine)
+        load(recipe(engine={"name": "ort"}).engine)
     import deepspeed
 
     from ortlaunch.rank import Rank

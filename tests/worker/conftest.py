@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.ortmodule.conftest import built, seeded, witness
+from ortmodule_tests.conftest import built, seeded, witness
 
 __all__ = ["built", "seeded", "witness"]
 

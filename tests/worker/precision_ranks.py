@@ -23,7 +23,7 @@ from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker import tasks
 from ortlaunch.worker.process_group import distributed
 from ortlaunch.worker.supervision.watchdog import Watchdog
-from tests.worker.leaving import leave
+from ortmodule_tests.leaving import leave
 
 WORDS = ("highest", "medium", "highest")
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.worker.leaving import leave
+from ortmodule_tests.leaving import leave
 
 GLOBAL = 16
 LENGTH = 16

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from tests.worker.leaving import leave
+from ortmodule_tests.leaving import leave
 
 STEPS = 6
 BAD_STEP = 3
@@ -57,7 +57,7 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
     """Return losses, norms, skipped steps, the number of measurements, and sums of the weights."""
     import deepspeed
 
-    from ortlaunch.ortmodule.deepspeed import gradient_norm
+    from ortmodule._internal.deepspeed import gradient_norm
 
     torch.manual_seed(0)
     net = Net()
@@ -81,9 +81,7 @@ def train(case: dict[str, Any], ours: bool) -> dict[str, Any]:
         model=net, optimizer=optimizer, config=config, dist_init_required=False
     )
     refusal_reason = (
-        gradient_norm.replace_overflow_check_and_norm_if_supported(engine.optimizer)
-        if ours
-        else None
+        gradient_norm.fuse_gradient_norm_or_get_reason(engine.optimizer) if ours else None
     )
     measured = counted(gradient_norm)
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32

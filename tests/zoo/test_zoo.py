@@ -95,7 +95,7 @@ def parameters() -> list[Any]:
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """Apply the repairs once for all cases, before they are forked."""
-    from ortlaunch.ortmodule import ORTModule
+    from ortmodule import ORTModule
 
     torch.set_num_threads(1)
     # No graph is built here: a forked child cannot use its parent's threads.

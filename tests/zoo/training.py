@@ -95,8 +95,8 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
         long: whether attention stays torch's fused kernel, as in models of long sequences.
     """
     from ortlaunch.base import machine
-    from ortlaunch.ortmodule.base import torch_calls
-    from ortlaunch.ortmodule.torch_in_graph import torch_kernels
+    from ortmodule._internal.base import torch_calls
+    from ortmodule._internal.torch_in_graph import torch_kernels
 
     # The cases are small: torch computes their matmuls, as it does at the widths of real models.
     torch_kernels.LEAST_MATRIX_WIDTH = 1
@@ -143,7 +143,7 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
 
 def plain_export(model: nn.Module, inputs: Any) -> str:
     """Return the error of a run with torch_operators off; an empty text if it trains."""
-    from ortlaunch.ortmodule import ORTModule, Settings
+    from ortmodule import ORTModule, Settings
 
     tried = copy.deepcopy(model)
     try:
@@ -158,7 +158,7 @@ def advised(model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], list[str
 
     A failed export suggests layers for `torch_modules`; the next attempt uses them.
     """
-    from ortlaunch.ortmodule import ORTModule, Settings
+    from ortmodule import ORTModule, Settings
 
     named: list[str] = []
     # Each error names only the layers of one failed export.

@@ -203,14 +203,3 @@ def _distinctive_part(variable_name: str) -> str:
     """Return the distinctive part of a variable's name, for comparison of similar names."""
     # Most names share ENABLE_ or USE_, which would make them similar to each other.
     return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", variable_name)
-
-
-def replace_setting_names_by_recipe_fields(message: str) -> str:
-    """Replace ORTModule's names of settings by the recipe's: `Settings.opset` -> `engine.opset`."""
-    message = message.replace("transformers: attn_implementation='eager'", "model.attention=eager")
-    message = message.replace("use the model without ORTModule", "use engine.name=eager")
-    return re.sub(
-        r"\bSettings\.(\w+)(=True|=False)?",
-        lambda match: f"engine.{match[1]}{(match[2] or '').lower()}",
-        message,
-    )

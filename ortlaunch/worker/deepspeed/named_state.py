@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ortlaunch.base.errors import CheckpointError
-from ortlaunch.ortmodule.deepspeed.zero_types import (
+from ortlaunch.worker.deepspeed.zero_types import (
     UnshardedMasterWeights,
     ZeroOneOrTwoOptimizer,
     ZeroThreeOptimizer,

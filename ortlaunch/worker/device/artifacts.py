@@ -29,7 +29,7 @@ from ortlaunch.run_folder.records import json_values_of_record
 from ortlaunch.user_modules import key_and_factory_pairs
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device import graph
-from ortlaunch.worker.device.device import Device, silence_ort_and_import_training_artifacts_module
+from ortlaunch.worker.device.device import Device, import_ort_training_artifacts_or_refuse
 from ortlaunch.worker.device.graph import ForwardGraph
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.onnx_export import largest_or_nan
@@ -65,7 +65,7 @@ def write_and_check_device_artifacts(
         InputError: the model is too large, or keeps state that a device cannot update.
         MissingDependency: onnxruntime-training is not installed.
     """
-    artifacts_module = silence_ort_and_import_training_artifacts_module()
+    artifacts_module = import_ort_training_artifacts_or_refuse()
     loss_module = trained_module.float()
     device_folder = DeviceFolder(artifacts_folder)
     size = sum(

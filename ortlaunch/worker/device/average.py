@@ -18,9 +18,9 @@ from ortlaunch.worker.device.device import (
     STEPS,
     WEIGHTS,
     Device,
+    import_ort_training_artifacts_or_refuse,
     int_property_or_0,
     load_ort_checkpoint_or_browser_weights,
-    silence_ort_and_import_training_artifacts_module,
     write_checkpoint_state_atomically,
 )
 
@@ -45,7 +45,7 @@ def average_client_checkpoints_write_and_print(
         CheckpointError: a checkpoint is not of these artifacts, or has inf or nan.
         InputError: a client has no positive weight.
     """
-    silence_ort_and_import_training_artifacts_module()
+    import_ort_training_artifacts_or_refuse()
     states = [load_ort_checkpoint_or_browser_weights(device_folder, path) for path in checkpoints]
     weight_records = read_json_or_raise_damaged(device_folder.description)["parameters"]
     problems = [

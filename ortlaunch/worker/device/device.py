@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import ortmodule
 from ortlaunch.base.errors import CheckpointError, InputError, MissingDependency
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.tracing.import_repairs import restore_checkpoint_functions
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.model.packing import split_packed_documents_into_rows_or_copy_unpacked
 from ortlaunch.worker.onnx.onnx_model import graph_input_arrays
 from ortlaunch.worker.tensor_batch import TensorBatch
+from ortmodule.loops import import_ort_training_artifacts
 
 NamedArrays = Json
 STEPS = "ortlaunch.steps"
@@ -32,7 +33,7 @@ class Device:
     def __init__(
         self, device_folder: DeviceFolder, checkpoint: Path, is_training: bool = False
     ) -> None:
-        silence_ort_and_import_training_artifacts_module()
+        import_ort_training_artifacts_or_refuse()
         from onnxruntime.training.api import Module, Optimizer
 
         self.state = load_ort_checkpoint_state_or_refuse(checkpoint)
@@ -89,26 +90,16 @@ class Device:
         return output_names
 
 
-def silence_ort_and_import_training_artifacts_module() -> Any:
+def import_ort_training_artifacts_or_refuse() -> ModuleType:
     """Return the module onnxruntime.training.artifacts.
 
     Raises:
         MissingDependency: onnxruntime-training is not installed, or is of another release.
     """
     try:
-        # Severity 3: errors alone are logged.
-        import_module("onnxruntime").set_default_logger_severity(3)
-        import_module("onnxruntime.training.api")
-        return import_module("onnxruntime.training.artifacts")
-    except ImportError as error:
-        raise MissingDependency(
-            f"training on a device needs onnxruntime-training ({error}): "
-            'pip install "ortlaunch[ort-cpu]"'
-        ) from None
-    # The import of ORTModule may fail silently within, and leave functions of torch and DeepSpeed
-    # replaced.
-    finally:
-        restore_checkpoint_functions()
+        return import_ort_training_artifacts()
+    except ortmodule.MissingDependency as error:
+        raise MissingDependency(f"training on a device: {error}") from None
 
 
 def load_ort_checkpoint_state_or_refuse(checkpoint_path: Path) -> Any:

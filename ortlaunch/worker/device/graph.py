@@ -17,9 +17,6 @@ from torch import nn
 
 from ortlaunch.base.errors import EngineError, InputError, first_message_line
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.torch_in_graph.operator_table import (
-    wrap_export_with_exact_forms_without_fast_path,
-)
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate_function_of_recipe
 from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
@@ -28,6 +25,7 @@ from ortlaunch.worker.model.model import LossModule, require_scalar_loss
 from ortlaunch.worker.onnx.onnx_export import three_text_batches_of_own_data
 from ortlaunch.worker.onnx.user_model import ExportedModule
 from ortlaunch.worker.tensor_batch import TensorBatch
+from ortmodule import export_onnx
 
 # From 17 on, a LayerNorm is one operator, exported without outputs that ONNX Runtime's gradient
 # needs.
@@ -152,10 +150,9 @@ def export_loss_graph_and_sort_weights(
         # matter.
         warnings.simplefilter("ignore")
         try:
-            # Whisper needs these operators.
-            wrap_export_with_exact_forms_without_fast_path(torch.onnx.export, "diff", "cumsum", "unflatten")(
-                module, tuple(batches[0].values()), str(graph_path), input_names=[*inputs], output_names=[*outputs],
-                dynamic_axes={**inputs, **outputs}, opset_version=OPSET, dynamo=False, do_constant_folding=False,
+            export_onnx(
+                module, [*batches[0].values()], str(graph_path), input_names=[*inputs], output_names=[*outputs],
+                dynamic_axes={**inputs, **outputs}, opset_version=OPSET, do_constant_folding=False,
                 training=torch.onnx.TrainingMode.TRAINING,
             )  # fmt: skip
         # The exporter raises many classes of errors; each of them is reported.

@@ -19,9 +19,9 @@ from ortlaunch.worker.device.device import (
     SAMPLES,
     STEPS,
     Device,
+    import_ort_training_artifacts_or_refuse,
     int_property_or_0,
     load_ort_checkpoint_state_or_refuse,
-    silence_ort_and_import_training_artifacts_module,
     write_checkpoint_state_atomically,
 )
 from ortlaunch.worker.engine.schedule import fraction_of_peak_learning_rate
@@ -49,7 +49,7 @@ def train_device_checkpoint_and_save(
         InputError: no step is left.
         NonFiniteError: a loss is inf or nan; nothing is saved.
     """
-    silence_ort_and_import_training_artifacts_module()
+    import_ort_training_artifacts_or_refuse()
     micro_samples = recipe.batch.micro_size
     assert isinstance(micro_samples, int), "the artifacts' recipe has a number"
     step_span = _step_span_or_refuse_if_finished(

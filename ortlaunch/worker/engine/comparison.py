@@ -16,7 +16,6 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.base.errors import EngineError
-from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.differences import (
@@ -34,6 +33,7 @@ from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 from ortlaunch.worker.model.model import disable_chunked_head
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import loss_of_engine_output
+from ortlaunch.worker.patching import replace_attribute_temporarily
 
 
 def run_and_compare_passes(

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ortlaunch.base.installed import installed_version_by_package_name
 from ortlaunch.base.machine import threads_per_rank
 from ortlaunch.launch_plan import Plan
-from ortlaunch.ortmodule.native import extensions
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.engine_report import (
     ChunkedLoss,
@@ -61,7 +60,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
+    from ortmodule.loops import PassAndGraphCounters
 
 # Packages whose versions are in engine.json.
 _PACKAGES = (
@@ -226,7 +225,7 @@ def build_engine(
         engine=EngineChoice(
             recipe.engine.name,
             engine_name,
-            replace_setting_names_by_recipe_fields(first_and_last_error_line(fallback)) or None,
+            first_and_last_error_line(fallback) or None,
         ),
         device=group.device.type,
         precision=recipe.precision,
@@ -251,7 +250,7 @@ def build_engine(
         onnxruntime=None,
         # torch.__version__ names the build, too, as in 2.4.0+cu121.
         versions={
-            **extensions.installed_version_by_package_name(_PACKAGES),
+            **installed_version_by_package_name(_PACKAGES),
             "torch": torch.__version__,
         },
         fp16_optimizer=fused_norm,
@@ -400,14 +399,12 @@ def _attention_implementation(model: LossModule) -> str | None:
 
 def _install_fused_gradient_norm_and_describe(recipe: Recipe, stepper: Stepper) -> FusedNorm:
     """Install a fused overflow check and gradient norm in DeepSpeed's optimizer; return the record."""
-    from ortlaunch.ortmodule.deepspeed.gradient_norm import (
-        replace_overflow_check_and_norm_if_supported,
-    )
+    from ortmodule.loops import fuse_gradient_norm_or_get_reason
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
         reason = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
     elif not recipe.zero.fused_gradient_norm:
         reason = "zero.fused_gradient_norm is false"
     else:
-        reason = replace_overflow_check_and_norm_if_supported(stepper.engine.optimizer)
+        reason = fuse_gradient_norm_or_get_reason(stepper.engine.optimizer)
     return FusedNorm(not reason, reason)

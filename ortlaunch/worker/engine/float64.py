@@ -17,22 +17,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
-from ortlaunch.ortmodule.base.torch_calls import tensor_property_getter, tensor_property_setter
+from ortlaunch.worker.patching import replace_attribute_temporarily
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
+    from ortlaunch.worker.call_types import AnyFunction, Args, Kwargs
 
 _T = torch.Tensor
+
+
+def _tensor_property_getter(property_name: str) -> AnyFunction:
+    """Return the function that reads a property of tensors, as `__torch_function__` receives it."""
+    getter: AnyFunction = getattr(_T, property_name).__get__
+    return getter
+
+
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 # Casts by these methods become casts to float64.
 _CASTS = {_T.float, _T.half, _T.bfloat16}
 # Calls that compute nothing and must see the tensor itself, not its float64 form.
 _NOT_WIDENED = {
-    tensor_property_getter("requires_grad"),
-    tensor_property_getter("is_leaf"),
-    tensor_property_getter("shape"),
-    tensor_property_getter("device"),
+    _tensor_property_getter("requires_grad"),
+    _tensor_property_getter("is_leaf"),
+    _tensor_property_getter("shape"),
+    _tensor_property_getter("device"),
     _T.size,
     _T.dim,
 }
@@ -76,7 +83,7 @@ class _Float64Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _NOT_WIDENED:
             return func(*args, **kwargs)
-        if func == tensor_property_setter("data"):
+        if func == vars(torch._C.TensorBase)["data"].__set__:
             self._wide_by_tensor.pop(args[0], None)
             return func(args[0], args[1].to(args[0].dtype))
         return self._call_in_float64_and_copy_back(

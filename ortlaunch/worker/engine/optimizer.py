@@ -11,12 +11,6 @@ from torch import nn
 
 from ortlaunch.base.errors import InputError, MissingDependency
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.fused_adam import (
-    ONNXRUNTIME,
-    TORCH,
-    fused_adam,
-    reason_tensor_is_too_large_or_empty,
-)
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.run_folder.engine_report import OptimizerGroup
 from ortlaunch.tables.optimizers import MUON_MOMENTUM, OPTIMIZERS
@@ -28,6 +22,8 @@ from ortlaunch.worker.model.parameter_groups import (
     named_parameters_without_prefix,
     parameter_group_records,
 )
+from ortmodule import FusedAdam
+from ortmodule.loops import reason_tensor_is_too_large_or_empty
 
 
 class OptimizerInputs(NamedTuple):
@@ -242,8 +238,10 @@ def fused_adam_or_torch(inputs: OptimizerInputs) -> BuiltOptimizer:
     ) or _reason_fused_adam_is_refused_or_empty(inputs.groups, zero, inputs.rank_count)
     if reason:
         built = torch.optim.AdamW(inputs.groups, fused=True, **inputs.adam_settings)
-        return BuiltOptimizer(built, TORCH, reason)
-    return BuiltOptimizer(fused_adam(inputs.groups, **inputs.adam_settings), ONNXRUNTIME)
+        return BuiltOptimizer(built, "torch.optim.AdamW(fused=True)", reason)
+    return BuiltOptimizer(
+        FusedAdam(inputs.groups, **inputs.adam_settings), "onnxruntime.training.optim.FusedAdam"
+    )
 
 
 def _reason_ort_is_unavailable_or_empty(engine_name: str, device: torch.device) -> str:

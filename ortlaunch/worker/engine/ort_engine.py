@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ortlaunch.base.errors import EngineError, MissingDependency
-from ortlaunch.ortmodule.native import cuda_libraries
+import ortmodule
+from ortlaunch.base.errors import EngineError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
 from ortlaunch.run_folder.engine_report import (
-    ExportCopy,
     GraphReport,
     OnnxRuntime,
     Postprocess,
@@ -21,7 +19,7 @@ from ortlaunch.run_folder.engine_report import (
 )
 from ortlaunch.worker.data.user_data import import_user_function
 from ortlaunch.worker.engine import ort_settings
-from ortlaunch.worker.engine.ort_settings import ortmodule_settings
+from ortlaunch.worker.engine.ort_settings import launcher_error, ortmodule_settings
 from ortlaunch.worker.engine.stepping import require_gradient
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
@@ -31,7 +29,7 @@ from ortlaunch.worker.supervision.user_frames import error_type_message_and_loca
 from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
+    from ortmodule.loops import PassAndGraphCounters
 
 _ADVICE = (
     "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or "
@@ -58,23 +56,24 @@ def build_and_probe_ort_module_or_fall_back(
         Exception: the model raises in plain PyTorch, too.
         MissingDependency: ORTModule cannot be imported.
     """
-    from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
+    from ortmodule.loops import PassAndGraphCounters
 
     witness = PassAndGraphCounters()
     witness.start_counting_in_this_process()
-    # Once a host, and in a separate process: ORT may abort its process if a library or driver is
-    # missing.
+    # Once a host, because it takes seconds.
     on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
-    reason = cuda_libraries.run_relu_on_gpu_and_get_failure_reason_or_empty() if on_gpu else ""
+    reason = (
+        next((str(missing) for missing in ortmodule.check(on_gpu, computes=True)), "")
+        if on_gpu
+        else ""
+    )
     ort_module = None
     try:
         if not any(group.gather(reason)):
             ort_module = wrap_model_in_ortmodule(recipe, model, group)
             _run_probe_pass_and_restore_state(recipe, ort_module, model, group, sample_batch)
-    except MissingDependency:
-        raise
-    except EngineError as error:
-        raise EngineError(replace_setting_names_by_recipe_fields(str(error))) from error
+    except ortmodule.ORTModuleError as error:
+        raise launcher_error(error) from error
     # ONNX Runtime and the exporter raise many types of exceptions: all of them are reasons.
     except Exception as error:
         reason = error_type_message_and_location(error)
@@ -85,7 +84,7 @@ def build_and_probe_ort_module_or_fall_back(
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(
             "ONNX Runtime cannot run this model: "
-            f"{replace_setting_names_by_recipe_fields(first_and_last_error_line(reason))}\n"
+            f"{first_and_last_error_line(reason)}\n"
             f"{_ADVICE}{_LAYER_ADVICE[bool(recipe.engine.torch_modules)]}"
         )
     # The pass of `_probe` does not count as the run's.
@@ -97,21 +96,19 @@ def wrap_model_in_ortmodule(
     recipe: Recipe, model: LossModule, group: DistributedContext
 ) -> nn.Module:
     """Wrap the model in ORTModule with the recipe's settings."""
-    from ortlaunch.ortmodule import ORTModule
-
     # The state that transformers' models read does not change between steps. A model class of the
     # user may change its state in any pass.
     follows_model_state = recipe.model.factory is not None
     postprocess_name = recipe.engine.postprocess
     settings = ortmodule_settings(
         recipe.engine,
-        processes_on_host=group.local.local_world_size,
+        free_memory_bytes=ort_settings.free_memory_bytes_of_rank(group.local.local_world_size),
         follow_model_state=follows_model_state,
         postprocess=import_user_function("engine.postprocess", postprocess_name)
         if postprocess_name
         else None,
     )
-    return ORTModule(model, settings)
+    return ortmodule.ORTModule(model, settings)
 
 
 def _run_probe_pass_and_restore_state(
@@ -149,16 +146,11 @@ def first_and_last_error_line(error_text: str) -> str:
 
 def onnxruntime_report_so_far(recipe: Recipe, witness: PassAndGraphCounters) -> OnnxRuntime:
     """Return the report of ONNX Runtime so far."""
-    from ortlaunch.ortmodule.report import process_wide_ort_report
-
-    record = process_wide_ort_report(witness)
-    copy_record = record["deepcopy_before_export"]
+    record = ortmodule.report(witness)
     postprocess_record = record["postprocess"]
     typed = {
         "postprocess": postprocess_record and Postprocess(**postprocess_record),
-        "deepcopy_before_export": copy_record and ExportCopy(**copy_record),
         "torch_calls": {name: TorchCalls(**calls) for name, calls in record["torch_calls"].items()},
-        "notes": [replace_setting_names_by_recipe_fields(note) for note in record["notes"]],
     }
     graphs = {
         name: record[name] and GraphReport(**record[name])
@@ -171,11 +163,9 @@ def onnxruntime_report_so_far(recipe: Recipe, witness: PassAndGraphCounters) -> 
 
 def unapplied_repair_and_export_notes() -> tuple[str, ...]:
     """Return notes for the user: repairs that were not applied, and notes of the export."""
-    from ortlaunch.ortmodule.base import repair_registry
-    from ortlaunch.ortmodule.base.counters import tally
-
+    record = ortmodule.report()
     unapplied_repairs = (
         f"ONNX Runtime's {name} is not repaired: {reason}"
-        for name, reason in repair_registry.reason_by_unapplied_repair().items()
+        for name, reason in record["repairs_not_applied"].items()
     )
-    return (*unapplied_repairs, *map(replace_setting_names_by_recipe_fields, tally.notes))
+    return (*unapplied_repairs, *record["notes"])

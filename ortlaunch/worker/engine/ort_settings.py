@@ -1,6 +1,6 @@
 """Convert the recipe's section `engine` to settings of ortmodule/.
 
-Errors of ortmodule/ are raised with the recipe's names in place of its own.
+Errors of ortmodule are raised as the launcher's; a setting is the field of `engine` with its name.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from ortlaunch.base.errors import EngineError
+import ortmodule
+from ortlaunch.base import machine
+from ortlaunch.base.errors import EngineError, MissingDependency
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import (
     ort_variable_and_contradiction_pairs,
-    replace_setting_names_by_recipe_fields,
     variables_in,
 )
+from ortmodule import Settings
 
 # Settings with the same name and value in the recipe. The recipe's `postprocess` is the name of a
 # function, which `wrap_model_in_ortmodule` imports later.
@@ -52,8 +53,6 @@ def import_ortmodule_with_settings(engine: Engine, environ: Mapping[str, str] = 
             is not installed.
         MissingDependency: ORTModule cannot be imported.
     """
-    from ortlaunch.ortmodule import options
-
     contradictory_variables = [
         f"{name}={environ[name]} on this host {reason}"
         for name, reason in ort_variable_and_contradiction_pairs(engine, environ)
@@ -62,9 +61,23 @@ def import_ortmodule_with_settings(engine: Engine, environ: Mapping[str, str] = 
         raise EngineError("\n".join(contradictory_variables))
     _variables.update(variables_in(environ))
     try:
-        options.import_ortmodule_with_settings_or_refuse(ortmodule_settings(engine))
-    except EngineError as error:
-        raise EngineError(replace_setting_names_by_recipe_fields(str(error))) from None
+        ortmodule.load(ortmodule_settings(engine))
+    except ortmodule.ORTModuleError as error:
+        raise launcher_error(error) from None
+
+
+def free_memory_bytes_of_rank(ranks_on_host: int) -> int:
+    """Return a rank's share of the host's free memory, by the tightest limit."""
+    return machine.memory_limit_with_least_free().free_bytes // ranks_on_host
+
+
+def launcher_error(error: ortmodule.ORTModuleError) -> EngineError | MissingDependency:
+    """Return the launcher's error for an error of ortmodule."""
+    if isinstance(error, ortmodule.SettingError):
+        return EngineError(f"engine.{error.setting}: {error.problem}")
+    return (MissingDependency if isinstance(error, ortmodule.MissingDependency) else EngineError)(
+        str(error)
+    )
 
 
 def recipe_settings_and_ort_variables(recipe: Recipe) -> Json:

@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
-from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.flops import wait_for_device
 from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import loss_of_engine_output
+from ortlaunch.worker.patching import replace_attribute_temporarily
 
 Rates = dict[str, list[tuple[float, float]]]
 """By kind of operator: (size, seconds of a unit), by ascending size."""
@@ -55,7 +55,7 @@ class StepWork(NamedTuple):
 
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
+    from ortlaunch.worker.call_types import Args, Kwargs
 
 # Kind of an operator that is neither a view nor counted in floating point operations, by its name
 # without `_backward`; others move bytes, at the rate of an addition.

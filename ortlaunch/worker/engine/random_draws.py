@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
+    from ortlaunch.worker.call_types import AnyFunction, Args, Kwargs
 
 # Functions of torch that return random numbers, by name: a new one in torch must be added here.
 _RANDOM_FUNCTIONS = {

@@ -21,11 +21,6 @@ from torch import nn
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
-from ortlaunch.ortmodule.base.patching import (
-    hide_package_unless_loaded,
-    replace_attribute_temporarily,
-)
-from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.gradient_averaging import (
     GradientAveraging,
@@ -41,9 +36,14 @@ from ortlaunch.worker.model.named_state import (
 )
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import ValueMeans
+from ortlaunch.worker.patching import (
+    hide_package_unless_loaded,
+    replace_attribute_temporarily,
+)
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequests
 from ortlaunch.worker.tensor_batch import TensorBatch
+from ortmodule.loops import float64_sum_of_squares
 
 
 class StepOutcome(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.base.patching import hide_package_unless_loaded
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run_folder.file_sums import list_files_below
@@ -19,6 +18,7 @@ from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.media.samples import load_media_processor_or_none
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
+from ortlaunch.worker.patching import hide_package_unless_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 

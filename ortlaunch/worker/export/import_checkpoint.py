@@ -21,8 +21,8 @@ from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.checkpoint.transaction import write_snapshot_as_checkpoint
 from ortlaunch.worker.device.average import checkpoint_problem_lines
 from ortlaunch.worker.device.device import (
+    import_ort_training_artifacts_or_refuse,
     load_ort_checkpoint_or_browser_weights,
-    silence_ort_and_import_training_artifacts_module,
 )
 from ortlaunch.worker.export.export import (
     apply_umask_and_flush_files,
@@ -69,7 +69,7 @@ def write_run_and_export_from_device_checkpoint(
         CheckpointError: the checkpoint is not of these artifacts or of another model than the run,
             or has inf or nan.
     """
-    silence_ort_and_import_training_artifacts_module()
+    import_ort_training_artifacts_or_refuse()
     state = load_ort_checkpoint_or_browser_weights(device_folder, checkpoint)
     weight_records = read_json_or_raise_damaged(device_folder.description)["parameters"]
     if problems := [*checkpoint_problem_lines(checkpoint, state, weight_records)]:

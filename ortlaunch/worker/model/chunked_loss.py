@@ -3,7 +3,7 @@
 The forward pass computes logits, loss and gradients of a chunk together, and the probabilities
 overwrite the logits. Liger's fused linear cross entropy and Apple's cut cross entropy do the same
 on GPUs. All engines use one torch operator: this module registers it for autograd and
-torch.compile, and ONNX Runtime's graph calls it (ortmodule/torch_in_graph/head_loss.py).
+torch.compile, and ONNX Runtime's graph calls it (ortmodule's head_loss.py).
 `torch.nn.functional.linear_cross_entropy` exists only from torch 2.13 on, and it can be neither
 traced nor compiled.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ortlaunch.ortmodule.torch_in_graph.head_loss import OPERATOR
-
+# ortmodule knows the operator by this name, and keeps its calls in ONNX Runtime's graph.
+OPERATOR = "ortmodule::head_loss"
 # The default ignore_index of torch's cross entropy.
 IGNORED = -100
 
@@ -50,7 +50,7 @@ def chunked_cross_entropy(
         needs_gradients and weight.requires_grad,
         needs_gradients and of_bias,
     )
-    loss: Tensor = torch.ops.ortlaunch.head_loss(
+    loss: Tensor = torch.ops.ortmodule.head_loss(
         hidden, weight, bias, labels, chunk_rows, *wanted_gradients
     )[0]
     return loss

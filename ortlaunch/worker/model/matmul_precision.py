@@ -22,7 +22,7 @@ from ortlaunch.recipe.rules.engine_rules import setting_that_disables_torch_matm
 from ortlaunch.run_folder.engine_report import MatmulPrecision
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
+    from ortlaunch.worker.call_types import AnyFunction, Args, Kwargs
 
 # Names of the formats by the bits of their mantissa.
 _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}

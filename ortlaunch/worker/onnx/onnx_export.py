@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +18,6 @@ import torch
 from torch import nn
 
 from ortlaunch.base.errors import EngineError, InputError, MissingDependency, first_message_line
-from ortlaunch.ortmodule.base.patching import replace_attribute_temporarily
-from ortlaunch.ortmodule.base.torch_calls import pause_tracing_and_torch_function
-from ortlaunch.ortmodule.torch_in_graph.operator_table import (
-    wrap_export_with_exact_forms_without_fast_path,
-)
-from ortlaunch.ortmodule.tracing.export_wrappers import wrap_export_restoring_autocast_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
@@ -37,6 +30,7 @@ from ortlaunch.worker.onnx.user_model import (
     own_data_batches_of_three_two_and_one_samples,
 )
 from ortlaunch.worker.tensor_batch import TensorBatch
+from ortmodule import export_onnx
 
 OPSET = 17
 # The largest allowed difference of a logit from PyTorch's.
@@ -268,26 +262,14 @@ def _write_graph_and_list_fixed_values(
     _require_evaluation_mode(exported_module)
     parts = export_folder / "parts"
     parts.mkdir()
-    with (
-        warnings.catch_warnings(record=True) as trace_warnings,
-        replace_attribute_temporarily(
-            torch,
-            "broadcast_tensors",
-            partial(_broadcast_unless_of_equal_shape, torch.broadcast_tensors),
-        ),
-    ):
+    with warnings.catch_warnings(record=True) as trace_warnings:
         warnings.simplefilter("ignore")
         # Tracing warns of everything that it makes a constant.
         warnings.simplefilter("always", torch.jit.TracerWarning)
         try:
-            # Whisper and MultiheadAttention need these operators.
-            export = wrap_export_with_exact_forms_without_fast_path(
-                torch.onnx.export, "diff", "cumsum", "unflatten"
-            )
-            wrap_export_restoring_autocast_cache(export)(
-                exported_module, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
+            export_onnx(
+                exported_module, [*batch.values()], str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
-                dynamo=False,
             )  # fmt: skip
         # The exporter raises many classes of errors; each of them is reported.
         except Exception as error:
@@ -321,21 +303,6 @@ def _write_graph_and_list_fixed_values(
             f"{trace_warning.filename}:{trace_warning.lineno}" for trace_warning in python_reads
         )
     ]
-
-
-def _broadcast_unless_of_equal_shape(
-    original: Callable[..., Any], *tensors: torch.Tensor
-) -> Sequence[torch.Tensor]:
-    """Leave tensors of one size as they are.
-
-    A trace would take the result for the scores themselves, so that the graph would need the labels
-    with which mse_loss compares them.
-    """
-    # In a trace sizes are tensors.
-    with pause_tracing_and_torch_function():
-        shapes = {tensor.shape for tensor in tensors}
-    broadcast: Sequence[torch.Tensor] = tensors if len(shapes) == 1 else original(*tensors)
-    return broadcast
 
 
 def _require_evaluation_mode(module: nn.Module) -> None:

@@ -37,6 +37,7 @@ from ortlaunch.worker.supervision.user_frames import (
     last_user_source_location_or_none,
     traceback_with_foreign_frames_counted,
 )
+from ortmodule import ORTModuleError
 
 # Reserved space of one rank, and of all ranks together.
 _MAX_SPARE_BYTES = 1 << 15
@@ -105,15 +106,9 @@ class RankEndRecorder:
     def write_exception_record_and_log(self, error: BaseException, log_descriptor: int) -> int:
         """Record the rank's own exception, also in the descriptor `log_descriptor`; return its exit status."""
         end_time = time.time()
-        text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
-        message = str(error)
-        # An error of ortmodule/ in a later export names fields of its Settings, not of the recipe.
-        if "Settings." in text:
-            # Imported late, because it needs pydantic, which is loaded by then.
-            from ortlaunch.recipe.fields.ort_variables import replace_setting_names_by_recipe_fields
-
-            text = replace_setting_names_by_recipe_fields(text)
-            message = replace_setting_names_by_recipe_fields(message)
+        # ortmodule's errors, as of a later export, are written for the user, too.
+        is_for_user = isinstance(error, (OrtlaunchError, ORTModuleError))
+        text = str(error) if is_for_user else traceback.format_exc()
         status = _exit_status_of_exception(error)
         is_secondary = isinstance(error, Exception) and is_lost_peer_message(text)
         error_type = type(error).__name__
@@ -125,7 +120,7 @@ class RankEndRecorder:
             cause,
             status,
             detail=detail,
-            message=message,
+            message=str(error),
             traceback=text,
             folded=None if user_location is None else traceback_with_foreign_frames_counted(text),
             raised_at=user_location,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import ortmodule
 from ortlaunch.base.cache import cache_root_without_creating
 from ortlaunch.base.errors import FileError
 from ortlaunch.base.units import human_bytes
@@ -86,6 +87,7 @@ def _library_and_cache_folders() -> tuple[str, ...]:
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("platstdlib"),
         str(Path(__file__).parents[2]),
+        str(Path(ortmodule.__file__).parent),
     ]
     # TorchInductor writes the modules that it generates there.
     foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))

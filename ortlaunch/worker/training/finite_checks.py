@@ -14,10 +14,10 @@ import torch
 
 from ortlaunch.base.errors import FIRST_PARAMETER, NonFiniteError
 from ortlaunch.base.units import first_names_and_count_of_rest
-from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortmodule.loops import float64_sum_of_squares
 
 NameTensorPairs = Iterable[tuple[str, "torch.Tensor | None"]]
 # Samples and micro batches that a message names at most.

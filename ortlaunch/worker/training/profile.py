@@ -23,8 +23,8 @@ import torch
 
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.profile_record import OperatorCost, Profile, profile_text_lines
-from ortlaunch.worker.engine.ort_profile import NodeRun, ProfiledOrtSessions
 from ortlaunch.worker.session import Session
+from ortmodule.loops import NodeRun, ProfiledOrtSessions
 
 _SHOWN_OPERATORS = 10
 

@@ -19,10 +19,10 @@ def register_progress_display_of_engine_rebuilds(
     """Let the pulse show when engine `engine_name` builds again, for example for another batch shape."""
     if engine_name == "ort":
         # Imported late: the other engines do not need this module.
-        from ortlaunch.ortmodule.base import counters
+        from ortmodule.loops import watch_builds
 
-        counters.while_building = lambda: (
-            shared_progress.show_phase_until_end_without_counting_progress(EXPORTING)
+        watch_builds(
+            lambda: shared_progress.show_phase_until_end_without_counting_progress(EXPORTING)
         )
     if engine_name == "inductor":
         _register_compilation_callbacks(shared_progress)

@@ -205,13 +205,6 @@ def _ort_setting_lines(ort_report: OnnxRuntime | None) -> list[str]:
                 f"{name}: {json.dumps(value)}" for name, value in ort_report.settings.items()
             )
         )
-    copy = ort_report.deepcopy_before_export
-    if copy and not copy.used and "deepcopy_before_export" not in ort_report.settings:
-        lines.append(
-            f"deepcopy_before_export: off, for twice the parameters ({copy.parameter_bytes:,} "
-            f"bytes) would not fit into the free memory ({copy.free_bytes:,} bytes, by "
-            f"{copy.limit}); forward passes of the export may change buffers"
-        )
     if ort_report.variables:
         lines.append(
             "from the environment: "

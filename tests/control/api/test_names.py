@@ -15,7 +15,7 @@ from ortlaunch import api
 
 ROOT = Path(__file__).parents[3]
 # Modules that are public as a whole.
-MODULES = ("ortlaunch.base.errors", "ortlaunch.ortmodule", "ortlaunch.trainer")
+MODULES = ("ortlaunch.base.errors",)
 # Names of the standard library's modules that an import of ours must not add, and heavy packages.
 LIGHT = """
 import sys

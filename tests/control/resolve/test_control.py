@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+import ortmodule
 from ortlaunch import doctor
 from ortlaunch.base import module_start as start
 from ortlaunch.base.errors import LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
-from ortlaunch.ortmodule.native import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import dump_recipe_yaml
@@ -458,33 +458,24 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("package", "missing", "line"),
+    ("missing", "line"),
     [
         (
-            None,
-            ["a", "b"],
-            "its torch extensions are not built for this torch (a, b): run `ortlaunch setup` once",
+            [ortmodule.MissingDependency("no extensions", "python -m ortmodule setup")],
+            "no extensions: python -m ortmodule setup",
         ),
         (
-            MissingDependency("no wheel"),
-            [],
+            [ortmodule.MissingDependency("no wheel")],
             "no wheel: engines eager and inductor do not need it",
         ),
-        (None, [], None),
+        ([], None),
     ],
 )
 def test_what_engine_ort_takes(
-    package: Exception | None, missing: list[str], line: str | None, monkeypatch: pytest.MonkeyPatch
+    missing: list[ortmodule.MissingDependency], line: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engine ort requires its package and its built extensions, other engines neither."""
-
-    def ort_package() -> str:
-        if package:
-            raise package
-        return "onnxruntime-training-cpu"
-
-    monkeypatch.setattr(extensions, "installed_ort_package_name_or_refuse", ort_package)
-    monkeypatch.setattr(extensions, "missing_or_damaged_buildable_extension_names", lambda: missing)
+    monkeypatch.setattr(ortmodule, "check", lambda on_gpu: missing, raising=False)
     eager = resolved()
     made = resolved(engine={"name": "ort"})
     doctor.require_packages_and_extensions_installed(eager.recipe_file.recipe, eager.world)

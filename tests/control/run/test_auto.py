@@ -14,7 +14,6 @@ from ortlaunch.bench import auto, command, report
 from ortlaunch.bench.command import measure_print_and_write_bench_and_cache_engine
 from ortlaunch.bench.measure import BenchStopped, MeasurementLength
 from ortlaunch.bench.variants import Variant
-from ortlaunch.ortmodule.native import extensions
 from ortlaunch.recipe import load_recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.resolve.prepare import write_run_files_and_clear_earlier_start
@@ -397,7 +396,7 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
     changed = {before, auto.choice_key_digest(resolved())}
     monkeypatch.setattr(machine, "hardware_record", lambda: {"processor": "another"})
     changed.add(auto.choice_key_digest(resolved()))
-    monkeypatch.setattr(extensions, "installed_version_or_none", {"torch": "99"}.get)
+    monkeypatch.setattr(auto, "installed_version_by_package_name", lambda names: {"torch": "99"})
     changed.add(auto.choice_key_digest(resolved()))
     assert len(changed) == 4
 

@@ -13,8 +13,8 @@ from ortlaunch.worker.data.corpus import corpus_fingerprint, read_corpus_rows_up
 from ortlaunch.worker.data.streams.remote import remote_files_of_url
 from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
 from ortlaunch.worker.model.model import build_transformers_config_fitting_data_or_refuse
+from ortmodule_tests.hub import Hub, hub
 from tests.makers import bert
-from tests.worker.hub import Hub, hub
 
 __all__ = ["hub"]
 

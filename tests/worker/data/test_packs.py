@@ -133,7 +133,7 @@ def test_packed_equals_unpacked(family: str, attention: str) -> None:
 @needs_ort
 def test_packed_equals_unpacked_on_onnx_runtime(witness: Any) -> None:
     """They are equal in ORT's graph, too."""
-    from ortlaunch.ortmodule import ORTModule
+    from ortmodule import ORTModule
 
     net = model(attention="sdpa").eval()
     (expected, row_gradients), (found, gradients) = (

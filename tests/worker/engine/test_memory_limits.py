@@ -15,10 +15,10 @@ import torch
 from ortlaunch.base import machine
 from ortlaunch.base.errors import PlanError
 from ortlaunch.launch_plan import ProcessMemory
-from ortlaunch.ortmodule import Settings, options
 from ortlaunch.planning.capacity import notes_or_refusal_for_crowding_of_this_host
 from ortlaunch.planning.workload import solve_batch_and_estimate_memory
 from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
+from ortlaunch.worker.engine.ort_settings import free_memory_bytes_of_rank
 from tests import labs
 from tests.kernel_files import GiB, KernelFiles
 from tests.makers import host, recipe, world_of
@@ -52,15 +52,7 @@ def test_plan_trial_and_export_see_one_limit(
     }
     # Half a GiB is in use, and two ranks share the rest.
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
-    options.decide_and_record_whether_export_copies_model(
-        torch.nn.Linear(2, 2), Settings(processes_on_host=2)
-    )
-    copies = options.deepcopy_decision_record()["deepcopy_before_export"]
-    assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (
-        name,
-        2 * GiB,
-        3 * GiB // 4,
-    )
+    assert free_memory_bytes_of_rank(2) == 3 * GiB // 4
 
 
 def test_the_machine_is_shared_by_its_ranks() -> None:
@@ -109,13 +101,12 @@ def test_what_was_taken_counts_after_it_is_gone() -> None:
 SEEN = """
 import json, torch
 from ortlaunch.base import machine
-from ortlaunch.ortmodule import Settings, options
 from ortlaunch.worker.engine.memory_limits import RankMemoryLimits
-options.decide_and_record_whether_export_copies_model(torch.nn.Linear(2, 2), Settings())
+from ortlaunch.worker.engine.ort_settings import free_memory_bytes_of_rank
 limits = {limit.name: limit.size for limit in RankMemoryLimits(torch.device("cpu"), 1).limits}
-exported = options.deepcopy_decision_record()["deepcopy_before_export"]
 planned = machine.smallest_memory_limit()
-print(json.dumps([planned.name, planned.total_bytes, limits[planned.name], exported["limit"], exported["limit_bytes"]]))
+fits = free_memory_bytes_of_rank(1) <= planned.total_bytes
+print(json.dumps([planned.name, planned.total_bytes, limits[planned.name], fits]))
 """
 
 
@@ -155,4 +146,4 @@ def test_a_real_control_group_is_one_limit_for_all(limited: Path) -> None:
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     name = f"control group {limited.parent}"
-    assert json.loads(done.stdout.splitlines()[-1]) == [name, 2 * GiB, 2 * GiB, name, 2 * GiB]
+    assert json.loads(done.stdout.splitlines()[-1]) == [name, 2 * GiB, 2 * GiB, True]

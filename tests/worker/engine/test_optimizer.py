@@ -267,7 +267,7 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
 def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
     """On a GPU, 50 steps of ORT's kernel and of torch's give the same weights."""
     pytest.importorskip("onnxruntime.training")
-    from ortlaunch.ortmodule.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
+    from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
     import_ortmodule_with_repairs_and_export_steps()
     model, gradients = fifty_steps(torch.float32)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.worker.hub import hub
+from ortmodule_tests.hub import hub
 
 __all__ = ["hub"]

@@ -22,8 +22,8 @@ from ortlaunch.worker.export.push import (
     require_token_and_create_repository,
     write_missing_model_card_and_upload_to_existing_repository,
 )
+from ortmodule_tests.hub import Hub
 from tests.makers import bert, engine_report, onnxruntime
-from tests.worker.hub import Hub
 
 # An evaluation at step 4, and training metrics after it.
 LINES = (

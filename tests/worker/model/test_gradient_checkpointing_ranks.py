@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.worker.model.model import (
     LossModule,
     _add_lora_adapters,
     _enable_gradient_checkpointing,
 )
+from ortmodule._internal.pass_counters import PassAndGraphCounters
+from ortmodule_tests.modules import language_model, same, wrapped
 from tests.ort import needs_ort
-from tests.ortmodule.modules import language_model, same, wrapped
 from tests.worker.model.test_gradient_checkpointing import saved
 
 IDS = torch.arange(32).reshape(2, 16)

@@ -17,8 +17,8 @@ from ortlaunch.worker.model.returned_values import (
     loss_of_engine_output,
     scalars_beside_loss_by_name,
 )
+from ortmodule_tests.modules import wrapped
 from tests.ort import needs_ort
-from tests.ortmodule.modules import wrapped
 from tests.training import train_here
 from tests.worker.tasks.test_train import ROWS, Line
 

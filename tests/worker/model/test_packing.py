@@ -129,7 +129,7 @@ def test_losses_are_those_of_documents_alone(family: str, attention: str) -> Non
 )
 def test_onnx_runtime_has_them_too(witness: Any, family: str, attention: str) -> None:
     """Losses and gradients of ORT's graph equal those of plain PyTorch, for different batches."""
-    from ortlaunch.ortmodule import ORTModule
+    from ortmodule import ORTModule
 
     net = model(family, attention)
     samples = [packed().sample(index, 0) for index in range(5)]

@@ -14,9 +14,6 @@ import torch
 from torch import nn
 
 from ortlaunch.base.errors import ParityError
-from ortlaunch.ortmodule.base import custom_functions
-from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.pass_counters import PassAndGraphCounters
 from ortlaunch.worker.engine.comparison import (
     compare_passes_replaying_random_numbers_if_drawn,
     owner_name_and_ratio_of_active_dropouts,
@@ -24,10 +21,13 @@ from ortlaunch.worker.engine.comparison import (
 )
 from ortlaunch.worker.engine.differences import Comparison
 from ortlaunch.worker.model.model import LossModule
+from ortmodule._internal.base import custom_functions
+from ortmodule._internal.base.counters import tally
+from ortmodule._internal.pass_counters import PassAndGraphCounters
+from ortmodule_tests.base.test_custom_functions import Asked
+from ortmodule_tests.modules import language_model, wrapped
 from tests.makers import recipe
 from tests.ort import needs_ort
-from tests.ortmodule.base.test_custom_functions import Asked
-from tests.ortmodule.modules import language_model, wrapped
 from tests.training import run_here
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]

@@ -15,9 +15,9 @@ from torch import nn
 
 from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.run_folder.profile_record import OperatorCost
-from ortlaunch.worker.engine.ort_profile import NodeRun
 from ortlaunch.worker.training import best_evaluation
 from ortlaunch.worker.training.profile import operator_costs
+from ortmodule.loops import NodeRun
 from tests.training import Trained, train_here
 
 SAMPLES = [{"x": torch.ones(8), "y": torch.ones(1)} for _ in range(8)]

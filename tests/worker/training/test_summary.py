@@ -13,7 +13,6 @@ from torch import nn
 from ortlaunch.run_folder.engine_report import (
     EngineChoice,
     EngineReport,
-    ExportCopy,
     FusedNorm,
     GraphReport,
     MatmulPrecision,
@@ -144,21 +143,15 @@ def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(
     assert ("FP16_Optimizer: not applied: stage 0" in lines) is told
 
 
-def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
-    """Settings, variables and a copy before the export that did not fit are printed."""
-    copy = ExportCopy(False, 4000, 5000, "control group /x", 6000)
+def test_settings_and_variables_are_told() -> None:
+    """Settings and variables of ONNX Runtime are printed."""
     lines = engine_plan_lines(
-        report(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"})
+        report(settings={"log_level": "info"}, variables={"ORTMODULE_LOG_LEVEL": "INFO"})
     )
-    assert lines[1].startswith(
-        "deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit "
-    )
-    assert "free memory (5,000 bytes, by control group /x); forward" in lines[1]
-    assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
-    # A copy that the recipe switched off is one of the settings.
-    chosen = {"deepcopy_before_export": False, "log_level": "info"}
-    lines = engine_plan_lines(report(deepcopy_before_export=copy, settings=chosen))
-    assert lines[1:-1] == ['settings: deepcopy_before_export: false, log_level: "info"']
+    assert lines[1:3] == [
+        'settings: log_level: "info"',
+        "from the environment: ORTMODULE_LOG_LEVEL=INFO",
+    ]
 
 
 def test_cores_of_ranks_are_told() -> None:

@@ -1,0 +1,1 @@
+"""Everything behind the face: may change with any release."""
