@@ -7,11 +7,10 @@ Activation Recomputation in Large Transformer Models" (2022), section 4.1.
 
 from __future__ import annotations
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_if_recipe_allows
-from ortlaunch.tables.families import FAMILIES
+from ortlaunch.tables.families import FAMILIES, PlannedConfig
 
 # Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.
 _FLOAT32_BYTES = 4
@@ -19,7 +18,7 @@ _MASK_BYTES = 1
 
 
 def peak_activation_bytes_of_rank(
-    recipe: Recipe, model_config: Json, micro_samples: int, value_bytes: int, device: str
+    recipe: Recipe, model_config: PlannedConfig, micro_samples: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes of the activations of a rank that exist at the peak.
 
@@ -53,13 +52,13 @@ def peak_activation_bytes_of_rank(
     return layer_count * bytes_of_layer + bytes_of_logits
 
 
-def sample_tokens(recipe: Recipe, config: Json) -> int:
+def sample_tokens(recipe: Recipe, config: PlannedConfig) -> int:
     """Return the number of tokens of a sample; for images and audio the model's config has it."""
     return recipe.data.sequence_length or int(config.get("positions", 0))
 
 
 def _logits_and_loss_bytes(
-    recipe: Recipe, model_config: Json, token_count: int, device: str
+    recipe: Recipe, model_config: PlannedConfig, token_count: int, device: str
 ) -> int:
     """Return the bytes of the logits and of the loss's other tensors."""
     if recipe.model.traits.label:
@@ -83,7 +82,7 @@ def _logits_and_loss_bytes(
 
 
 def _activation_bytes_per_layer_and_token(
-    recipe: Recipe, model_config: Json, sequence_tokens: int, value_bytes: int, device: str
+    recipe: Recipe, model_config: PlannedConfig, sequence_tokens: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes a token that one layer keeps.
 
@@ -125,7 +124,7 @@ def _activation_bytes_per_layer_and_token(
 
 
 def _attention_bytes_kept_at_recomputation(
-    recipe: Recipe, model_config: Json, sequence_tokens: int, value_bytes: int, device: str
+    recipe: Recipe, model_config: PlannedConfig, sequence_tokens: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes a token of a layer that stay although its activations are computed again.
 
@@ -139,7 +138,7 @@ def _attention_bytes_kept_at_recomputation(
     return value_bytes * _attention_values_per_token(model_config)
 
 
-def _attention_values_per_token(config: Json) -> int:
+def _attention_values_per_token(config: PlannedConfig) -> int:
     """Return the number of values a token of queries, keys, values and the output of attention."""
     head_count = int(config["num_attention_heads"])
     return 4 * head_count * int(config.get("head_dim") or int(config["hidden_size"]) // head_count)
@@ -151,7 +150,7 @@ def _dropout_mask_bytes(recipe: Recipe, value_bytes: int, device: str) -> int:
 
 
 def _kept_bytes_per_attention_score(
-    recipe: Recipe, model_config: Json, sequence_tokens: int, value_bytes: int, device: str
+    recipe: Recipe, model_config: PlannedConfig, sequence_tokens: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes for each attention score; 0 in a fused kernel.
 
@@ -168,12 +167,12 @@ def _kept_bytes_per_attention_score(
     return 3 * _FLOAT32_BYTES if has_dropout and device == "cpu" else 0
 
 
-def _has_attention_dropout(config: Json) -> bool:
+def _has_attention_dropout(config: PlannedConfig) -> bool:
     return bool(config.get("attention_probs_dropout_prob") or config.get("attention_dropout"))
 
 
 def _uses_fused_attention(
-    recipe: Recipe, model_config: Json, sequence_tokens: int, device: str
+    recipe: Recipe, model_config: PlannedConfig, sequence_tokens: int, device: str
 ) -> bool:
     """Return whether torch's scaled_dot_product_attention computes the scores.
 

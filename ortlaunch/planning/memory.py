@@ -9,7 +9,6 @@ them in the run.
 
 from __future__ import annotations
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
 from ortlaunch.planning.model_sizes import ModelShape, build_model_shape
@@ -25,7 +24,7 @@ from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.inputs import rounded_vocabulary_size
 from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
-from ortlaunch.tables.families import FAMILIES, Family, planned_config_or_none
+from ortlaunch.tables.families import FAMILIES, Family, PlannedConfig, planned_config_or_none
 
 # Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
 # sum of a number of bytes and of three shares: of the model's bytes, of the activations that are
@@ -62,7 +61,7 @@ _BUCKET_ELEMENTS = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 
 
-def model_config_with_defaults_or_none(recipe: Recipe) -> Json | None:
+def model_config_with_defaults_or_none(recipe: Recipe) -> PlannedConfig | None:
     """Return the model's config with every default, or None if only transformers knows them."""
     recipe_config = recipe.model.config or {}
     pretrained_config = (
@@ -78,7 +77,7 @@ def model_config_with_defaults_or_none(recipe: Recipe) -> Json | None:
     return planned_config_or_none(merged_config)
 
 
-def _model_config_fields_known_before_loading(recipe: Recipe) -> Json:
+def _model_config_fields_known_before_loading(recipe: Recipe) -> dict[str, object]:
     """Return the fields of the model's config that its files and the recipe give."""
     own = recipe.model.config or {}
     known = (

@@ -11,8 +11,7 @@ import importlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ortlaunch.base.json_types import Json
-from ortlaunch.tables.families import FAMILIES
+from ortlaunch.tables.families import FAMILIES, PlannedConfig
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 
 # Name, inputs and outputs of a linear layer.
@@ -75,21 +74,23 @@ class ModelShape(NamedTuple):
         )
 
 
-def _label_head_tensor_sizes(model_config: Json, task_name: str, hidden_size: int) -> list[int]:
+def _label_head_tensor_sizes(
+    model_config: PlannedConfig, task_name: str, hidden_size: int
+) -> list[int]:
     """Return weight and bias of a head for labels; nothing for tasks without."""
     traits = MODEL_TASKS[task_name]
     class_count = 1 if traits.label == "number" else model_config.get("num_labels", 2)
     return [hidden_size * class_count, class_count] if traits.has_new_head else []
 
 
-def _named_layers(model_config: Json, sizes: list[tuple[int, int]]) -> list[LinearLayer]:
+def _named_layers(model_config: PlannedConfig, sizes: list[tuple[int, int]]) -> list[LinearLayer]:
     """Return linear layers with their family's names."""
     names = FAMILIES[model_config["model_type"]].layer_names
     return [(name, a, b) for name, (a, b) in zip(names, sizes)]
 
 
 def _linear_layers_and_vectors_of_bert_layer(
-    model_config: Json, inner_size: int
+    model_config: PlannedConfig, inner_size: int
 ) -> tuple[list[LinearLayer], list[int]]:
     """Return the linear layers of BERT's layer, with biases, and its two norms."""
     width: int = model_config["hidden_size"]
@@ -98,7 +99,7 @@ def _linear_layers_and_vectors_of_bert_layer(
     return linear_layers, [*(b for _, _, b in linear_layers), *[width] * 4]
 
 
-def _equal_layers_of_bert(model_config: Json) -> EqualLayers:
+def _equal_layers_of_bert(model_config: PlannedConfig) -> EqualLayers:
     """Return all layers of a model whose layers are BERT's."""
     return EqualLayers(
         model_config["num_hidden_layers"],
@@ -106,7 +107,7 @@ def _equal_layers_of_bert(model_config: Json) -> EqualLayers:
     )
 
 
-def bert_shape(model_config: Json, task_name: str) -> ModelShape:
+def bert_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     traits = MODEL_TASKS[task_name]
     head_layers = [("dense", hidden_size, hidden_size)] * (traits.pools + bool(traits.predicts))
@@ -138,7 +139,7 @@ def bert_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def llama_shape(model_config: Json, task_name: str) -> ModelShape:
+def llama_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     inner_size = model_config["intermediate_size"]
     head_count = model_config["num_attention_heads"]
@@ -181,14 +182,14 @@ def llama_shape(model_config: Json, task_name: str) -> ModelShape:
 
 
 def _last_token_head_tensor_sizes(
-    model_config: Json, task_name: str, hidden_size: int
+    model_config: PlannedConfig, task_name: str, hidden_size: int
 ) -> list[int]:
     """Return the tensors of a decoder's head for labels: a class of the last token has no bias."""
     head_sizes = _label_head_tensor_sizes(model_config, task_name, hidden_size)
     return head_sizes[:1] if MODEL_TASKS[task_name].pools else head_sizes
 
 
-def deberta_shape(model_config: Json, task_name: str) -> ModelShape:
+def deberta_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     # Of version 3: no absolute positions, one table of relative ones with a norm, shared projections.
     embedding_sizes = [
@@ -210,7 +211,7 @@ def deberta_shape(model_config: Json, task_name: str) -> ModelShape:
 
 
 def _bert_word_or_label_head_tensor_sizes(
-    model_config: Json, task_name: str, hidden_size: int, embedding_size: int
+    model_config: PlannedConfig, task_name: str, hidden_size: int, embedding_size: int
 ) -> list[int]:
     """Return a head of BERT's kind: a layer and a norm before words, a pooler before a class.
 
@@ -236,7 +237,7 @@ def _bert_word_or_label_head_tensor_sizes(
     ]
 
 
-def modernbert_shape(model_config: Json, task_name: str) -> ModelShape:
+def modernbert_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     inner_size = model_config["intermediate_size"]
     layer_count = model_config["num_hidden_layers"]
@@ -269,7 +270,7 @@ def modernbert_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def roberta_shape(model_config: Json, task_name: str) -> ModelShape:
+def roberta_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     # ELECTRA's embeddings may be narrower than its layers.
     embedding_size: int = model_config.get("embedding_size") or hidden_size
@@ -302,7 +303,7 @@ def roberta_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
+def distilbert_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     other_sizes = [
         (model_config["vocab_size"] + model_config["max_position_embeddings"]) * hidden_size,
@@ -324,7 +325,7 @@ def distilbert_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def gpt2_shape(model_config: Json, task_name: str) -> ModelShape:
+def gpt2_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     inner_size = model_config["intermediate_size"]
     sizes = [
@@ -344,7 +345,7 @@ def gpt2_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def opt_shape(model_config: Json, task_name: str) -> ModelShape:
+def opt_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     # Its first two positions are those of padding.
     return _tied_decoder_shape_with_positions(
         model_config,
@@ -355,7 +356,7 @@ def opt_shape(model_config: Json, task_name: str) -> ModelShape:
 
 
 def _tied_decoder_shape_with_positions(
-    model_config: Json, task_name: str, layer_group: EqualLayers, position_count: int
+    model_config: PlannedConfig, task_name: str, layer_group: EqualLayers, position_count: int
 ) -> ModelShape:
     """Return a decoder with learned positions, whose head has the weights of the embeddings."""
     hidden_size = model_config["hidden_size"]
@@ -370,7 +371,7 @@ def _tied_decoder_shape_with_positions(
     )
 
 
-def vit_shape(model_config: Json, task_name: str) -> ModelShape:
+def vit_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     hidden_size = model_config["hidden_size"]
     patch_size = 3 * model_config["patch_size"] ** 2 * hidden_size
     return ModelShape(
@@ -387,10 +388,10 @@ def vit_shape(model_config: Json, task_name: str) -> ModelShape:
     )
 
 
-def whisper_shape(model_config: Json, task_name: str) -> ModelShape:
-    hidden_size = model_config["d_model"]
+def whisper_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
+    hidden_size = model_config["hidden_size"]
     linear_layers, vector_sizes = _linear_layers_and_vectors_of_bert_layer(
-        model_config, model_config["encoder_ffn_dim"]
+        model_config, model_config["intermediate_size"]
     )
     # Keys have no bias. Cross attention has a norm of its own.
     encoder_layers = EqualLayers(model_config["encoder_layers"], linear_layers, vector_sizes[1:])
@@ -405,7 +406,7 @@ def whisper_shape(model_config: Json, task_name: str) -> ModelShape:
         hidden_size,
         3 * hidden_size * hidden_size,
         hidden_size,
-        model_config["max_source_positions"] * hidden_size,
+        model_config["positions"] * hidden_size,
         hidden_size,
         hidden_size,
     ]
@@ -418,7 +419,7 @@ def whisper_shape(model_config: Json, task_name: str) -> ModelShape:
     return ModelShape([encoder_layers, decoder_layers], [*audio_sizes, *word_sizes])
 
 
-def build_model_shape(model_config: Json, task_name: str) -> ModelShape:
+def build_model_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     """Return the tensors of a model with the head of `task_name`; tied weights are counted once."""
     module_name, _, function_name = FAMILIES[model_config["model_type"]].shape.partition(":")
     shape_function = getattr(importlib.import_module(module_name), function_name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict, cast
 
 # Fields of every transformers config (PretrainedConfig).
 COMMON_FIELDS = {
@@ -20,7 +20,7 @@ COMMON_FIELDS = {
 }  # fmt: skip
 
 # Only fields whose type is checked: the rules derive a field's type from its default.
-COMMON_DEFAULTS: dict[str, Any] = {
+COMMON_DEFAULTS: dict[str, object] = {
     "num_labels": 2,
     "tie_word_embeddings": True,
     "use_cache": True,
@@ -28,7 +28,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "add_cross_attention": False,
 }
 # Defaults of transformers' BertConfig, which are BERT-base, uncased.
-BERT_DEFAULTS: dict[str, Any] = {
+BERT_DEFAULTS: dict[str, object] = {
     "vocab_size": 30522,
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -45,7 +45,7 @@ BERT_DEFAULTS: dict[str, Any] = {
     "classifier_dropout": None,
 }
 # Defaults of transformers' LlamaConfig, which are Llama 1 with 7 billion parameters.
-LLAMA_DEFAULTS: dict[str, Any] = {
+LLAMA_DEFAULTS: dict[str, object] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -69,6 +69,37 @@ _SIZE_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"),
 )
 _TABLES = ("max_position_embeddings", "type_vocab_size")
+
+
+class PlannedConfig(TypedDict, total=False):
+    """The fields of a config that a plan reads, by transformers' usual names."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    head_dim: int | None
+    vocab_size: int
+    type_vocab_size: int
+    max_position_embeddings: int
+    positions: int
+    """Tokens of an image or of audio, and of families whose positions have a name of their own."""
+    position_buckets: int
+    embedding_size: int
+    patch_size: int
+    num_mel_bins: int
+    max_target_positions: int
+    encoder_layers: int
+    decoder_layers: int
+    num_labels: int
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    hidden_dropout_prob: float
+    attention_probs_dropout_prob: float
+    attention_dropout: float
 
 
 @dataclass(frozen=True)
@@ -292,7 +323,7 @@ def family_with_all_fields_or_none(model_type: object) -> Family | None:
     return family if family is not None and family.has_all_fields else None
 
 
-def planned_config_or_none(model_config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def planned_config_or_none(model_config: Mapping[str, Any] | None) -> PlannedConfig | None:
     """Return a config with the names of sizes that a plan reads, and with its family's defaults.
 
     None for other model types, or if a size is unknown: only families whose fields are all known
@@ -310,4 +341,4 @@ def planned_config_or_none(model_config: Mapping[str, Any] | None) -> dict[str, 
     more_sizes = family.more_sizes(config)
     if more_sizes is None:
         return None
-    return {**family.defaults, **config, **renamed_fields, **more_sizes}
+    return cast(PlannedConfig, {**family.defaults, **config, **renamed_fields, **more_sizes})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ortlaunch.recipe.fields.data import TokenizerTraining
@@ -17,6 +17,7 @@ from ortlaunch.tables.families import (
     COMMON_FIELDS,
     FAMILIES,
     Family,
+    PlannedConfig,
     family_with_all_fields_or_none,
     planned_config_or_none,
 )
@@ -95,7 +96,7 @@ def _problems_of_model_builder_for_task(model: Model) -> Iterator[Problem]:
 
 
 def _model_type_and_config_value_rules(
-    model_config: dict[str, Any], is_pretrained: bool
+    model_config: Mapping[str, object], is_pretrained: bool
 ) -> Iterator[Problem]:
     """Yield the problems of the config's names and types, where the family is known."""
     model_type = model_config.get("model_type")
@@ -227,7 +228,7 @@ def _head_count_and_length_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _length_and_vocabulary_rules(recipe, full_config)
 
 
-def _length_and_vocabulary_rules(recipe: Recipe, full_config: dict[str, Any]) -> Iterator[Problem]:
+def _length_and_vocabulary_rules(recipe: Recipe, full_config: PlannedConfig) -> Iterator[Problem]:
     """Yield the problems of the data's length and vocabulary, compared with the model's."""
     length = recipe.data.sequence_length
     max_positions = full_config["max_position_embeddings"]
