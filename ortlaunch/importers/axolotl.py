@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers import sharding, trainer
 from ortlaunch.importers.draft import Draft, number_or_none
 from ortlaunch.importers.rules import (
@@ -73,7 +73,7 @@ class _RowForm(NamedTuple):
 
     rules: Rules
     """Rules of the keys that such data sets have."""
-    values: Json
+    values: dict[str, object]
     """Fields of the source, unless a rule puts them."""
 
 
@@ -106,7 +106,7 @@ def convert_axolotl_config(draft: Draft) -> None:
     )
 
 
-def _every_epoch_evaluation_and_save_unless_given(draft: Draft) -> Json:
+def _every_epoch_evaluation_and_save_unless_given(draft: Draft) -> dict[str, object]:
     """Return an evaluation of held out data and a checkpoint each epoch, if others are not given."""
     strategies = ("eval_strategy", "evaluation_strategy", "save_strategy")
     # `false` is a strategy, YAML's form of an unquoted `no`; a number of 0 stands for none given.
@@ -228,7 +228,7 @@ def _set_nodes(sets_node: Tree) -> list[Tree]:
     return [*sets_node.children.values()] if sets_node.node_type == "list" else [sets_node]
 
 
-def _data_source_reporting_lost_settings(key: ConfigKey) -> Json:
+def _data_source_reporting_lost_settings(key: ConfigKey) -> dict[str, object]:
     """Return a data source from its path and type; settings without a counterpart are reported."""
     if key.node.node_type != "mapping":
         node = Tree(key.node.location, node_type="mapping", children={"path": key.node})
@@ -293,7 +293,7 @@ def _alpaca_templates_in_style(style_name: str) -> dict[str, str]:
     }
 
 
-def _prompt_values(settings: Json) -> Json:
+def _prompt_values(settings: Mapping[str, str]) -> dict[str, object]:
     """Return the fields of a custom prompt: a format, and the names of its columns."""
     # Axolotl's own defaults, the second also beside a `format`.
     default_formats = {"format": "{instruction} {input} ", "no_input_format": "{instruction} "}
@@ -309,15 +309,21 @@ def _prompt_values(settings: Json) -> Json:
     }
 
 
-def _ortlaunch_role_by_name(settings: Json) -> dict[str, str]:
-    configured_roles = settings.get("roles") or {}
-    return {name: role for role, names in configured_roles.items() for name in names} or _ROLES
+def _ortlaunch_role_by_name(
+    configured_roles: Mapping[str, Sequence[str]] | None,
+) -> dict[str, str]:
+    names_by_role = configured_roles or {}
+    return {name: role for role, names in names_by_role.items() for name in names} or _ROLES
 
 
-def _chat_values(key: ConfigKey, chat_type: str) -> Json:
+def _chat_values(key: ConfigKey, chat_type: str) -> dict[str, object]:
     """Return the fields of a data set of chats."""
     settings = key.value
-    roles = {name: role for name, role in _ortlaunch_role_by_name(settings).items() if name != role}
+    roles = {
+        name: role
+        for name, role in _ortlaunch_role_by_name(settings.get("roles")).items()
+        if name != role
+    }
     key_fields = {"role_key": "from", "content_key": "value"} if chat_type == "sharegpt" else {}
     return {
         "messages_column": _CHAT_TYPES[chat_type],
@@ -328,11 +334,11 @@ def _chat_values(key: ConfigKey, chat_type: str) -> Json:
 
 
 def _roles_to_train(key: ConfigKey) -> Rule:
-    roles = _ortlaunch_role_by_name({"roles": key.sibling("roles")})
+    roles = _ortlaunch_role_by_name(key.sibling("roles"))
     return () if {roles.get(name, name) for name in key.items} == {"assistant"} else NO_COUNTERPART
 
 
-def _counts_end_mark(draft: Draft, settings: Json) -> bool:
+def _counts_end_mark(draft: Draft, settings: dict[str, object]) -> bool:
     """Return whether the end mark of an answer counts.
 
     `train_on_eot` is about `eot_tokens`. Without these both keys are about the tokenizer's end

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers import llama_v1
 from ortlaunch.importers.draft import (
     Draft,
@@ -66,11 +66,11 @@ class _SourceForm(NamedTuple):
     """The form of all sources of a config."""
 
     has_chats: bool
-    loss_fields: Json
+    loss_fields: dict[str, object]
     row_limit: float | None
 
 
-def rules_by_dataset_info(draft: Draft, has_chats: bool, loss_fields: Json) -> Rules:
+def rules_by_dataset_info(draft: Draft, has_chats: bool, loss_fields: dict[str, object]) -> Rules:
     """Return the rules of the data sets of training and evaluation.
 
     Args:
@@ -157,7 +157,7 @@ def _data_sets_rule(
 
 def _convert_data_set_to_source_or_report(
     key: ConfigKey, set_name: str, sets: DescribedSets, recipe_part: str, form: _SourceForm
-) -> Json | None:
+) -> dict[str, object] | None:
     """Return a data set's source, and report its settings without a counterpart; None: refused."""
     description: Any = sets.descriptions.get(set_name)
     set_key = key._replace(path=f"{key.path} {set_name}")
@@ -177,7 +177,13 @@ def _convert_data_set_to_source_or_report(
     convert_section_by_rules(set_key._replace(node=set_node), _SET_RULES)
     source = {
         **_hub_or_file_fields(description, sets.folder),
-        **(_chat_columns_keys_and_roles(description, columns) if form.has_chats else {}),
+        **(
+            _chat_columns_keys_and_roles(
+                description.get("formatting", "alpaca"), columns, description.get("tags") or {}
+            )
+            if form.has_chats
+            else {}
+        ),
         **form.loss_fields,
     }
     if not form.has_chats and source["format"] != "text":
@@ -203,7 +209,7 @@ def _reason_against_data_set(description: object, data_folder: Path) -> str:
     )
 
 
-def _hub_or_file_fields(description: Json, data_folder: Path) -> Json:
+def _hub_or_file_fields(description: dict[str, object], data_folder: Path) -> dict[str, object]:
     """Return where the rows are: on the hub, or in a file."""
     if description.get("hf_hub_url"):
         names = [name for name in ("subset", "split") if description.get(name)]
@@ -213,8 +219,10 @@ def _hub_or_file_fields(description: Json, data_folder: Path) -> Json:
     return {"format": FORMATS[Path(file_name).suffix], "path": str(data_folder / file_name)}
 
 
-def _chat_columns_keys_and_roles(set_description: Json, columns: Json) -> Json:
-    has_messages = set_description.get("formatting", "alpaca") != "alpaca"
+def _chat_columns_keys_and_roles(
+    formatting: str, columns: Mapping[str, str], tags: Mapping[str, str]
+) -> Mapping[str, object]:
+    has_messages = formatting != "alpaca"
     column_table = _MESSAGE_COLUMNS if has_messages else _PROMPT_COLUMNS
     column_fields = {
         recipe_field: columns.get(config_field, usual_name)
@@ -223,7 +231,6 @@ def _chat_columns_keys_and_roles(set_description: Json, columns: Json) -> Json:
     }
     if not has_messages:
         return column_fields
-    tags = set_description.get("tags") or {}
     key_fields = {
         recipe_field: tags.get(config_field, usual_name)
         for config_field, (recipe_field, usual_name) in _MESSAGE_KEYS.items()

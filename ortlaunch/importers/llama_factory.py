@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers import llama_data, llama_v1, trainer
 from ortlaunch.importers.draft import Draft, number_or_none
 from ortlaunch.importers.rules import (
@@ -30,7 +29,7 @@ def convert_llama_factory_config(draft: Draft) -> None:
     if is_second_schema:
         llama_v1.rename_second_schema_keys(draft)
     is_full = draft.config_value("finetuning_type") == "full"
-    defaults: Json = {
+    defaults: dict[str, object] = {
         **trainer.DEFAULTS,
         "model.task": "causal-lm",
         "model.gradient_checkpointing": True,
@@ -66,7 +65,7 @@ def _has_chats(draft: Draft) -> bool:
     return draft.config_value("stage") in (None, "sft")
 
 
-def _loss_fields(draft: Draft) -> Json:
+def _loss_fields(draft: Draft) -> dict[str, object]:
     """Return the choice of what counts in the loss of chats, for each source."""
     chosen_parts = [part for key, part in _LOSS_PARTS.items() if draft.config_value(key)]
     return {"train_on": chosen_parts[0]} if chosen_parts and _has_chats(draft) else {}

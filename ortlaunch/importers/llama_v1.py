@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch.base.errors import RecipeError
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers import sharding
 from ortlaunch.importers.draft import Draft, recipe_value_tree_located_at_node
 from ortlaunch.importers.reading import read_config_tree_or_refuse
@@ -27,14 +27,14 @@ class DescribedSets(NamedTuple):
     """The data sets of a file that describes them, by name."""
 
     folder: Path
-    descriptions: Json
+    descriptions: Mapping[str, object]
 
 
 # Keys that identify the schema; its configs have no stage.
 SECOND_SCHEMA_KEYS = ("model_class", "peft_config", "train_dataset")
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
          "assistant_tag": "assistant"}  # fmt: skip
-_OPENAI_COLUMNS: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
+_OPENAI_COLUMNS = {"columns": {"messages": "messages"}, "tags": _TAGS}
 
 
 def rename_second_schema_keys(draft: Draft) -> None:

@@ -12,7 +12,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers.draft import (
     OWN_VALUE,
     Draft,
@@ -211,7 +210,7 @@ def convert_section_by_rules(key: ConfigKey, rules: Rules) -> None:
             apply_rule_and_tell_if_converted(child_key, rule)
 
 
-def section_values_by_rules(key: ConfigKey, rules: Rules) -> Json:
+def section_values_by_rules(key: ConfigKey, rules: Rules) -> dict[str, object]:
     """Return the values that a section becomes; its rules put keys of the result.
 
     The report has those keys of the section that do not become a value.

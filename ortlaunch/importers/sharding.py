@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers.rules import ConfigKey, Rule, Rules, assume, needless, put, report_change
 
 # FSDP's strategies (FSDP 1 by name, FSDP 2 by `reshard_after_forward`) -> ZeRO's stage.
@@ -24,7 +23,7 @@ def zero_stage_rule(zero_stage: int, reason: str) -> Rule:
     return (stage_rule, _EAGER_FOR_STAGE_3) if zero_stage == 3 else stage_rule
 
 
-def _fsdp_settings(key: ConfigKey) -> Json:
+def _fsdp_settings(key: ConfigKey) -> dict[str, object]:
     """Return the settings of `fsdp_config` by their names without the prefix of accelerate's."""
     settings = key.sibling("fsdp_config")
     items = settings.items() if isinstance(settings, dict) else ()

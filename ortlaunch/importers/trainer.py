@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers import deepspeed, intervals, sharding, trl
 from ortlaunch.importers.draft import Draft, number_or_none, recipe_value_tree_located_at_node
 from ortlaunch.importers.renamed_keys import convert_config_by_rules
@@ -89,7 +89,7 @@ def convert_trainer_config(draft: Draft) -> None:
 
 
 def convert_with_shared_arguments(
-    draft: Draft, rules: Rules, defaults: Json, reason: str, default_epochs: float
+    draft: Draft, rules: Rules, defaults: Mapping[str, object], reason: str, default_epochs: float
 ) -> None:
     """Convert a config by a tool's own rules, and those of all tools on top of Trainer.
 

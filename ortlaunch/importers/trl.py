@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.importers.draft import Draft
 from ortlaunch.importers.rules import (
     ConfigKey,
@@ -48,7 +47,7 @@ def _has_chats(key: ConfigKey) -> bool:
     return any(map(key.sibling, ("chat_template", "assistant_only_loss", "eos_token")))
 
 
-def _column_fields(key: ConfigKey) -> Json:
+def _column_fields(key: ConfigKey) -> dict[str, object]:
     """Return the settings of a source of chats or of text."""
     # TRL detects the columns when it loads the data; an import does not load them.
     if not _has_chats(key):
@@ -87,7 +86,7 @@ def _dataset_mixture_rule(key: ConfigKey) -> Rule:
     return put("data.train", weighted_sources, rows_remark if partial_sets else "")
 
 
-def _hub_source(key: ConfigKey, split_key: str) -> Json:
+def _hub_source(key: ConfigKey, split_key: str) -> dict[str, object]:
     optional_fields = {
         "subset": key.sibling("dataset_config"),
         "split": key.sibling(split_key),
