@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ortlaunch.base.errors import CheckpointError, InputError
-from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.run_folder.export_records import DeviceParameter
 from ortlaunch.run_folder.folder import read_json_or_raise_damaged
 from ortlaunch.worker.device.device import (
     AVERAGED,
@@ -23,8 +23,6 @@ from ortlaunch.worker.device.device import (
     load_ort_checkpoint_or_browser_weights,
     write_checkpoint_state_atomically,
 )
-
-WeightRecord = Json
 
 
 def average_client_checkpoints_write_and_print(
@@ -47,7 +45,7 @@ def average_client_checkpoints_write_and_print(
     """
     import_ort_training_artifacts_or_refuse()
     states = [load_ort_checkpoint_or_browser_weights(device_folder, path) for path in checkpoints]
-    weight_records = read_json_or_raise_damaged(device_folder.description)["parameters"]
+    weight_records = read_device_parameters(device_folder)
     problems = [
         line
         for path, state in zip(checkpoints, states)
@@ -63,10 +61,8 @@ def average_client_checkpoints_write_and_print(
     device = Device(
         device_folder, full_checkpoints[0] if full_checkpoints else device_folder.checkpoint
     )
-    for parameter in (
-        weight_record for weight_record in weight_records if weight_record["trained"]
-    ):
-        name = parameter["name"]
+    for parameter in (weight_record for weight_record in weight_records if weight_record.trained):
+        name = parameter.name
         # Summed in float64, and rounded to float32 once.
         mean = sum(
             share * state.parameters[name].data.astype(np.float64)
@@ -80,19 +76,27 @@ def average_client_checkpoints_write_and_print(
     properties[AVERAGED] = 1
     write_checkpoint_state_atomically(device.state, target_path, with_optimizer=False)
     shares_text = "\n".join(f"  {share:7.2%}  {path}" for share, path in zip(shares, checkpoints))
-    trained = sum(weight_record["trained"] for weight_record in weight_records)
+    trained = sum(weight_record.trained for weight_record in weight_records)
     print(
         f"{shares_text}\naverage of {len(states)} checkpoints, "
         f"{trained} trained of {len(weight_records)} weights: {target_path}"
     )
 
 
+def read_device_parameters(device_folder: DeviceFolder) -> list[DeviceParameter]:
+    """Return the weights of the training graph, as device.json has them."""
+    return [
+        DeviceParameter(**fields)
+        for fields in read_json_or_raise_damaged(device_folder.description)["parameters"]
+    ]
+
+
 def checkpoint_problem_lines(
-    checkpoint_path: Path, checkpoint_state: Any, weight_records: list[WeightRecord]
+    checkpoint_path: Path, checkpoint_state: Any, weight_records: list[DeviceParameter]
 ) -> Iterator[str]:
     """Yield the differences of a checkpoint from the artifacts, and weights with inf or nan."""
     state_weights = dict(checkpoint_state.parameters)
-    names = [weight_record["name"] for weight_record in weight_records]
+    names = [weight_record.name for weight_record in weight_records]
     if [*state_weights] != sorted(names):
         differing_name = next(iter(set(state_weights) ^ set(names)), "their order")
         yield (
@@ -101,27 +105,27 @@ def checkpoint_problem_lines(
         )
         return
     for weight_record in weight_records:
-        value = state_weights[weight_record["name"]].data
-        state_weight = state_weights[weight_record["name"]]
-        if list(value.shape) != weight_record["shape"]:
+        value = state_weights[weight_record.name].data
+        state_weight = state_weights[weight_record.name]
+        if list(value.shape) != weight_record.shape:
             yield (
-                f"{checkpoint_path}: {weight_record['name']} is of shape {list(value.shape)}, "
-                f"and of {weight_record['shape']} in the artifacts"
+                f"{checkpoint_path}: {weight_record.name} is of shape {list(value.shape)}, "
+                f"and of {weight_record.shape} in the artifacts"
             )
-        elif state_weight.requires_grad != weight_record["trained"]:
+        elif state_weight.requires_grad != weight_record.trained:
             yield (
-                f"{checkpoint_path}: {weight_record['name']} is {'' if state_weight.requires_grad else 'not '}trained, "
+                f"{checkpoint_path}: {weight_record.name} is {'' if state_weight.requires_grad else 'not '}trained, "
                 "not so in the artifacts"
             )
         elif not np.isfinite(value).all():
-            yield f"{checkpoint_path}: {weight_record['name']} contains inf or nan"
+            yield f"{checkpoint_path}: {weight_record.name} contains inf or nan"
 
 
 def _require_equal_frozen_weights(
-    checkpoints: list[Path], states: list[Any], weight_records: list[WeightRecord]
+    checkpoints: list[Path], states: list[Any], weight_records: list[DeviceParameter]
 ) -> None:
     for name in (
-        weight_record["name"] for weight_record in weight_records if not weight_record["trained"]
+        weight_record.name for weight_record in weight_records if not weight_record.trained
     ):
         first_value = states[0].parameters[name].data
         for path, state in zip(checkpoints[1:], states[1:]):

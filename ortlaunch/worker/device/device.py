@@ -7,16 +7,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from numpy.typing import NDArray
+
 import ortmodule
 from ortlaunch.base.errors import CheckpointError, InputError, MissingDependency
-from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.model.packing import split_packed_documents_into_rows_or_copy_unpacked
 from ortlaunch.worker.onnx.onnx_model import graph_input_arrays
 from ortlaunch.worker.tensor_batch import TensorBatch
 from ortmodule.loops import import_ort_training_artifacts
 
-NamedArrays = Json
+NamedArrays = dict[str, NDArray[Any]]
 STEPS = "ortlaunch.steps"
 """Property of a checkpoint: optimizer steps on devices."""
 SAMPLES = "ortlaunch.samples"

@@ -19,7 +19,7 @@ from ortlaunch.tables.tasks import ImportRequest
 from ortlaunch.worker.checkpoint.restore import CheckpointTensors
 from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.checkpoint.transaction import write_snapshot_as_checkpoint
-from ortlaunch.worker.device.average import checkpoint_problem_lines
+from ortlaunch.worker.device.average import checkpoint_problem_lines, read_device_parameters
 from ortlaunch.worker.device.device import (
     import_ort_training_artifacts_or_refuse,
     load_ort_checkpoint_or_browser_weights,
@@ -71,7 +71,7 @@ def write_run_and_export_from_device_checkpoint(
     """
     import_ort_training_artifacts_or_refuse()
     state = load_ort_checkpoint_or_browser_weights(device_folder, checkpoint)
-    weight_records = read_json_or_raise_damaged(device_folder.description)["parameters"]
+    weight_records = read_device_parameters(device_folder)
     if problems := [*checkpoint_problem_lines(checkpoint, state, weight_records)]:
         raise CheckpointError("\n".join(problems))
     # In float32, as a checkpoint and the artifacts are: in bf16 frozen weights would be rounded.
@@ -84,7 +84,7 @@ def write_run_and_export_from_device_checkpoint(
     changed_count = _copy_weights_and_count_trained(
         model,
         {
-            weight_record["name"]: state.parameters[weight_record["name"]].data
+            weight_record.name: state.parameters[weight_record.name].data
             for weight_record in weight_records
         },
     )
