@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import read_resolved_recipe_of_run
 from ortlaunch.recipe.rules.resume_rules import changed_leaves
 from ortlaunch.run_folder import origin
@@ -51,7 +50,7 @@ def _old_and_new_value_text(old_value: object, new_value: object) -> str:
     )
 
 
-def _origin_at_newest_checkpoint_or_start(run: RunDir) -> Json:
+def _origin_at_newest_checkpoint_or_start(run: RunDir) -> dict[str, object]:
     if not run.has_plan_and_recipe:
         raise InputError(f"{run}: has not begun, so it has no record to compare")
     newest_checkpoint = run.newest_complete_checkpoint()
@@ -74,7 +73,7 @@ def _user_code_difference_lines(first_run: RunDir, second_run: RunDir) -> Iterat
         yield f"modules/{name}: {difference_text if None in (old_bytes, new_bytes) else 'other content'}"
 
 
-def _state_step_fallback_and_newest_metrics(run: RunDir) -> Json:
+def _state_step_fallback_and_newest_metrics(run: RunDir) -> dict[str, object]:
     status = read_status(run)
     return {
         "state": status.state.value,

@@ -21,7 +21,6 @@ from ortlaunch.api.export import (
 )
 from ortlaunch.api.run_wait import wait_for_run_end_or_raise
 from ortlaunch.base.errors import InputError
-from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe, dump_recipe_yaml, load_recipe
@@ -118,7 +117,7 @@ def start_evaluation_and_await_result(
     requested_step: CheckpointStep,
     launch_options: LaunchOptions,
     show_progress: bool,
-) -> Json:
+) -> dict[str, object]:
     """Measure a checkpoint; arguments, result and errors are those of `Run.evaluate`."""
     chosen_checkpoint_step = existing_requested_or_newest_step_or_refuse(run, requested_step)
     # Errors are raised here, before anything starts.

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ortlaunch.base.errors import FileError
-from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
 
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -128,7 +127,7 @@ def merge_into_checksum_record_and_protect_files(
         checksum_record_path: the path of the seal.
         files: files in the folder of the seal, or below it.
     """
-    sums_by_name: Json = {}
+    sums_by_name: dict[str, object] = {}
     for file in files:
         # A large file with a valid seal of its own need not be read again.
         single_seal = single_file_checksum_record_path(file)

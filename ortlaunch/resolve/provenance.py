@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch.base import machine
-from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.version import __version__
@@ -49,7 +48,7 @@ def git_commit_and_dirty_or_none(work_folder: Path) -> dict[str, object] | None:
     return {"commit": head.strip(), "dirty": None if changed_files is None else bool(changed_files)}
 
 
-def package_and_machine_versions_record() -> Json:
+def package_and_machine_versions_record() -> dict[str, object]:
     """Return the versions of ortlaunch, Python and every package, with facts about the machine."""
     return {
         "ortlaunch": __version__,

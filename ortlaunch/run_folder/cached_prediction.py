@@ -19,7 +19,7 @@ from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_a
 from ortlaunch.version import __version__
 
 
-def hardware_and_versions_deciding_rates(recipe: Recipe, plan: Plan) -> Json:
+def hardware_and_versions_deciding_rates(recipe: Recipe, plan: Plan) -> dict[str, object]:
     """Return everything that decides the rates of operators, as plain values."""
     thread_count = plan.threads or threads_per_rank(plan.nodes[0].slots)
     return {

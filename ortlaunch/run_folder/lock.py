@@ -156,13 +156,13 @@ def _read_lock_holder_or_empty(lock_descriptor: int) -> dict[str, object]:
     return {}
 
 
-def _holder_text(holder: Json) -> str:
+def _holder_text(holder: dict[str, object]) -> str:
     if not holder:
         return "another run"
     return f"process {holder['pid']} on host {holder['host']} (since {holder['since']})"
 
 
-def _has_holder_ended(holder: Json) -> bool:
+def _has_holder_ended(holder: dict[str, object]) -> bool:
     """Return whether the holder was a process of this host that has ended."""
     process = _holder_process(holder)
     return process is not None and process.is_here and not process.is_alive()

@@ -36,7 +36,7 @@ def origin_of_run_to_start(
     device: str,
     environment: Mapping[str, Any],
     git_state: Mapping[str, object] | None,
-) -> Json:
+) -> dict[str, object]:
     """Return the origin that checkpoints of a run about to start will have.
 
     Args:

@@ -71,7 +71,7 @@ class VocabularyRecord:
     """The meaning of class numbers and token ids; tokenizer/ beside it has the tokens."""
 
     # A resumed run must not train the tokenizer again: new ids would not match the weights.
-    trained_tokenizer: dict[str, Any] | None
+    trained_tokenizer: dict[str, object] | None
     """The recipe's `data.tokenizer` if it was trained on the corpus; a resumed run loads tokenizer/
     instead."""
     labels: list[str]

@@ -45,6 +45,7 @@ _WORDS = {
     "bool": "true, false",
     "None": "null",
     "Any": "any value",
+    "object": "any value",
     "Json": "mapping",
     "Cause": "text",
 }

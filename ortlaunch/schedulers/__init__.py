@@ -138,7 +138,7 @@ def yaml_text_of_manifests(*documents: Mapping[str, object]) -> str:
 
 def merge_user_fields_recursively(
     own_fields: Mapping[str, Any], user_fields: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return an object with a user's fields; lists of named items are merged by name."""
     merged_object = dict(own_fields)
     for key, value in user_fields.items():

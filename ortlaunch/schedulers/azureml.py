@@ -10,7 +10,6 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import (
@@ -65,7 +64,7 @@ def job_manifest(job: QueuedRun) -> str:
     return f"{job.headline}\n{yaml_text_of_manifests(manifest)}"
 
 
-def azureml_job_mapping(job: QueuedRun) -> Json:
+def azureml_job_mapping(job: QueuedRun) -> dict[str, object]:
     """Return the job; paths of files are those of this machine, and az uploads the files."""
     azureml_options = job.options["azureml"]
     plan = job.plan

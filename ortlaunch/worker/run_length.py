@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
@@ -56,10 +55,9 @@ def resolve_max_steps_and_write_length(
             f"{', '.join(map(str, sorted(set(counts))))}"
         )
     # The samples of the first start count, because the schedule runs over its steps.
-    recorded_length = _recorded_length_of_same_epochs(run, epochs) or {
-        "epochs": epochs,
-        "samples": sample_count,
-    }
+    length_samples = _recorded_samples_of_same_epochs_or_none(run, epochs)
+    if length_samples is None:
+        length_samples = sample_count
     done_steps, seen_samples = (
         (start_checkpoint.step, samples_trained_in_positions(run, start_checkpoint.samples))
         if start_checkpoint
@@ -67,16 +65,14 @@ def resolve_max_steps_and_write_length(
     )
     steps = recipe.train.max_steps
     if steps is None:
-        steps_left = (
-            (epochs or 0) * recorded_length["samples"] - seen_samples
-        ) / batch_plan.global_samples
+        steps_left = ((epochs or 0) * length_samples - seen_samples) / batch_plan.global_samples
         # Rounded before ceil, so that a rounding error of the division does not add a step.
         steps = max(1, done_steps, done_steps + math.ceil(round(steps_left, 6)))
     if group.rank == 0:
-        length = {"epochs": epochs, "samples": recorded_length["samples"], "max_steps": steps}
+        length = {"epochs": epochs, "samples": length_samples, "max_steps": steps}
         write_json_atomically(run.steps, {**length, **intervals})
-        if recorded_length["samples"] != sample_count:
-            print(f"the data has {sample_count:,} samples, and had {recorded_length['samples']:,} when this run "
+        if length_samples != sample_count:
+            print(f"the data has {sample_count:,} samples, and had {length_samples:,} when this run "
                 f"began; the run keeps its {steps:,} steps", flush=True)  # fmt: skip
     schedule = recipe.schedule
     decay = round(schedule.decay_ratio * steps) if schedule.name == "wsd" else 0
@@ -88,12 +84,12 @@ def resolve_max_steps_and_write_length(
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
 
 
-def _recorded_length_of_same_epochs(run: RunDir, epochs: float | None) -> Json | None:
+def _recorded_samples_of_same_epochs_or_none(run: RunDir, epochs: float | None) -> int | None:
     # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
         return None
-    length_record: Json = read_json_or_raise_damaged(run.steps)
-    return length_record if length_record["epochs"] == epochs else None
+    length_record = read_json_or_raise_damaged(run.steps)
+    return int(length_record["samples"]) if length_record["epochs"] == epochs else None
 
 
 def run_length_line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_json_line, read_json_lines_with_keys
 from ortlaunch.run_folder.records import SaveLine, json_values_of_record
@@ -16,7 +15,7 @@ def append_save_line_unless_disk_full(run: RunDir, save_line: SaveLine) -> None:
         append_json_line(run.saves, json_values_of_record(save_line))
 
 
-def readable_save_records(run: RunDir) -> list[Json]:
+def readable_save_records(run: RunDir) -> list[dict[str, object]]:
     """Return all readable lines."""
     return read_json_lines_with_keys(run.saves, "step").values
 

@@ -76,7 +76,7 @@ def message_contents_of_chats(source: str | Corpus) -> Iterator[str]:
     )
 
 
-def _system_message_of_row_if_any(row: Row, source: Corpus) -> Iterator[Json]:
+def _system_message_of_row_if_any(row: Row, source: Corpus) -> Iterator[dict[str, object]]:
     if text := _text_of_column_or_empty(row, source.system_column):
         yield {"role": "system", "content": text}
 
@@ -144,7 +144,9 @@ def _checked_message_with_standard_keys(
     return {**named_values, "role": role}
 
 
-def _content_of_joined_parts_or_empty_dict(message: Json, content_key: str) -> Json:
+def _content_of_joined_parts_or_empty_dict(
+    message: dict[str, object], content_key: str
+) -> dict[str, object]:
     """Return the content of a message as text: of its parts, or "" beside calls of tools."""
     content = message.get(content_key)
     if content is None and any(message.get(name) for name in CALLS):
@@ -156,7 +158,7 @@ def _content_of_joined_parts_or_empty_dict(message: Json, content_key: str) -> J
     return {content_key: "".join(part["text"] for part in content)}
 
 
-def _prompt_and_response_messages(row: Row, source: Corpus) -> list[Json]:
+def _prompt_and_response_messages(row: Row, source: Corpus) -> list[dict[str, object]]:
     # With a prompt the columns have the names of Alpaca, and the input's may be absent.
     prompt, answer = (
         _require_nonempty_text(row, column)

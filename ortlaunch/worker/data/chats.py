@@ -362,7 +362,7 @@ class _ChatTemplate:
             else text.removesuffix(self.tokenizer.eos_token or "")
         )
 
-    def _apply_template_or_empty(self, messages: list[Json], **options: Any) -> str:
+    def _apply_template_or_empty(self, messages: list[dict[str, object]], **options: Any) -> str:
         if not messages:
             return ""
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))

@@ -267,7 +267,7 @@ def _json_line_rows(file_path: str) -> Iterator[Row]:
                 )
 
 
-def _parse_json_object_or_refuse(json_text: str, location: str) -> Json:
+def _parse_json_object_or_refuse(json_text: str, location: str) -> dict[str, object]:
     try:
         parsed = parse_json_or_raise_decode_error(json_text)
     except json.JSONDecodeError as error:
@@ -288,7 +288,7 @@ def _may_have_half_surrogate_pairs(text: str) -> bool:
     return "\\ud" in text or "\\uD" in text
 
 
-def _refuse_half_surrogate_pairs(value_by_column: Json, location: str) -> None:
+def _refuse_half_surrogate_pairs(value_by_column: dict[str, object], location: str) -> None:
     """Raise DataError where a text has half of a surrogate pair, which no tokenizer accepts.
 
     Only JSON's escapes can express it.

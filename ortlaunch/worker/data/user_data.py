@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.worker.data.file_rows import DataError, MissingCode
 from ortlaunch.worker.data.samples import Sample
 
@@ -99,7 +98,7 @@ def import_user_function(recipe_key: str, function_path: str) -> Any:
 
 
 def seed_and_call_user_function(
-    recipe_key: str, function_path: str, arguments: Json, seed: int
+    recipe_key: str, function_path: str, arguments: dict[str, object], seed: int
 ) -> Any:
     """Call the user's own `module:function`, and return its result.
 

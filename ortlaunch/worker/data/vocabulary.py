@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ortlaunch.base.errors import DamagedFile
-from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
 from ortlaunch.recipe.fields.data import TokenizerTraining
@@ -135,7 +134,7 @@ def write_vocabulary_and_tokenizer_if_changed(
     write_json_atomically(run.vocabulary, json_values_of_record(record))
 
 
-def _tokenizer_training_settings_or_none(data: Fields) -> Json | None:
+def _tokenizer_training_settings_or_none(data: Fields) -> dict[str, object] | None:
     if not isinstance(data.tokenizer, TokenizerTraining):
         return None
     return {**data.tokenizer.model_dump(mode="json"), "chat_template": data.chat_template}

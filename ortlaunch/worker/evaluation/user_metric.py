@@ -119,7 +119,7 @@ def _arrays_with_row_per_sample(value_by_name: Mapping[str, Any], sample_count: 
     }
 
 
-def _rows_by_value_name(arrays: Arrays, outputs_or_batch: str) -> Json:
+def _rows_by_value_name(arrays: Arrays, outputs_or_batch: str) -> dict[str, object]:
     """Return the rows of all samples on one side, in order, by name.
 
     They are an array, or a list of rows if batches differ in shape.

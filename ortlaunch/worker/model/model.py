@@ -464,7 +464,7 @@ def build_transformers_config_fitting_data_or_refuse(recipe: Recipe, data: Loade
     return config
 
 
-def _refuse_unknown_config_fields(fields: Json, config: PreTrainedConfig) -> None:
+def _refuse_unknown_config_fields(fields: dict[str, object], config: PreTrainedConfig) -> None:
     # transformers accepts any name without a warning.
     known_names = {
         *config.to_dict(),

@@ -217,7 +217,9 @@ class HeartbeatExchange:
             if hmac.compare_digest(data[:_DIGEST], self._keyed_digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address
 
-    def _sign_and_send_message(self, message: Json, receiver_address: Any = None) -> None:
+    def _sign_and_send_message(
+        self, message: dict[str, object], receiver_address: Any = None
+    ) -> None:
         assert self.socket is not None
         data = json.dumps(message).encode()
         data = self._keyed_digest(data) + data

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.base.process import (
     bytes_read_and_written_or_raise_if_ended,
     iterate_process_and_descendant_ids,
@@ -170,7 +169,7 @@ class SharedProgress:
         self._integers[_COLLECTIVES] = collective_count
 
     @property
-    def meeting_point(self) -> Json:
+    def meeting_point(self) -> dict[str, object]:
         """The address at which supervisors meet; empty until the ranks have stored it."""
         text = self._memory[_MEETING_POINT:].rstrip(b"\0")
         # A text without its closing brace is still being written.

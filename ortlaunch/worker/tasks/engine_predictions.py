@@ -99,7 +99,7 @@ def predict_seconds_and_memory_by_engine(
     step_work: StepWork,
     seconds_per_unit_by_operator: Rates,
     model_type: str | None,
-) -> Json:
+) -> dict[str, object]:
     """Return the seconds of a step and the bytes of a rank, by engine.
 
     Args:

@@ -69,7 +69,9 @@ def run(request: ShowDataRequest) -> None:
         _print_value_descriptions(document)
 
 
-def _describe_spread_samples_and_batch(samples: Samples, recipe: Recipe, max_samples: int) -> Json:
+def _describe_spread_samples_and_batch(
+    samples: Samples, recipe: Recipe, max_samples: int
+) -> dict[str, object]:
     """Return the values of some samples without text, evenly spread, and of a batch of them."""
     sample_indices = (
         np.linspace(0, len(samples) - 1, min(max_samples, len(samples))).astype(int).tolist()
@@ -117,7 +119,9 @@ def _type_shape_and_range_text(value: Any) -> str:
     return f"{text}, ... from {tensor.min():.4g} to {tensor.max():.4g}"
 
 
-def _audit_json_with_spread_samples(part: PartAudit, max_samples: int, data: LoadedData) -> Json:
+def _audit_json_with_spread_samples(
+    part: PartAudit, max_samples: int, data: LoadedData
+) -> dict[str, object]:
     lengths = [len(row.ids) for row in part.rows]
     width = -(-(max(lengths) - min(lengths) + 1) // _BINS)
     sizes, edges = np.histogram(lengths, np.arange(min(lengths), max(lengths) + width + 1, width))
@@ -139,7 +143,7 @@ def _audit_json_with_spread_samples(part: PartAudit, max_samples: int, data: Loa
     }
 
 
-def _row_split_by_learned_or_label(row: AuditRow, data: LoadedData) -> Json:
+def _row_split_by_learned_or_label(row: AuditRow, data: LoadedData) -> dict[str, object]:
     tags = np.full(len(row.ids), IGNORED) if row.tags is None else row.tags
     # A word with a class begins a piece, and so does each mark.
     marks = np.isin(row.ids, data.tokenizer.all_special_ids)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -149,9 +148,9 @@ def operator_costs(
 
 def chrome_trace_events(
     torch_profiles: Sequence[torch.profiler.profile], node_runs: Sequence[NodeRun]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return torch's events of all steps in Chrome's trace format, and ONNX Runtime's nodes."""
-    events = list[dict[str, Any]]()
+    events = list[dict[str, object]]()
     base_ns = 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")

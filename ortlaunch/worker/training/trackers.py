@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.text.source_location import path_and_leaf_value_pairs
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -48,7 +47,7 @@ class TrackerThread:
         )
         self._thread.start()
 
-    def queue_values(self, step: int, values: Json) -> None:
+    def queue_values(self, step: int, values: dict[str, object]) -> None:
         """Queue the values of a step, without waiting."""
         # Trackers accept numbers only.
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
@@ -211,7 +210,7 @@ def _read_or_create_id_file(id_path: Path, create_id: Callable[[], str]) -> str:
     return id_path.read_text(encoding="utf-8")
 
 
-def _recipe_without_secrets(recipe: Recipe) -> Json:
+def _recipe_without_secrets(recipe: Recipe) -> dict[str, object]:
     """Return the recipe without the values of environment variables, which may be secrets."""
     settings = recipe.model_dump(mode="json")
     settings["launch"]["env"] = sorted(settings["launch"]["env"])

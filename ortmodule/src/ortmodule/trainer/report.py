@@ -18,10 +18,10 @@ REPORT_FILE = "ort_report.json"
 
 def engine_and_optimizer_report(
     trainer: Trainer,
-    ort_report: Json,
+    ort_report: dict[str, object],
     unfused_norm_reason: str | None,
     substitution_reason: str,
-) -> Json:
+) -> dict[str, object]:
     """Return the report of a training.
 
     Args:
@@ -51,7 +51,7 @@ def engine_and_optimizer_report(
     }
 
 
-def write_and_print_report(report: Json, output_folder: str) -> None:
+def write_and_print_report(report: dict[str, object], output_folder: str) -> None:
     """Print a summary of the report, and write it into the folder."""
     path = Path(output_folder) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
