@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict, cast
 
 from ortlaunch.recipe.manual.schema import recipe_schema_with_descriptions
 
@@ -29,12 +29,19 @@ _TYPE_WORDS = {
     "array": "list",
     "null": "null",
 }
-_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+# The keys of pydantic's JSON schema that the page has, of the recipe, a section, a field or a part of one.
+FieldSchema = TypedDict("FieldSchema", {
+    "$defs": "dict[str, FieldSchema]", "$ref": str, "properties": "dict[str, FieldSchema]", "required": list[str],
+    "anyOf": "list[FieldSchema]", "oneOf": "list[FieldSchema]", "prefixItems": "list[FieldSchema]",
+    "items": "FieldSchema", "additionalProperties": "FieldSchema | bool",
+    "type": str, "description": str, "default": object, "const": object, "enum": list[object], "pattern": str,
+    "minimum": float, "exclusiveMinimum": float, "maximum": float, "exclusiveMaximum": float,
+}, total=False)  # fmt: skip
 
 
 def recipe_manual_page_markdown() -> str:
     """Return the whole page."""
-    schema = recipe_schema_with_descriptions()
+    schema = cast(FieldSchema, recipe_schema_with_descriptions())
     # Fields of the same section model, as `data.train` and `data.evaluation`, share one chapter.
     sections: dict[str, list[str]] = {}
     for path, section_name in _path_and_section_name_pairs(schema, schema, ""):
@@ -58,7 +65,7 @@ def recipe_manual_page_markdown() -> str:
 
 
 def _path_and_section_name_pairs(
-    schema: dict[str, Any], section_schema: dict[str, Any], path_prefix: str
+    schema: FieldSchema, section_schema: FieldSchema, path_prefix: str
 ) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, name in $defs) of each section, depth first."""
     for field, field_schema in section_schema["properties"].items():
@@ -70,7 +77,7 @@ def _path_and_section_name_pairs(
 
 
 def _section_name_and_path_mark_pairs(
-    field_schema: dict[str, Any], path_mark: str = ""
+    field_schema: FieldSchema, path_mark: str = ""
 ) -> Iterator[tuple[str, str]]:
     """Yield (name in $defs, mark) for each section of a field.
 
@@ -80,17 +87,20 @@ def _section_name_and_path_mark_pairs(
         yield field_schema["$ref"].rpartition("/")[2], path_mark
     for branch in _union_branches(field_schema):
         yield from _section_name_and_path_mark_pairs(branch, path_mark)
-    for schema_key, inner_mark in (("items", "[]"), ("additionalProperties", ".*")):
-        if isinstance(field_schema.get(schema_key), dict):
-            yield from _section_name_and_path_mark_pairs(field_schema[schema_key], inner_mark)
+    for inner_schema, inner_mark in (
+        (field_schema.get("items"), "[]"),
+        (field_schema.get("additionalProperties"), ".*"),
+    ):
+        if isinstance(inner_schema, dict):
+            yield from _section_name_and_path_mark_pairs(inner_schema, inner_mark)
 
 
-def _union_branches(field_schema: dict[str, Any]) -> list[dict[str, Any]]:
+def _union_branches(field_schema: FieldSchema) -> list[FieldSchema]:
     return [*field_schema.get("anyOf", ()), *field_schema.get("oneOf", ())]
 
 
 def _field_table_lines(
-    schema: dict[str, Any], section_schema: dict[str, Any], paths_by_section: dict[str, list[str]]
+    schema: FieldSchema, section_schema: FieldSchema, paths_by_section: dict[str, list[str]]
 ) -> list[str]:
     required = section_schema.get("required", ())
     lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
@@ -119,7 +129,7 @@ def _table_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _default_text(field_schema: dict[str, Any]) -> str:
+def _default_text(field_schema: FieldSchema) -> str:
     # A section's default follows from its fields, which have rows of their own.
     if "default" not in field_schema or "$ref" in field_schema:
         return ""
@@ -128,7 +138,7 @@ def _default_text(field_schema: dict[str, Any]) -> str:
 
 
 def _accepted_values_in_words(
-    field_schema: dict[str, Any], paths_by_section: dict[str, list[str]]
+    field_schema: FieldSchema, paths_by_section: dict[str, list[str]]
 ) -> str:
     if "$ref" in field_schema:
         section_name = field_schema["$ref"].rpartition("/")[2]
@@ -149,9 +159,14 @@ def _accepted_values_in_words(
         return f"[{', '.join(_accepted_values_in_words(item, paths_by_section) for item in items)}]"
     bounds = [
         *(
-            f"{bound_sign} {_number_text(field_schema[section_name])}"
-            for section_name, bound_sign in _BOUNDS.items()
-            if section_name in field_schema
+            f"{bound_sign} {_number_text(bound)}"
+            for bound_sign, bound in (
+                ("≥", field_schema.get("minimum")),
+                (">", field_schema.get("exclusiveMinimum")),
+                ("≤", field_schema.get("maximum")),
+                ("<", field_schema.get("exclusiveMaximum")),
+            )
+            if bound is not None
         ),
         *([f"`{field_schema['pattern']}`"] if "pattern" in field_schema else []),
     ]
