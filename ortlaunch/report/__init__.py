@@ -12,7 +12,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import human_bytes
 from ortlaunch.report.records import Record, read_run_records_or_refuse
 from ortlaunch.report.sections import report_page_values
@@ -60,7 +59,9 @@ def report_page_html(
     )
 
 
-def bench_page_html(title: str, chart: Json, table_text: str, creation_time_text: str) -> str:
+def bench_page_html(
+    title: str, chart: dict[str, object], table_text: str, creation_time_text: str
+) -> str:
     """Return the page of a bench: its bar chart and its table."""
     return (
         _page_environment()

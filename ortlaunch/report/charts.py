@@ -36,7 +36,7 @@ def line_chart_or_none(
     curves: Sequence[Curve],
     begins_at_zero: bool = False,
     is_between_0_and_1: bool = False,
-) -> Json | None:
+) -> dict[str, object] | None:
     """Return everything that charts.js draws of one chart; None where no run has a value.
 
     Args:

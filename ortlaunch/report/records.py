@@ -37,20 +37,20 @@ class Record:
     label: str
     status: Status
     recipe: dict[str, Any]
-    lines: list[dict[str, Any]]
+    lines: list[dict[str, object]]
     """Lines of metrics.jsonl."""
     engine: dict[str, Any]
-    profile: dict[str, Any]
+    profile: dict[str, object]
     memory: dict[str, Any]
     summary: dict[str, Any]
-    environment: dict[str, Any]
+    environment: dict[str, object]
     confusion: dict[str, Any]
-    saves: list[dict[str, Any]]
-    bad_steps: list[dict[str, Any]]
-    slow_ranks: list[dict[str, Any]]
-    commands: list[dict[str, Any]]
-    exports: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
+    saves: list[dict[str, object]]
+    bad_steps: list[dict[str, object]]
+    slow_ranks: list[dict[str, object]]
+    commands: list[dict[str, object]]
+    exports: list[dict[str, object]]
+    evaluations: list[dict[str, object]]
     """Results of `ortlaunch evaluate`, one evaluation.json each."""
     resumed: int
     """Step from which the last start continued; 0 for a new run or an unreadable record."""
@@ -60,7 +60,7 @@ class Record:
     unreadable: list[str] = field(default_factory=list)
 
     @property
-    def logged(self) -> list[dict[str, Any]]:
+    def logged(self) -> list[dict[str, object]]:
         """Lines of logged steps, which have a loss."""
         return [line for line in self.lines if "loss" in line]
 
@@ -143,7 +143,7 @@ class _FileReader:
     def __init__(self, unreadable: Sequence[str]) -> None:
         self.unreadable = list(unreadable)
 
-    def read_json(self, path: Path) -> dict[str, Any]:
+    def read_json(self, path: Path) -> dict[str, object]:
         """Return a JSON mapping; empty where there is no file."""
         return self._read_mapping_or_note_error(path, read_json_or_raise_damaged)
 
@@ -155,7 +155,7 @@ class _FileReader:
             self._add_unreadable([str(error)])
             return 0
 
-    def read_yaml_mapping_hiding_secrets(self, path: Path) -> dict[str, Any]:
+    def read_yaml_mapping_hiding_secrets(self, path: Path) -> dict[str, object]:
         """Return a YAML mapping without the values of secrets; empty where there is no file."""
         return dict(
             values_with_hidden_secrets(
@@ -165,7 +165,7 @@ class _FileReader:
             )
         )
 
-    def read_lines(self, path: Path, *required_keys: str) -> list[dict[str, Any]]:
+    def read_lines(self, path: Path, *required_keys: str) -> list[dict[str, object]]:
         """Return every readable line that has these keys. An unfinished last line is left out."""
         parsed_lines = read_json_lines_with_keys(path, *required_keys)
         self._add_unreadable(parsed_lines.unreadable)
@@ -173,7 +173,7 @@ class _FileReader:
 
     def _read_mapping_or_note_error(
         self, path: Path, read_file: Callable[[Path], Any]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         try:
             value = read_file(path) if path.exists() else {}
         except DamagedFile as error:

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import clock_duration, count_with_noun, human_bytes
 from ortlaunch.recipe.text.source_location import path_and_leaf_value_pairs
 from ortlaunch.report.charts import Curve, line_chart_or_none
@@ -63,7 +62,7 @@ _MEMORY_PARTS = (
 )
 
 
-def report_page_values(run_records: Sequence[Record]) -> Json:
+def report_page_values(run_records: Sequence[Record]) -> dict[str, Any]:
     """Return all values that page.html uses."""
     return {
         "records": run_records,
@@ -134,7 +133,7 @@ def _failure_and_advice(record: Record) -> tuple[str, tuple[str, ...]]:
 
 
 def _last_evaluation_metrics(run_record: Record) -> dict[str, object]:
-    last_evaluation_line: Json = next(
+    last_evaluation_line: dict[str, object] = next(
         (line for line in reversed(run_record.lines) if "evaluation_loss" in line), {}
     )
     return {
@@ -407,7 +406,7 @@ def _save_evaluation_and_export_rows_or_none(run_record: Record) -> dict[str, ob
 
 
 def _save_step_state_and_seconds_row(
-    save_record: Json, kept_steps: Sequence[int]
+    save_record: dict[str, object], kept_steps: Sequence[int]
 ) -> tuple[object, ...]:
     state_text = "kept" if save_record.get("step") in kept_steps else "removed"
     return (

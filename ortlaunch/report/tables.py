@@ -53,7 +53,7 @@ def read_value_or_warning_markup(read_fact: Callable[[Record], object], run_reco
         return warning_markup(f"this section cannot be shown: {type(error).__name__}: {error}")
 
 
-def warning_markup(message: str) -> Markup:
+def warning_markup(message: object) -> Markup:
     """Return a problem as a cell shows it."""
     return Markup('<p class="warn">{}</p>').format(message)
 
