@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import human_bytes
 from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.planning.describe import memory_table_and_note_lines
@@ -131,7 +130,7 @@ def _memory_saving_setting_texts_and_fields(
 
 
 def _recipe_with_replaced_section_fields(
-    recipe: Recipe, fields_by_section: dict[str, Json]
+    recipe: Recipe, fields_by_section: dict[str, dict[str, object]]
 ) -> Recipe:
     recipe_values = recipe.model_dump(exclude_unset=True)
     return Recipe.model_validate(

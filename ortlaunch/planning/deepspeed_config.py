@@ -6,7 +6,8 @@ All values come from the recipe and the plan's batch, so that there is one sourc
 
 from __future__ import annotations
 
-from ortlaunch.base.json_types import Json
+from collections.abc import Mapping
+
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.zero import Offload
 
@@ -20,7 +21,7 @@ def deepspeed_config_or_none(
     """Return the DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
     if recipe.zero is None:
         return None
-    config: Json = {
+    config: dict[str, object] = {
         "train_batch_size": micro_samples * accumulation_steps * rank_count,
         "train_micro_batch_size_per_gpu": micro_samples,
         "gradient_accumulation_steps": accumulation_steps,
@@ -54,10 +55,16 @@ def _offload_sections(offload: Offload | None) -> dict[str, object]:
     }
 
 
-def _merge_settings_recursively(base_settings: Json, top_settings: Json) -> Json:
+def _merge_settings_recursively(
+    base_settings: Mapping[str, object], top_settings: Mapping[str, object]
+) -> dict[str, object]:
     """Return `base_settings` with the values of `top_settings`, section by section."""
     merged = dict(base_settings)
     for key, value in top_settings.items():
-        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge_settings_recursively(merged[key], value) if are_sections else value
+        base_value = merged.get(key)
+        merged[key] = (
+            _merge_settings_recursively(base_value, value)
+            if isinstance(base_value, dict) and isinstance(value, dict)
+            else value
+        )
     return merged

@@ -53,7 +53,7 @@ class CachedPrediction(NamedTuple):
     """Processes that were at work while the rates were measured."""
     contradictions: list[str]
     """Kinds of operators whose rates contradict themselves."""
-    measured: Json
+    measured: dict[str, float]
     """By engine: seconds of a step of the newest run."""
 
     @property

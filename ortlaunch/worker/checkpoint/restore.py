@@ -121,7 +121,7 @@ class CheckpointTensors:
 
 def _read_index_of_known_format(checkpoint_folder: Path) -> Json:
     try:
-        index: Json = dict(read_json_or_raise_damaged(checkpoint_folder / INDEX))
+        index = dict(read_json_or_raise_damaged(checkpoint_folder / INDEX))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint_folder / INDEX} is not an index of a checkpoint: {error}"
@@ -162,8 +162,7 @@ def load_checkpoint_print_notes_and_return_loop_state(
     # The model's weights are copies of the master weights that were just loaded.
     named_state.refresh()
     group.print_lines_of_all_ranks(notes)
-    state: Json = checkpoint_tensors.index["state"]
-    return state
+    return dict(checkpoint_tensors.index["state"])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ortlaunch.base.errors import CheckpointError
@@ -38,7 +38,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 def write_checkpoint_of_step(
     run: RunDir,
-    origin_record: Json,
+    origin_record: Mapping[str, object],
     group: DistributedContext,
     stepper: Stepper,
     completed_steps: int,
@@ -92,7 +92,7 @@ def take_snapshot_on_all_ranks(
 
 def write_snapshot_as_checkpoint(
     run: RunDir,
-    origin_record: Json,
+    origin_record: Mapping[str, object],
     group: DistributedContext,
     step_snapshot: RankSnapshot,
     completed_steps: int,

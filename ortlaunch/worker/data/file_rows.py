@@ -383,7 +383,7 @@ def _rows_of_zst_lz4_or_zip(file_path: str, file_format: str, document_unit: str
             f"{file_path}: {file_format} is not read from .zst, .lz4 and .zip; unpack this file"
         )
     sample_unit = "document" if document_unit == "file" else document_unit
-    options: Json = {"sample_by": sample_unit} if file_format == "text" else {}
+    options: dict[str, str] = {"sample_by": sample_unit} if file_format == "text" else {}
     try:
         dataset = datasets.load_dataset(
             _LOADER[file_format], data_files=[file_path], split="train", streaming=True, **options

@@ -28,7 +28,6 @@ from ortlaunch.base.cache import (
     write_files_and_checksums_unless_they_match,
 )
 from ortlaunch.base.errors import DamagedFile
-from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import (
     is_temporary_file,
@@ -330,7 +329,7 @@ def _encoder_without_special_tokens(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     if not tokenizer.is_fast:
-        options: Json = {
+        options = {
             "add_special_tokens": False,
             "return_attention_mask": False,
             "verbose": False,

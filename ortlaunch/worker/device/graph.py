@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ortlaunch.base.errors import EngineError, InputError, first_message_line
-from ortlaunch.base.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate_function_of_recipe
 from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
@@ -204,7 +204,9 @@ def _axis_name_by_sizes(batches: list[TensorBatch]) -> dict[tuple[int, int], str
     return pairs
 
 
-def _run_graph_for_all_values(model: Any, value_names: list[str], batch: TensorBatch) -> Json:
+def _run_graph_for_all_values(
+    model: Any, value_names: list[str], batch: TensorBatch
+) -> dict[str, NDArray[Any]]:
     import onnx
     import onnxruntime
 

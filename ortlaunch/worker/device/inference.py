@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from ortlaunch.base.errors import EngineError
-from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.device.artifacts import DIFFERENCE_LIMIT
 from ortlaunch.worker.device.device import Device
@@ -81,9 +80,7 @@ def _random_batch_for_evaluation_graph(device: Device, device_folder: DeviceFold
     # A fixed seed, so that the printed difference is reproducible.
     generator = torch.Generator().manual_seed(0)
     graph = onnx.load(str(device_folder.eval)).graph
-    type_by_input: Json = {
-        graph_input.name: graph_input.type.tensor_type for graph_input in graph.input
-    }
+    type_by_input = {graph_input.name: graph_input.type.tensor_type for graph_input in graph.input}
     random_batch = {}
     for name in device.inputs:
         shape = [

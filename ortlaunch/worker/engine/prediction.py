@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import loss_of_engine_output
 from ortlaunch.worker.patching import replace_attribute_temporarily
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 Rates = dict[str, list[tuple[float, float]]]
 """By kind of operator: (size, seconds of a unit), by ascending size."""
@@ -172,7 +173,7 @@ def _matmul_or_attention_flops(
 def count_step_work(
     recipe: Recipe,
     model: nn.Module,
-    batch: dict[str, Any],
+    batch: TensorBatch,
     device: torch.device,
     accumulation_steps: int,
     with_values: bool = False,

@@ -49,7 +49,11 @@ def build_model_card(
 
 
 def _card_metadata(
-    recipe: Recipe, engine: Json, metrics_lines: list[Json], repository: str, library: str | None
+    recipe: Recipe,
+    engine: Json,
+    metrics_lines: list[dict[str, object]],
+    repository: str,
+    library: str | None,
 ) -> ModelCardData:
     used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
@@ -144,7 +148,11 @@ def _public_source_name(source: str | Corpus) -> str:
 
 
 def _card_sections(
-    recipe: Recipe, engine: Json, metrics_lines: list[Json], repository: str, checkpoint_step: int
+    recipe: Recipe,
+    engine: Json,
+    metrics_lines: list[dict[str, object]],
+    repository: str,
+    checkpoint_step: int,
 ) -> Iterator[str]:
     base = f", from {recipe.model.pretrained}" if recipe.model.pretrained else ""
     yield f"# {repository.rpartition('/')[2]}"
@@ -153,7 +161,7 @@ def _card_sections(
         f"- `{key}`: {_public_source_name(source)}"
         for key, source in recipe.data.key_and_source_pairs()
     )
-    last: Json = {}
+    last: dict[str, object] = {}
     # Keep the newest value of each metric, because not every line has all of them.
     for line in metrics_lines:
         last.update({name: value for name, value in line.items() if value is not None})

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ortlaunch.base.errors import InputError, MissingDependency
-from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
@@ -481,9 +480,11 @@ def _refuse_unknown_config_fields(fields: dict[str, object], config: PreTrainedC
             )
 
 
-def _config_fields_from_data(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> Json:
+def _config_fields_from_data(
+    recipe: Recipe, data: LoadedData, config: PreTrainedConfig
+) -> dict[str, object]:
     """Return the config's fields that follow from tokenizer and labels, if the recipe has none."""
-    config_fields: Json = {}
+    config_fields: dict[str, object] = {}
     is_new_model = recipe.model.pretrained is None
     if data.tokenizer is not None:
         for name in _SPECIAL_TOKEN_FIELDS:
@@ -505,7 +506,7 @@ def _config_fields_from_data(recipe: Recipe, data: LoadedData, config: PreTraine
     if data.class_names:
         config_fields["id2label"] = dict(enumerate(data.class_names))
         config_fields["label2id"] = {
-            token_id: class_number for class_number, token_id in config_fields["id2label"].items()
+            class_name: class_number for class_number, class_name in enumerate(data.class_names)
         }
     elif data.classes:
         config_fields["num_labels"] = max(config.num_labels or 0, data.classes)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
 from ortlaunch.base.errors import InputError, MissingDependency, first_message_line
-from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.inputs import refuse_lfs_pointers_and_unreadable_files
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED
@@ -59,7 +59,7 @@ class OnnxModel(nn.Module):
         )
 
 
-def graph_input_arrays(input_names: Sequence[str], batch: TensorBatch) -> Json:
+def graph_input_arrays(input_names: Sequence[str], batch: TensorBatch) -> dict[str, NDArray[Any]]:
     """Return the inputs of a graph as arrays for onnxruntime, from a batch.
 
     Raises:

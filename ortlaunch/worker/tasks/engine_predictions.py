@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -26,6 +26,7 @@ from ortlaunch.worker.engine.prediction import (
 )
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
+from ortlaunch.worker.tensor_batch import TensorBatch
 
 
 class EngineFactors(NamedTuple):
@@ -60,7 +61,7 @@ EAGER_ON_GPUS = EngineFactors(1.0, 0, 0.0, 0.0)
 
 
 def count_measure_and_cache_prediction(
-    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any]
+    recipe: Recipe, plan: Plan, model: LossModule, batch: TensorBatch
 ) -> None:
     """Count the work of a rank, measure the rates of this machine, and write both into the cache.
 

@@ -13,6 +13,7 @@ import difflib
 import os
 import socket
 import traceback
+from collections.abc import Mapping
 
 from ortlaunch.base.errors import HookError, InputError
 from ortlaunch.run_folder.folder import write_json_atomically
@@ -39,7 +40,7 @@ class TrainingHook:
             )
             _refuse_misnamed_hook_methods(self.name, self.hook_object)
 
-    def on_step(self, step: int, metrics_line: dict[str, object]) -> None:
+    def on_step(self, step: int, metrics_line: Mapping[str, object]) -> None:
         """Call the hook for a logged step, with its line of metrics.jsonl."""
         self._call_hook_and_stop_if_asked("on_step", step, dict(metrics_line))
 

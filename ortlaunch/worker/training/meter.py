@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
 from ortlaunch.worker.model.returned_values import ValueMeans
@@ -83,12 +82,12 @@ class TrainingMeter:
         taken = len(self.losses)
         return self.group.mean_over_ranks(float(sum_losses(self.losses)) / taken) if taken else None
 
-    def read_loss_and_speed_and_restart(self) -> Json:
+    def read_loss_and_speed_and_restart(self) -> dict[str, float | None]:
         """Return the values since the last reading, and restart (collective)."""
         # Losses stay on the device until here, because reading one waits for the GPU.
         loss = self.mean_loss()
         seconds = (time.perf_counter() - self.started) / self.steps
-        values: Json = {
+        values: dict[str, float | None] = {
             "loss": loss,
             "samples_per_second": self.batches.batch.global_samples / seconds,
         }

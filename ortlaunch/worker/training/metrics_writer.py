@@ -46,7 +46,9 @@ class MetricsWriter:
         ]
         self.started = time.perf_counter()
 
-    def write_and_print_step(self, completed_steps: int, value_by_name: Json) -> None:
+    def write_and_print_step(
+        self, completed_steps: int, value_by_name: Mapping[str, object]
+    ) -> None:
         """Record and print the values of one step. Steps count from 1."""
         elapsed = time.perf_counter() - self.started
         # Elapsed time is the sum over all starts of the run, without steps that a resume repeats.
@@ -66,7 +68,7 @@ class MetricsWriter:
         self._print_step_fitting_terminal(completed_steps, value_by_name, elapsed)
 
     def _print_step_fitting_terminal(
-        self, completed_steps: int, value_by_name: dict[str, object], elapsed_seconds: float
+        self, completed_steps: int, value_by_name: Mapping[str, object], elapsed_seconds: float
     ) -> None:
         # The speed of this start only: an earlier one may have had other hosts.
         remaining_seconds = (
@@ -96,7 +98,7 @@ class MetricsWriter:
             tracker.end_and_wait_for_limited_time(training_failed)
 
 
-def _formatted_value_texts(value_by_name: dict[str, object]) -> list[str]:
+def _formatted_value_texts(value_by_name: Mapping[str, object]) -> list[str]:
     forms = {
         "epoch": "epoch {:.2f}", "loss": "loss {:.4f}",
         "learning_rate": "lr {:.3g}", "gradient_norm": "grad norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",

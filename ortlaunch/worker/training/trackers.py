@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ class TrackerThread:
         )
         self._thread.start()
 
-    def queue_values(self, step: int, values: dict[str, object]) -> None:
+    def queue_values(self, step: int, values: Mapping[str, object]) -> None:
         """Queue the values of a step, without waiting."""
         # Trackers accept numbers only.
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}

@@ -149,7 +149,7 @@ class ORTTrainer(Trainer):
         if not _is_ort_fused_adam(args):
             trainer_choice: tuple[Any, Any] = Trainer.get_optimizer_cls_and_kwargs(args, model)
             return trainer_choice
-        settings: Json = {
+        settings: dict[str, object] = {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
