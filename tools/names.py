@@ -103,7 +103,7 @@ LIMITS = (
     Limit("one word", "functions", 100, 45),
     Limit("predicate without an answer", "functions", 100, 0),
     Limit("argument without a parameter", "functions", 100, 0),
-    Limit("untyped document", "lines", 1000, 5),  # to become 3
+    Limit("untyped document", "lines", 1000, 3),
 )
 
 
