@@ -56,6 +56,7 @@ from ortlaunch.bench.variants import (
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run_folder.bench_row import VariantRow
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
@@ -353,7 +354,7 @@ def engine_with_shortest_run_or_none(
 
 
 def choose_fastest_engine_of_bench_or_raise(
-    variant_rows: Sequence[Json], bench_folder: Path, step_count: int | None = None
+    variant_rows: Sequence[VariantRow], bench_folder: Path, step_count: int | None = None
 ) -> Choice:
     """Return the choice and its reason, from the variants of a bench in `bench_folder`.
 
@@ -398,7 +399,7 @@ def choose_fastest_engine_of_bench_or_raise(
     )
 
 
-def _reasons_engines_cannot_be_chosen(variant_rows: Sequence[Json]) -> Iterator[str]:
+def _reasons_engines_cannot_be_chosen(variant_rows: Sequence[VariantRow]) -> Iterator[str]:
     for row in variant_rows:
         if row["state"] != MEASURED_STATE:
             yield f"{row['engine']} {row['state']}: {shorten_reason(row['reason'])}"
@@ -409,7 +410,7 @@ def _reasons_engines_cannot_be_chosen(variant_rows: Sequence[Json]) -> Iterator[
             )
 
 
-def _measured_engine_of_variant_row(variant_row: Json) -> MeasuredEngine:
+def _measured_engine_of_variant_row(variant_row: VariantRow) -> MeasuredEngine:
     if variant_row["state"] != MEASURED_STATE:
         return MeasuredEngine(variant_row["state"], shorten_reason(variant_row["reason"]))
     return MeasuredEngine(
@@ -431,7 +432,7 @@ def choice_key_digest(resolved_run: ResolvedRun) -> str:
     return _choice_cache_path(resolved_run).stem
 
 
-def values_that_decide_fastest_engine(resolved_run: ResolvedRun) -> Json:
+def values_that_decide_fastest_engine(resolved_run: ResolvedRun) -> dict[str, object]:
     """Return everything that decides which engine is fastest, as plain values."""
     recipe = resolved_run.recipe_file.recipe
     world = resolved_run.world

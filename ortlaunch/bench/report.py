@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from ortlaunch.base.json_types import Json
 from ortlaunch.base.units import aligned_table_lines, human_bytes
 from ortlaunch.bench.variant_job import VariantJob
 from ortlaunch.bench.variants import Variant
+from ortlaunch.run_folder.bench_row import VariantRow
 
 _TABLE_HEAD = (
     "variant",
@@ -31,7 +31,7 @@ PASSING_VERDICTS = ("passes", "reference")
 
 def variant_result_rows_with_ratio_and_mfu(
     variants: Sequence[Variant], variant_jobs: Sequence[VariantJob]
-) -> list[Json]:
+) -> list[VariantRow]:
     """Return every variant in its order: with figures, or refused or failed with the reason."""
     job_by_name = {variant_job.variant.name: variant_job for variant_job in variant_jobs}
     rows = [
@@ -50,8 +50,8 @@ def variant_result_rows_with_ratio_and_mfu(
 
 def _measured_refused_or_failed_variant_row(
     variant: Variant, variant_job: VariantJob | None
-) -> Json:
-    row: Json = {
+) -> VariantRow:
+    row: VariantRow = {
         "name": variant.name,
         "engine": variant.engine,
         "varied": list(variant.varied_overrides),
@@ -99,7 +99,7 @@ def _measured_refused_or_failed_variant_row(
     }
 
 
-def _folder_field(variant_job: VariantJob | None) -> dict[str, str]:
+def _folder_field(variant_job: VariantJob | None) -> VariantRow:
     return {"folder": str(variant_job.run)} if variant_job else {}
 
 
@@ -120,7 +120,9 @@ def median_quartiles_and_extremes(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _eager_or_first_row_that_ratio_refers_to(row: Json, measured_rows: Sequence[Json]) -> Json:
+def _eager_or_first_row_that_ratio_refers_to(
+    row: VariantRow, measured_rows: Sequence[VariantRow]
+) -> VariantRow:
     """Return the variant that a row is compared with.
 
     It is eager with the same varied keys, else the first eager, else the first.
@@ -130,7 +132,9 @@ def _eager_or_first_row_that_ratio_refers_to(row: Json, measured_rows: Sequence[
     return (rows_with_same_keys or eager_rows or list(measured_rows))[0]
 
 
-def _model_flops_utilization_or_none(row: Json, measured_rows: Sequence[Json]) -> float | None:
+def _model_flops_utilization_or_none(
+    row: VariantRow, measured_rows: Sequence[VariantRow]
+) -> float | None:
     """Return the model FLOPs utilization, from 0 to 1, or None if it is unknown.
 
     The peak is the highest rate that any variant of this precision measured: one scale for all of
@@ -142,7 +146,8 @@ def _model_flops_utilization_or_none(row: Json, measured_rows: Sequence[Json]) -
     rows_of_same_precision = [
         other_row
         for other_row in measured_rows
-        if all(other_row[key] == row[key] for key in ("precision", "matmul_precision"))
+        if other_row["precision"] == row["precision"]
+        and other_row["matmul_precision"] == row["matmul_precision"]
     ]
     peak_flops = max(other["peak_flops"] or 0.0 for other in rows_of_same_precision)
     return (
@@ -150,7 +155,7 @@ def _model_flops_utilization_or_none(row: Json, measured_rows: Sequence[Json]) -
         float(
             row["flops_per_token"]
             * row["tokens_per_second"]
-            / (1 - row["padding_share"])
+            / (1 - (row["padding_share"] or 0.0))
             / (peak_flops * row["ranks"])
         )
         if peak_flops
@@ -158,7 +163,7 @@ def _model_flops_utilization_or_none(row: Json, measured_rows: Sequence[Json]) -
     )
 
 
-def passes_parity(variant_row: Json) -> bool:
+def passes_parity(variant_row: VariantRow) -> bool:
     """Return whether a variant was measured and computes the results of plain PyTorch."""
     return (
         variant_row["state"] == MEASURED_STATE
@@ -166,7 +171,7 @@ def passes_parity(variant_row: Json) -> bool:
     )
 
 
-def fastest_row_that_passes_parity(measured_rows: Sequence[Json]) -> Json | None:
+def fastest_row_that_passes_parity(measured_rows: Sequence[VariantRow]) -> VariantRow | None:
     """Return the variant with the most samples a second that passes parity, or None."""
     return max(
         (row for row in measured_rows if passes_parity(row)),
@@ -175,7 +180,7 @@ def fastest_row_that_passes_parity(measured_rows: Sequence[Json]) -> Json | None
     )
 
 
-def fastest_variant_and_caveat_lines(all_rows: Sequence[Json]) -> list[str]:
+def fastest_variant_and_caveat_lines(all_rows: Sequence[VariantRow]) -> list[str]:
     """Return a line that names the fastest variant, and lines that limit it."""
     best_row = fastest_row_that_passes_parity(all_rows)
     if best_row is None:
@@ -207,12 +212,12 @@ def fastest_variant_and_caveat_lines(all_rows: Sequence[Json]) -> list[str]:
     return lines
 
 
-def ratio_text(best_row: Json, other_row: Json) -> str:
+def ratio_text(best_row: VariantRow, other_row: VariantRow) -> str:
     """Return the ratio to another variant, such as `1.90 x eager`."""
     return f"{best_row['samples_per_second'] / other_row['samples_per_second']:.2f} x {other_row['name']}"
 
 
-def bench_table_and_notes_text(all_rows: Sequence[Json]) -> str:
+def bench_table_and_notes_text(all_rows: Sequence[VariantRow]) -> str:
     """Return the figures of measured variants, and a line with the reason for each other one."""
     measured_rows = [row for row in all_rows if row["state"] == MEASURED_STATE]
     cells = (
@@ -234,7 +239,7 @@ def bench_table_and_notes_text(all_rows: Sequence[Json]) -> str:
     )
 
 
-def _table_cells_of_measured_row(row: Json) -> tuple[str, ...]:
+def _table_cells_of_measured_row(row: VariantRow) -> tuple[str, ...]:
     seconds = row["seconds"]
     tokens = row["tokens_per_second"]
     mfu = row["mfu"]
@@ -252,7 +257,7 @@ def _table_cells_of_measured_row(row: Json) -> tuple[str, ...]:
     )
 
 
-def _reference_or_difference_cell(parity_record: Json) -> str:
+def _reference_or_difference_cell(parity_record: dict[str, object]) -> str:
     """Return `reference`, `1.2e-06`, or a text in capitals where the figures must not be used."""
     if parity_record["verdict"] == "passes":
         return f"{parity_record['largest']:.0e}"
@@ -265,7 +270,7 @@ def _reference_or_difference_cell(parity_record: Json) -> str:
     return "reference" if parity_record["verdict"] == "reference" else "NOT COMPARED"
 
 
-def _failure_parity_and_unit_notes(all_rows: Sequence[Json]) -> list[str]:
+def _failure_parity_and_unit_notes(all_rows: Sequence[VariantRow]) -> list[str]:
     notes = [
         f"{row['name']}: {row['state']}: {shorten_reason(row['reason'])}"
         for row in all_rows

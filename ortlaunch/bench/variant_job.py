@@ -49,7 +49,7 @@ class VariantJob:
         self.run = run
         self.ready_answer: Json = {}
         self.turns: list[Json] = []
-        self.parity: Json = {}
+        self.parity: dict[str, object] = {}
         self.failure_text = ""
         self._job: Any = None
         self._order_number = self._read_line_count = 0

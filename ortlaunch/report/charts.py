@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import Any
 
-from ortlaunch.base.json_types import Json
+from ortlaunch.run_folder.bench_row import VariantRow
 
 # Pieces that a long line is divided into. The smallest and the largest value of each are drawn, so that
 # no spike gets lost; 400 is close to the width in pixels.
@@ -84,13 +85,15 @@ def thinned_points(points: Sequence[Point]) -> list[Point]:
     return kept_points
 
 
-def bar_chart(variant_rows: Sequence[Json], title: str) -> Json:
+def bar_chart(variant_rows: Sequence[VariantRow], title: str) -> dict[str, Any]:
     """Return a bar for the median tokens (or samples) a second of each measured variant of a bench.
 
     The thin line of a bar shows the middle half of the steps.
     """
-    rate_unit = "tokens" if all(row["tokens_per_second"] for row in variant_rows) else "samples"
-    rates = [row[f"{rate_unit}_per_second"] for row in variant_rows]
+    token_rates = [row["tokens_per_second"] for row in variant_rows if row["tokens_per_second"]]
+    has_tokens = len(token_rates) == len(variant_rows)
+    rate_unit = "tokens" if has_tokens else "samples"
+    rates = token_rates if has_tokens else [row["samples_per_second"] for row in variant_rows]
     engines = list(dict.fromkeys(row["engine"] for row in variant_rows))
     return {
         "kind": "bars",

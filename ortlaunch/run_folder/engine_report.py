@@ -28,7 +28,7 @@ class MeasuredEngine:
     """Median, quartiles, minimum and maximum of all measured steps, in seconds."""
     samples_per_second: float | None = None
     """Speed over all ranks."""
-    parity: dict[str, Any] | None = None
+    parity: dict[str, object] | None = None
     """The comparison with plain PyTorch: its verdict and figures."""
     first_step_seconds: float | None = None
     """Seconds from the launch to the end of the first step, compilation or export included."""
