@@ -1,4 +1,4 @@
-"""What a training loop may need beside ORTModule: counters, profiles, gradient norms, ORT's modules."""
+"""Tools for training loops on ORTModule: counters, profiles, gradient norms, ORT's modules."""
 
 from __future__ import annotations
 

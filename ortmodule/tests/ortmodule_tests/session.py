@@ -1,4 +1,4 @@
-"""What every session of tests needs: compiled modules, passive threads, cheap garbage collections."""
+"""Settings of every session of tests: compiled modules, passive threads, cheap garbage collections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ORTModule needs on this machine and does not find. Imports no torch."""
+"""Check that this machine has all that ORTModule needs. Imports no torch."""
 
 from __future__ import annotations
 
