@@ -250,7 +250,9 @@ def apply_engine_choice_with_note(
     if engine == "eager" and engine_section.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
     return replace(
-        resolved_run, engine_choice=engine_choice, engine_note=(note,)
+        resolved_run,
+        engine_choice=engine_choice,
+        engine_note=(*resolved_run.engine_note, note),
     ).apply_auto_results(*overrides)
 
 

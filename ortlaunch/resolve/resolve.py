@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from ortlaunch.base import machine, module_start
 from ortlaunch.base.errors import RecipeError
+from ortlaunch.base.installed import installed_version_by_package_name
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.capacity import notes_or_refusal_for_crowding_of_this_host
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import Workload, solve_batch_and_estimate_memory
 from ortlaunch.planning.world import LaunchOptions, World, resolve_hosts_launcher_and_device
-from ortlaunch.recipe import RecipeFile, inputs, load_recipe
+from ortlaunch.recipe import Recipe, RecipeFile, inputs, load_recipe
 from ortlaunch.recipe.fields.ort_variables import ort_variable_lines_or_refuse_contradiction
 from ortlaunch.recipe.rules.rules import (
     engine_auto_rules_of_comparing_task,
@@ -171,6 +172,9 @@ def resolve_loaded_recipe_file(
     Args:
         world: the world of the run, where it is resolved already.
     """
+    engine_note = _note_if_engine_is_open_and_ort_absent(recipe_file.recipe, command)
+    if engine_note:
+        recipe_file = recipe_file.copy_with_further_overrides("engine.name=auto")
     # Another machine has its own folders, and may have the same relative paths.
     recipe_file = recipe_file if command.options.elsewhere else recipe_file.make_paths_absolute()
     recipe = recipe_file.recipe
@@ -233,4 +237,22 @@ def resolve_loaded_recipe_file(
         )
         notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect_text}")
     notes += [*environment_notes, *recipe.sweep_lines(), *resource_notes]
-    return ResolvedRun(recipe_file, world, planned_work, tuple(notes), command)
+    return ResolvedRun(
+        recipe_file,
+        world,
+        planned_work,
+        (*notes, *engine_note),
+        command,
+        engine_note=engine_note,
+    )
+
+
+def _note_if_engine_is_open_and_ort_absent(recipe: Recipe, command: Command) -> tuple[str, ...]:
+    """Return a note if no engine is named, and the default one has no packages on this machine."""
+    if (
+        "name" in recipe.engine.model_fields_set
+        or command.options.elsewhere
+        or installed_version_by_package_name(("onnxruntime-training", "onnxruntime-training-cpu"))
+    ):
+        return ()
+    return ("engine: auto, because ONNX Runtime Training is not installed here",)

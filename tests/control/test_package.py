@@ -119,29 +119,45 @@ WORDS = ("recipes copy llama2-7b/tiny mine.yaml", "validate mine.yaml", "schema"
          "constraints torch-2.6", "hostfile", "hostfile mpich")  # fmt: skip
 
 
+_PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with the wheel, built from a copy of the sources.
+    """A fresh environment with the wheels of both projects, built from copies of the sources.
 
     The dependencies are those of the current environment.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    for name in ("ortlaunch", "recipes", "constraints", "hostfiles"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    # The backend of pyproject.toml builds the wheel, as in `pip wheel --no-build-isolation`, but
-    # without the time that pip needs to start.
-    _run(
-        [sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('..')"],
-        source,
-    )
+    for project, names in (
+        ("ortlaunch", ("ortlaunch", "recipes", "constraints", "hostfiles", *_PROJECT_FILES)),
+        ("ortmodule", ("src", *_PROJECT_FILES)),
+    ):
+        source = folder / f"{project}-source"
+        source.mkdir()
+        for path in (ROOT / ("" if project == "ortlaunch" else project) / name for name in names):
+            if path.is_dir():
+                shutil.copytree(
+                    path, source / path.name, ignore=shutil.ignore_patterns("__pycache__")
+                )
+            else:
+                shutil.copy(path, source)
+        # The backend of pyproject.toml builds the wheel, as in `pip wheel --no-build-isolation`,
+        # but without the time that pip needs to start.
+        _run(
+            [
+                sys.executable,
+                "-c",
+                "from setuptools.build_meta import build_wheel; build_wheel('..')",
+            ],
+            source,
+        )
     _run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder)
     python = folder / "venv" / "bin" / "python"
-    (wheel,) = folder.glob("*.whl")
+    wheels = sorted(folder.glob("*.whl"))
+    assert len(wheels) == 2
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    _run([*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel], folder)
+    _run([*pip, "install", "--no-deps", "--no-index", "--no-compile", *wheels], folder)
     packages = folder / "venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     # A .pth file adds a folder to sys.path: nothing has to be downloaded.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
@@ -179,6 +195,26 @@ def test_the_installed_package_is_typed(installed: Path) -> None:
     ).parent
     assert package.is_relative_to(installed)
     assert (package / "py.typed").is_file()
+
+
+def test_ortmodule_is_the_wheels_and_needs_no_launcher(installed: Path) -> None:
+    """The wheel has the face, its data file and no requirement of a launcher."""
+    code = (
+        "import sys, ortmodule; from ortmodule._internal.native import cuda_kernels; "
+        "print(ortmodule.__file__); assert 'ortlaunch' not in sys.modules; "
+        "assert [*cuda_kernels.__file__]; print(ortmodule.check())"
+    )
+    python = installed / "venv" / "bin" / "python"
+    assert Path(_run([python, "-c", code], installed).splitlines()[0]).is_relative_to(installed)
+    package = next((installed / "venv").rglob("ortmodule-*.dist-info"))
+    metadata = (package / "METADATA").read_text()
+    required = {
+        _name(line.partition(": ")[2])
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    assert required == {"torch", "numpy"}
+    assert "cuda_kernels.txt" in (package / "RECORD").read_text()
 
 
 def test_the_wheel_says_what_it_is(installed: Path) -> None:

@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, hf_api
 
 # huggingface_hub requests it once a day for each cache folder, without a token.
 PUBLIC = "/api/agent-harnesses"
@@ -112,6 +111,9 @@ def serving(hub: Hub) -> Iterator[Hub]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Serve a local hub for this process and its children, with a token."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants, hf_api
+
     with serving(Hub()) as hub:
         # Constants for this process, which has imported them; variables for its children.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -141,7 +142,7 @@ def language_model(family: str, attention: str, dropout: float = 0.0) -> LossMod
 
     Its input is a batch, its output the loss.
     """
-    import transformers
+    transformers = pytest.importorskip("transformers")
 
     sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
     sizes.update(num_attention_heads=4, max_position_embeddings=32)

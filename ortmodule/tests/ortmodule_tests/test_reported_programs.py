@@ -162,6 +162,7 @@ class Words(nn.Module):
 )
 def test_labels_that_are_all_ignored(family: str) -> None:
     """The loss of such a batch is eager's, nan included, and the batches after it are right."""
+    pytest.importorskip("transformers")
     from transformers import AutoConfig, BertForMaskedLM, LlamaForCausalLM
 
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

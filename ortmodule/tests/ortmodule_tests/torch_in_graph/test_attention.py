@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ortmodule._internal.base import torch_calls
 from ortmodule._internal.base.counters import tally
@@ -313,11 +312,14 @@ def test_attention_of_the_list_stays_torchs() -> None:
     assert not tally.notes
 
 
-def llama(**config: Any) -> LlamaForCausalLM:
+def llama(**config: Any) -> Any:
     """Return a Llama with two queries for each key."""
+    transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, **config))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **heads, use_cache=False, **config)
+    )
 
 
 def test_no_copies_around_the_kernel() -> None:

@@ -142,8 +142,8 @@ def test_a_second_model_trains_as_itself(
 
 
 def test_orts_own_cache_is_never_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ORT_EXTENSIONS_DIR_DIR has no effect, and a note reports it."""
-    monkeypatch.setenv("ORT_EXTENSIONS_DIR_DIR", str(folder / "ort"))
+    """ORTMODULE_CACHE_DIR has no effect, and a note reports it."""
+    monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(folder / "ort"))
     module = ORTModule(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), Settings(threads=1))
     module(X)
     module.eval()
@@ -152,7 +152,7 @@ def test_orts_own_cache_is_never_used(folder: Path, monkeypatch: pytest.MonkeyPa
         # differ.
         assert module(X).equal(module(X))
     assert not (folder / "ort").exists()
-    assert any("ORT_EXTENSIONS_DIR_DIR" in note for note in tally.notes)
+    assert any("ORTMODULE_CACHE_DIR" in note for note in tally.notes)
 
 
 class Shapes(nn.Module):

@@ -34,11 +34,13 @@ class Bert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import BertConfig, BertForPreTraining
+        transformers = pytest.importorskip("transformers")
 
         torch.manual_seed(0)
-        config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        self.model = BertForPreTraining(config)
+        config = transformers.BertConfig(
+            **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+        self.model = transformers.BertForPreTraining(config)
 
     def forward(self, ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         mask = torch.ones_like(ids).masked_fill(torch.arange(ids.shape[1]) > 5, 0)
@@ -52,13 +54,13 @@ class Llama(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
+        transformers = pytest.importorskip("transformers")
 
         torch.manual_seed(0)
-        config = LlamaConfig(
+        config = transformers.LlamaConfig(
             **SIZES, num_key_value_heads=2, max_position_embeddings=2 * LONG, use_cache=False
         )
-        self.model = LlamaForCausalLM(config)
+        self.model = transformers.LlamaForCausalLM(config)
 
     def forward(self, ids: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         positions = first + torch.arange(ids.shape[1])

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
+
+pytest.importorskip("transformers")
+from transformers import (  # an extra
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     HfArgumentParser,

@@ -8,7 +8,9 @@ import pytest
 
 from ortmodule_tests.ort import needs_ort
 from ortmodule_tests.torchrun import torchrun
-from ortmodule_tests.trainer.tiny import assert_same_search
+
+pytest.importorskip("transformers")
+from ortmodule_tests.trainer.tiny import assert_same_search  # an extra
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
