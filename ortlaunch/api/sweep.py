@@ -8,7 +8,7 @@ from pathlib import Path
 from ortlaunch.api.inputs import RecipeSource, load_recipe_with_path_and_overrides
 from ortlaunch.api.plan import resolve_loaded_recipe
 from ortlaunch.api.runs import write_report
-from ortlaunch.api.trial_starts import divide_hosts_or_gpus_among_parallel_trials
+from ortlaunch.api.trial_starts import divide_hosts_or_gpus_among_concurrent_trials
 from ortlaunch.api.trials import Objective, TrialRunner
 from ortlaunch.base.errors import InputError, PlanError, RunError
 from ortlaunch.base.units import aligned_table_lines
@@ -143,7 +143,7 @@ def sweep(
         raise InputError(
             f"{loaded.given_path}: has no section sweep, which gives fields and values"
         )
-    share_parts = divide_hosts_or_gpus_among_parallel_trials(recipe, launch_options)
+    share_parts = divide_hosts_or_gpus_among_concurrent_trials(recipe, launch_options)
     resolve_loaded_recipe(loaded, share_parts[0].options, {**os.environ, **share_parts[0].environ})
     folder = SweepDir(Path("sweeps", recipe.name) if run_dir is None else Path(run_dir))
     with RunLock() as lock:

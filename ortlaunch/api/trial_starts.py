@@ -82,7 +82,7 @@ def start_or_queue_trial(
     return QueuedTrial(run)
 
 
-def divide_hosts_or_gpus_among_parallel_trials(
+def divide_hosts_or_gpus_among_concurrent_trials(
     recipe: Recipe, launch_options: LaunchOptions, environ: Mapping[str, str] = os.environ
 ) -> list[TrialResources]:
     """Return the share of each trial that runs at the same time.

@@ -41,7 +41,7 @@ from ortlaunch.bench.report import (
     PASSING_VERDICTS,
     bench_table_and_notes_text,
     fastest_row_that_passes_parity,
-    fastest_variant_and_caveat_lines,
+    fastest_variant_tie_and_break_even_lines,
     passes_parity,
     ratio_text,
     shorten_reason,
@@ -230,12 +230,14 @@ def apply_cached_engine_or_note_later_measurement(resolved_run: ResolvedRun) -> 
     """Return the run with the engine that is known now, or with a note. Measures nothing."""
     known_choice = _cached_or_short_run_choice_and_source(resolved_run)
     if known_choice:
-        return apply_engine_choice_with_note(resolved_run, *known_choice)
+        return apply_engine_choice_and_allow_unmeasured_ort_to_fall_back(
+            resolved_run, *known_choice
+        )
     note = "engine auto: measured when training starts, then cached; this plan assumes ort"
     return replace(resolved_run, notes=(*resolved_run.notes, note))
 
 
-def apply_engine_choice_with_note(
+def apply_engine_choice_and_allow_unmeasured_ort_to_fall_back(
     resolved_run: ResolvedRun, engine_choice: Choice, choice_source: str = ""
 ) -> ResolvedRun:
     """Return the same run with the chosen engine; its notes name the engine and the reason."""
@@ -392,7 +394,7 @@ def choose_fastest_engine_of_bench_or_raise(
     reason = "; ".join(
         [
             measurement_text,
-            *fastest_variant_and_caveat_lines(variant_rows)[1:],
+            *fastest_variant_tie_and_break_even_lines(variant_rows)[1:],
             *_reasons_engines_cannot_be_chosen(variant_rows),
         ]
     )

@@ -18,7 +18,7 @@ from ortlaunch.bench.report import (
     FAILED_STATE,
     MEASURED_STATE,
     bench_table_and_notes_text,
-    fastest_variant_and_caveat_lines,
+    fastest_variant_tie_and_break_even_lines,
     passes_parity,
 )
 from ortlaunch.bench.variants import ENGINES
@@ -84,7 +84,7 @@ def measure_print_and_write_bench_and_cache_engine(
             [
                 "",
                 table_text,
-                *fastest_variant_and_caveat_lines(variant_rows),
+                *fastest_variant_tie_and_break_even_lines(variant_rows),
                 f"written: {', '.join(map(str, written_paths))}",
             ]
         ),

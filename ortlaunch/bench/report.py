@@ -180,7 +180,7 @@ def fastest_row_that_passes_parity(measured_rows: Sequence[VariantRow]) -> Varia
     )
 
 
-def fastest_variant_and_caveat_lines(all_rows: Sequence[VariantRow]) -> list[str]:
+def fastest_variant_tie_and_break_even_lines(all_rows: Sequence[VariantRow]) -> list[str]:
     """Return a line that names the fastest variant, and lines that limit it."""
     best_row = fastest_row_that_passes_parity(all_rows)
     if best_row is None:

@@ -287,7 +287,7 @@ class _ProbeCall:
                 f"cannot start {argv[0]} here: {error.strerror}",
                 f"install {argv[0]}",
             )
-        self._send_to_probe_if_it_reads(program)
+        self._write_and_flush_to_probe_if_it_reads(program)
         answer_line = self._read_answer_line_or_all_output_before_deadline()
         answer_seconds = time.monotonic() - self._start_time
         if answer_line is None:
@@ -316,7 +316,7 @@ class _ProbeCall:
         # The clock was read between request and answer, so half of that time is the possible error.
         request_time = time.time()
         self._deadline = time.monotonic() + _SECOND_ANSWER_SECONDS
-        self._send_to_probe_if_it_reads(f"{ports_text}\n".encode())
+        self._write_and_flush_to_probe_if_it_reads(f"{ports_text}\n".encode())
         answer_line = self._read_answer_line_or_all_output_before_deadline()
         try:
             answer = ast.literal_eval((answer_line or b"").decode())
@@ -367,7 +367,7 @@ class _ProbeCall:
         with self._process:  # closes its pipes
             self._process = None
 
-    def _send_to_probe_if_it_reads(self, input_bytes: bytes) -> None:
+    def _write_and_flush_to_probe_if_it_reads(self, input_bytes: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         # If the probe has ended, reading its output gives the reason.

@@ -107,7 +107,7 @@ class Draft:
             return subtree.value_without_locations()
         return next((value for key, value, _ in self._assumed_values if key == recipe_key), None)
 
-    def put_recipe_value(
+    def put_recipe_value_if_unset(
         self,
         recipe_key: str,
         value_node: Tree,

@@ -236,7 +236,7 @@ def assume_defaults(draft: Draft, recipe_values: Mapping[str, object], reason: s
 
 def _record_outcome(key: ConfigKey, outcome: Outcome) -> None:
     if outcome.result == "put":
-        key.draft.put_recipe_value(
+        key.draft.put_recipe_value_if_unset(
             outcome.recipe_key, key.node, key.path, outcome.recipe_value, outcome.text
         )
     elif outcome.result == "assumed":

@@ -114,7 +114,7 @@ def _disable_zero_for_muon_and_8bit_state_for_zero(draft: Draft) -> None:
         return
     if node.scalar == "muon":
         reason = "Muon updates whole tensors, so they are not sharded"
-        draft.put_recipe_value("zero.stage", node, "optimizer", 0, reason)
+        draft.put_recipe_value_if_unset("zero.stage", node, "optimizer", 0, reason)
     elif node.scalar == "adamw_8bit":
         draft.recipe_tree = draft.recipe_tree.copy_with_subtree(
             ("optimizer", "name"), recipe_value_tree_located_at_node("adamw", node)

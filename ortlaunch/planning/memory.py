@@ -61,7 +61,7 @@ _BUCKET_ELEMENTS = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 
 
-def model_config_with_defaults_or_none(recipe: Recipe) -> PlannedConfig | None:
+def merged_model_config_or_none_if_defaults_unknown(recipe: Recipe) -> PlannedConfig | None:
     """Return the model's config with every default, or None if only transformers knows them."""
     recipe_config = recipe.model.config or {}
     pretrained_config = (
@@ -131,7 +131,7 @@ def estimate_rank_memory_or_none(
     Returns:
         None for models that are not known here.
     """
-    config = model_config_with_defaults_or_none(recipe)
+    config = merged_model_config_or_none_if_defaults_unknown(recipe)
     if config is None:
         return None
     family = FAMILIES[config["model_type"]]
@@ -310,7 +310,7 @@ def reason_rank_memory_cannot_be_estimated(recipe: Recipe) -> str:
     model_type = {**pretrained_config, **(model.config or {})}.get("model_type")
     if model_type not in FAMILIES:
         return f"models of type {model_type} have no estimate; a training records its memory in memory.json"
-    if model_config_with_defaults_or_none(recipe) is None:
+    if merged_model_config_or_none_if_defaults_unknown(recipe) is None:
         fields = _model_config_fields_known_before_loading(recipe)
         needed = FAMILIES[model_type].size_fields
         missing = ", ".join(name for name in needed if fields.get(name) is None)

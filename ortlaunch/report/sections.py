@@ -277,7 +277,7 @@ def _onnx_exports_text(run_record: Record) -> str | None:
     )
 
 
-def _training_graph_nodes_text(run_record: Record) -> str | None:
+def _forward_backward_and_torch_node_counts_text(run_record: Record) -> str | None:
     graph_record = run_record.ort.get("training_graph")
     if not graph_record:
         return None
@@ -548,7 +548,7 @@ _ENGINE_FACTS: tuple[Fact, ...] = (
     ("forward and backward passes by ONNX Runtime", _ort_pass_counts_text),
     ("forward and backward passes that fell back to PyTorch", _fallbacks_text),
     ("exports", _onnx_exports_text),
-    ("nodes of a training step", _training_graph_nodes_text),
+    ("nodes of a training step", _forward_backward_and_torch_node_counts_text),
     ("torch inside the graph", _torch_calls_text),
     ("torch.compile", lambda record: record.engine.get("inductor")),
     (

@@ -31,7 +31,9 @@ def apply_recorded_engine_and_micro_size(resolved: ResolvedRun, run: RunDir) -> 
 
         recorded_engine = auto.recorded_or_short_run_choice_and_source_or_none(resolved, run)
         resolved = (
-            auto.apply_engine_choice_with_note(resolved, *recorded_engine)
+            auto.apply_engine_choice_and_allow_unmeasured_ort_to_fall_back(
+                resolved, *recorded_engine
+            )
             if recorded_engine
             else resolved
         )
@@ -49,7 +51,7 @@ def measure_cache_and_apply_engine(resolved: ResolvedRun) -> ResolvedRun:
     choice = auto.measure_engines_and_choose_or_default_if_too_long(
         resolved, lambda text: print(text, flush=True)
     )
-    return auto.apply_engine_choice_with_note(
+    return auto.apply_engine_choice_and_allow_unmeasured_ort_to_fall_back(
         resolved, auto.cache_measured_engine_choice_and_add_its_key(resolved, choice)
     )
 

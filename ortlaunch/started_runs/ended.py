@@ -40,7 +40,7 @@ _FIRST_TASK = re.compile(r"task 0: Exited with exit code (\d+)")
 _ENDED_BY_SLURM = re.compile(r"Task launch for \S+ failed|CANCELLED AT .* DUE TO (?!TIME LIMIT)")
 
 
-def record_and_print_end_and_request_requeue() -> int:
+def record_and_print_end_and_request_requeue_if_saved() -> int:
     """Print and record the verdict, and return the run's exit status."""
     run = RunDir(sys.argv[1])
     max_restarts = int(sys.argv[2])
@@ -162,4 +162,4 @@ def _request_requeue_if_restarts_allow(
 
 
 if __name__ == "__main__":
-    sys.exit(record_and_print_end_and_request_requeue())
+    sys.exit(record_and_print_end_and_request_requeue_if_saved())

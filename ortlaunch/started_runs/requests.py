@@ -62,7 +62,7 @@ def request_stop_and_wait_if_asked(
         return StopResult(f"nothing to stop: it has ended\n{status}", 0)
     if status.state is JobState.RUNNING:
         _refuse_run_that_saves_nothing(run, "stop")
-        _write_request_and_signal_command(run, status, "stop", sender)
+        _write_request_and_signal_command_on_this_host(run, status, "stop", sender)
     elif is_queued(status.job):
         checkpoint_text = (
             f"its last checkpoint is of step {step}"
@@ -96,7 +96,7 @@ def request_checkpoint_and_wait(run: RunDir) -> int:
         raise InputError(f"{run}: {status.state.value}; only a training run can save")
     _refuse_run_that_saves_nothing(run, "checkpoint")
     step_before = run.newest_checkpoint_step_or_zero()
-    _write_request_and_signal_command(run, status, "checkpoint")
+    _write_request_and_signal_command_on_this_host(run, status, "checkpoint")
     # Rank 0 removes the request once it has saved, or failed to save.
     while run.save_request.exists():
         if read_status(run).state.is_end:
@@ -145,7 +145,7 @@ def request_restart_and_wait(run: RunDir) -> str:
     )
 
 
-def _write_request_and_signal_command(
+def _write_request_and_signal_command_on_this_host(
     run: RunDir, run_status: Status, command_verb: str, sender: str | None = None
 ) -> None:
     # The signal saves up to half a second, the interval in which rank 0 reads requests.

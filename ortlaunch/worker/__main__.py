@@ -26,7 +26,7 @@ from ortlaunch.worker.engine.garbage import (
 from ortlaunch.worker.process_group.rendezvous_port import require_free_rendezvous_port_on_rank_0
 from ortlaunch.worker.supervision.progress import Progress
 from ortlaunch.worker.supervision.rank_process import make_oom_killer_prefer_this_process
-from ortlaunch.worker.supervision.rank_supervisor import fork_and_supervise_rank
+from ortlaunch.worker.supervision.rank_supervisor import fork_and_supervise_rank_then_end_alike
 from ortlaunch.worker.supervision.stall_rules import MEETING
 from ortlaunch.worker.supervision.watchdog import Watchdog
 
@@ -42,7 +42,7 @@ def supervise_rank_of_run_folder() -> int:
                 f"no {run.plan} on this host; is the run folder on a disk that all hosts share?"
             )
         with explain_errors_on_run_folder_or_cache_files(run.path):
-            return fork_and_supervise_rank(
+            return fork_and_supervise_rank_then_end_alike(
                 rank,
                 run,
                 explain_errors_on_run_folder_or_cache_files(run.path)(

@@ -19,7 +19,7 @@ import ortlaunch.worker.supervision.rank_process, ortlaunch.worker.supervision.e
 from ortlaunch.base.errors import EngineError, InputError
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.supervision.rank_supervisor import fork_and_supervise_rank
+from ortlaunch.worker.supervision.rank_supervisor import fork_and_supervise_rank_then_end_alike
 
 def live(watchdog):
     print("to stdout", flush=True)
@@ -36,7 +36,7 @@ if "FULL" in os.environ:  # as a disk is: what has its room already can still be
         raise OSError(28, "No space left on device")
     ortlaunch.run_folder.error_record.write_json_atomically = write_json
 rank = int(sys.argv[1])
-sys.exit(fork_and_supervise_rank(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
+sys.exit(fork_and_supervise_rank_then_end_alike(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
 """
 
 

@@ -306,7 +306,7 @@ class _TreeBuilder:
             self.key_path = (*self.key_path, key)
             value = self.build_tree_of_yaml_node(value_node)
             if key_node.tag == _LIBRARY + "merge":
-                merged_bases = self.merge_yaml_anchors(merged_bases, value, value_node)
+                merged_bases = self.add_merged_yaml_bases(merged_bases, value, value_node)
             else:
                 children[key] = self.add_problem_if_key_repeated(
                     children.get(key), value, self.node_location(key_node)
@@ -314,7 +314,7 @@ class _TreeBuilder:
             self.key_path = outer_path
         return merge_trees_of_same_format(merged_bases, replace(merged_bases, children=children))
 
-    def merge_yaml_anchors(self, merged_bases: Tree, value: Tree, node: yaml.Node) -> Tree:
+    def add_merged_yaml_bases(self, merged_bases: Tree, value: Tree, node: yaml.Node) -> Tree:
         """Merge `<<: *base`, or a list of bases; of a list the first base has precedence."""
         # In reverse order, because a later merge overrides an earlier one.
         bases = [value] if value.node_type != "list" else list(value.children.values())[::-1]

@@ -23,7 +23,7 @@ from ortlaunch.worker.engine.differences import (
     EvaluationLosses,
     NamedTensors,
     PassResult,
-    differences_between_passes,
+    loss_gradient_and_state_differences,
     mark_differences_that_are_rounding,
     to_double_precision,
 )
@@ -112,7 +112,7 @@ def run_and_compare_passes(
         has_draws = not torch.equal(state_before, state_after)
         if has_draws and not torch.equal(_cpu_and_device_random_state(device), state_after):
             raise UnrepeatableRandomNumbersError
-        comparison = differences_between_passes(
+        comparison = loss_gradient_and_state_differences(
             engine_pass, reference_pass, precision_limits
         )._replace(draws=int(has_draws))
         if precision_limits.is_narrow or comparison.largest_difference <= tolerance:
@@ -132,7 +132,7 @@ def run_and_compare_passes(
             return comparison._replace(not_judged=str(error) or type(error).__name__)
         norm = comparison.reference_norm
         engine_to_float64, reference_to_float64 = (
-            differences_between_passes(item, float64_pass, precision_limits, norm)
+            loss_gradient_and_state_differences(item, float64_pass, precision_limits, norm)
             for item in (engine_pass, reference_pass)
         )
         return mark_differences_that_are_rounding(

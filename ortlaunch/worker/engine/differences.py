@@ -141,7 +141,7 @@ class PassResult(NamedTuple):
         return self._replace(gradients={name: self.gradients[name] for name in parameter_names})
 
 
-def differences_between_passes(
+def loss_gradient_and_state_differences(
     engine_pass: PassResult,
     reference_pass: PassResult,
     precision_limits: Precision,

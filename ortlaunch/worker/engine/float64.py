@@ -106,7 +106,7 @@ class _Float64Mode(TorchFunctionMode):
         # The calls here must not come back by way of `__torch_function__`.
         with torch._C.DisableTorchFunction():
             narrow = [value for value in tree_leaves((args, kwargs)) if _is_narrow(value)]
-            args, kwargs = tree_map(self._cached_float64_form, (args, kwargs))
+            args, kwargs = tree_map(self._cached_float64_tensor_or_dtype, (args, kwargs))
             versions = [self._wide_by_tensor[tensor][0]._version for tensor in narrow]
         result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -122,7 +122,7 @@ class _Float64Mode(TorchFunctionMode):
                     self._wide_by_tensor[tensor] = wide, tensor._version
         return result
 
-    def _cached_float64_form(self, value: Any) -> Any:
+    def _cached_float64_tensor_or_dtype(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return torch.float64 if value in _NARROW else value
         if not _is_narrow(value):

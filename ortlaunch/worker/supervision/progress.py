@@ -120,19 +120,23 @@ class Progress:
     def register_forward_pass_hooks(self, module: Any, timer: object = None) -> None:
         """Mark where this module's forward passes begin and end, with `timer` on a GPU."""
         self.shared_progress.timer = timer
-        module.register_forward_pre_hook(lambda *_: self.shared_progress.begin_stage(FORWARD))
-        module.register_forward_hook(lambda *_: self.shared_progress.begin_stage(BACKWARD))
+        module.register_forward_pre_hook(
+            lambda *_: self.shared_progress.end_stage_and_begin_next(FORWARD)
+        )
+        module.register_forward_hook(
+            lambda *_: self.shared_progress.end_stage_and_begin_next(BACKWARD)
+        )
 
     def iterate_marking_read_time(self, batches: Iterable[_Item]) -> Iterator[_Item]:
         """Yield the same batches, and mark the time in which each is read."""
         source = iter(batches)
         while True:
-            self.shared_progress.begin_stage(READING)
+            self.shared_progress.end_stage_and_begin_next(READING)
             try:
                 batch = next(source)
             except StopIteration:
                 return
-            self.shared_progress.begin_stage(PASSING)
+            self.shared_progress.end_stage_and_begin_next(PASSING)
             yield batch
 
     def show_loss_beside_bar(self, loss: float | None) -> None:

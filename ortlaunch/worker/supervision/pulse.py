@@ -108,7 +108,7 @@ class SharedProgress:
     def _show_phase(self, phase: bytes) -> None:
         self._memory[_PHASE : _PHASE + 256] = phase.ljust(256, b"\0")
 
-    def begin_stage(self, stage: int) -> None:
+    def end_stage_and_begin_next(self, stage: int) -> None:
         """Begin a part of a step."""
         current_time = time.monotonic()
         previous_stage = self._integers[_STAGE]
@@ -133,7 +133,7 @@ class SharedProgress:
         if self._phase != TRAINING:
             self.begin_phase_and_count_progress(TRAINING)
         else:
-            self.begin_stage(0)
+            self.end_stage_and_begin_next(0)
         current_time = self._seconds[_LAST_MARK]
         integers = self._integers
         integers[_STEP] += 1

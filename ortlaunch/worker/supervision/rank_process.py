@@ -130,12 +130,12 @@ class RankProcess:
             if self.can_save
             else None
         )
-        if signal_number is None and self._poll_whether_other_rank_ended():
+        if signal_number is None and self._poll_twice_whether_other_rank_ended():
             signal_number = signal.SIGTERM
         if signal_number is not None:
             self.handle_or_pass_on_signal(signal_number)
 
-    def _poll_whether_other_rank_ended(self) -> bool:
+    def _poll_twice_whether_other_rank_ended(self) -> bool:
         """Return whether another rank ended seconds ago: this one may wait for it for long."""
         if not self.must_watch_other_ranks or time.monotonic() < self._next_look_at_others:
             return False

@@ -52,7 +52,7 @@ _EXIT_SECONDS = 30
 _PIECES_A_TURN = 16
 
 
-def fork_and_supervise_rank(
+def fork_and_supervise_rank_then_end_alike(
     rank: Rank, run: RunDir, run_rank: Callable[[Watchdog], int | None]
 ) -> int:
     """Run `join_ranks_and_run_task` as this rank in a child process, and supervise it.

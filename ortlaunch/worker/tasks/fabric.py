@@ -39,7 +39,7 @@ def run(session: Session) -> None:
         "flops": [rate for (rate,) in rates],
     }
     if group.size > 1:
-        measurements["all_reduce"] = _measure_small_and_large_message(
+        measurements["all_reduce"] = _measure_seconds_of_small_and_large_message(
             group,
             dist.all_reduce,
             # By the slowest rank.
@@ -113,7 +113,7 @@ def _measure_messages_between_ranks(
         send_both_ways(own, other)
         return max(float(own), float(other))
 
-    both_ways = _measure_small_and_large_message(
+    both_ways = _measure_seconds_of_small_and_large_message(
         group, lambda data: send_both_ways(data, data), slower_of_both
     )
     return {
@@ -123,7 +123,7 @@ def _measure_messages_between_ranks(
     }
 
 
-def _measure_small_and_large_message(
+def _measure_seconds_of_small_and_large_message(
     group: DistributedContext,
     send: Callable[[torch.Tensor], object],
     agree_on_seconds: Callable[[float], float],

@@ -53,7 +53,7 @@ def run(request: ShowDataRequest) -> None:
         }
     else:
         document_by_part = {
-            key: _describe_spread_samples_and_batch(part, recipe, request.samples)
+            key: _describe_spread_samples_and_their_batch(part, recipe, request.samples)
             for key, part in data.parts.items()
         }
     document = {
@@ -69,7 +69,7 @@ def run(request: ShowDataRequest) -> None:
         _print_value_descriptions(document)
 
 
-def _describe_spread_samples_and_batch(
+def _describe_spread_samples_and_their_batch(
     samples: Samples, recipe: Recipe, max_samples: int
 ) -> dict[str, object]:
     """Return the values of some samples without text, evenly spread, and of a batch of them."""

@@ -535,7 +535,7 @@ def train_step(
     # Between passes and update, where the ranks have just waited for each other.
     if rank_agreement is not None:
         rank_agreement.start_request_all_reduce()
-    session.progress.shared_progress.begin_stage(STEPPING)
+    session.progress.shared_progress.end_stage_and_begin_next(STEPPING)
     if engine.memory_use:
         engine.memory_use.count_live_tensors_in_first_two_steps(engine.stepper)
     if bad_steps is not None:

@@ -176,7 +176,7 @@ class BadStepHandler:
             limit = f"{_recipe_field(bad_step_record)} is rollback, but no checkpoint could be saved to return to"
         if limit or bad_step_record.action == "stop":
             bad_step_record.action = "stop"
-            self._append_and_print_bad_step_on_rank_0(bad_step_record)
+            self._record_bad_step_and_print_note_on_rank_0(bad_step_record)
             with contextlib.suppress(CheckpointError):
                 # A checkpoint that a thread is still writing must be complete before the run ends.
                 self._wait_for_save_and_newest_checkpoint()
@@ -199,7 +199,7 @@ class BadStepHandler:
             buffer.copy_(kept)
         train_state.left_out += 1
         count = f"{train_state.left_out} of at most {self.train.max_skips}"
-        self._append_and_print_bad_step_on_rank_0(
+        self._record_bad_step_and_print_note_on_rank_0(
             bad_step_record,
             f"{_recipe_field(bad_step_record)} is skip: its update is left out ({count})",
         )
@@ -222,7 +222,7 @@ class BadStepHandler:
         self._count_rollback_and_skip_its_samples(bad_step_record)
         where = f"the checkpoint after step {step_and_checkpoint_folder[0]}"
         count = f"{self.rollbacks} of at most {self.train.max_rollbacks}"
-        self._append_and_print_bad_step_on_rank_0(
+        self._record_bad_step_and_print_note_on_rank_0(
             bad_step_record,
             f"{_recipe_field(bad_step_record)} is rollback: back to {where}, without these samples ({count})",
         )
@@ -234,7 +234,7 @@ class BadStepHandler:
         if bad_step_record.places:
             self.session.batches.left_out.skip_position_range(*bad_step_record.places)
 
-    def _append_and_print_bad_step_on_rank_0(
+    def _record_bad_step_and_print_note_on_rank_0(
         self, bad_step_record: BadStep, printed_note: str = ""
     ) -> None:
         if self.session.group.rank == 0:

@@ -266,7 +266,7 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     run = put(queue)
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.record_and_print_end_and_request_requeue() == 85
+    assert ended.record_and_print_end_and_request_requeue_if_saved() == 85
     record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert (record.backend, record.id, record.state) == ("slurm", "12", JobState.PREEMPTED)
@@ -298,7 +298,7 @@ def test_a_turn_without_a_step(
     write_json_atomically(run.rank_error_path(0), STOPPED)
     monkeypatch.setenv("SLURM_RESTART_COUNT", turn)
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.record_and_print_end_and_request_requeue() == status
+    assert ended.record_and_print_end_and_request_requeue_if_saved() == status
     record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert (record.state, "not requeued" in str(record.verdict)) == (state, turn == "1")
@@ -314,7 +314,7 @@ def test_restarts_of_a_queued_run_are_counted(
     # Status 137 is that of SIGKILL, which may repeat without being deterministic.
     for turn, status, requeued in ((1, 137, True), (2, 137, True), (3, 137, False)):
         monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status), BEGAN])
-        assert ended.record_and_print_end_and_request_requeue() == status
+        assert ended.record_and_print_end_and_request_requeue_if_saved() == status
         record = JobRecord.read_or_none_refusing_damaged(run)
         assert record is not None
         assert [one.number for one in record.attempts] == list(range(1, turn + 1))
@@ -334,11 +334,11 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
     write_text_atomically(run.request, "")
     write_json_atomically(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
-    assert ended.record_and_print_end_and_request_requeue() == 85
+    assert ended.record_and_print_end_and_request_requeue_if_saved() == 85
     # As the script does with `touch`, when a start begins.
     os.utime(run.job_script, (later := time.time() + 1, later))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1", BEGAN])
-    assert ended.record_and_print_end_and_request_requeue() == 1
+    assert ended.record_and_print_end_and_request_requeue_if_saved() == 1
     assert read_status(run).state is JobState.FAILED
 
 
@@ -392,7 +392,7 @@ def test_a_turn_whose_node_was_taken_for_dead(
     began = int(run.job_script.stat().st_mtime)
     os.utime(run.job_script, (began + 60, began + 60))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "2", "85", str(began)])
-    assert ended.record_and_print_end_and_request_requeue() == 85
+    assert ended.record_and_print_end_and_request_requeue_if_saved() == 85
     assert "a later turn of this job has the run" in capsys.readouterr().err
     assert (run.job.read_text(), run.requeue_request.exists()) == (record, False)
 
@@ -460,7 +460,7 @@ def test_an_end_before_rank_0_prepared(
     turn = ["an earlier turn failed", f"{slurm.TURN_PREFIX}n1, turn 2", *lines]
     write_text_atomically(run.logs / "slurm-12.out", "\n".join(turn))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143", BEGAN])
-    assert ended.record_and_print_end_and_request_requeue() == status
+    assert ended.record_and_print_end_and_request_requeue_if_saved() == status
     record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert record.verdict is not None
@@ -477,7 +477,7 @@ def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     write_text_atomically(run.logs / "slurm-12.out", f"{slurm.TURN_PREFIX}n1, turn 1\n{line}\n")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137", BEGAN])
-    assert ended.record_and_print_end_and_request_requeue() == 137
+    assert ended.record_and_print_end_and_request_requeue_if_saved() == 137
     record = JobRecord.read_or_none_refusing_damaged(run)
     assert record is not None
     assert f"Slurm ended the ranks: {line}" in str(record.verdict)

@@ -252,7 +252,9 @@ def test_refusals(planted: Any, tmp_path: Path) -> None:
 def shares(parallel: int, environ: dict[str, str], **launch: Any) -> list[Any]:
     """Return the variables of each trial at the same time."""
     made = recipe(**swept(parallel=parallel), launch=launch)
-    found = trial_starts.divide_hosts_or_gpus_among_parallel_trials(made, LaunchOptions(), environ)
+    found = trial_starts.divide_hosts_or_gpus_among_concurrent_trials(
+        made, LaunchOptions(), environ
+    )
     return [one.environ for one in found]
 
 
@@ -279,7 +281,7 @@ def test_shares_of_hosts(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nme@b slots=2\n[::1] slots=1\nc slots=2\nd slots=2\n")
     options = LaunchOptions(hostfile=str(file), exclude="c@b:0")
-    found = trial_starts.divide_hosts_or_gpus_among_parallel_trials(
+    found = trial_starts.divide_hosts_or_gpus_among_concurrent_trials(
         recipe(**swept(parallel=2)), options
     )
     assert [one.options.include for one in found] == ["a:0,1@b:1", "[::1]:0@d:0,1"]

@@ -107,7 +107,10 @@ def test_auto_counts_compilation_and_spread() -> None:
         auto.choose_fastest_engine_of_bench_or_raise(made, Path("bench"), 10**5).chosen == "eager"
     )
     overlap = "inductor and eager cannot be told apart: the middle halves of their steps overlap"
-    assert report.fastest_variant_and_caveat_lines(made) == ["fastest: inductor or eager", overlap]
+    assert report.fastest_variant_tie_and_break_even_lines(made) == [
+        "fastest: inductor or eager",
+        overlap,
+    ]
 
 
 def test_auto_without_any_engine() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.planning.memory import (
     estimate_rank_memory_or_none,
-    model_config_with_defaults_or_none,
+    merged_model_config_or_none_if_defaults_unknown,
 )
 from ortlaunch.planning.model_sizes import build_model_shape
 from ortlaunch.recipe import Recipe, load_recipe
@@ -429,7 +429,7 @@ def test_what_saves_activations(sections: dict[str, Any], less: str) -> None:
 def test_vocabulary_of_the_tokenizer(config: dict[str, Any], tokenizer: Any, words: int) -> None:
     """A tokenizer that the run trains sets the vocabulary, padded to 8, unless the config does."""
     model = {"task": "masked-lm", "config": {"model_type": "bert", **config}}
-    found = model_config_with_defaults_or_none(
+    found = merged_model_config_or_none_if_defaults_unknown(
         bert(model=model, data={**WORDS, "tokenizer": tokenizer})
     )
     assert (found or {})["vocab_size"] == words

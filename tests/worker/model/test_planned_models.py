@@ -11,7 +11,7 @@ import torch
 
 from ortlaunch.planning.memory import (
     estimate_rank_memory_or_none,
-    model_config_with_defaults_or_none,
+    merged_model_config_or_none_if_defaults_unknown,
 )
 from ortlaunch.planning.model_sizes import build_model_shape
 from ortlaunch.recipe import Recipe, load_recipe
@@ -219,7 +219,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     assert (
         sum(
             build_model_shape(
-                model_config_with_defaults_or_none(whole) or {}, whole.model.task
+                merged_model_config_or_none_if_defaults_unknown(whole) or {}, whole.model.task
             ).parameter_element_counts()
         )
         == PUBLISHED[name]
