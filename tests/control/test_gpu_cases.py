@@ -22,6 +22,7 @@ from tests.gpu import functions, smoke, verdicts
 from tests.gpu.cases import cases, form
 from tests.gpu.test_gpu import in_process, refusal
 from tests.gpu.verdicts import Ended
+from tests.ort import needs_ort
 
 PLAIN = [4.0, 2.0]
 
@@ -117,6 +118,7 @@ def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
     )
 
 
+@needs_ort
 @pytest.mark.parametrize(
     "part", ["deepspeed", "bert", "lora", "llama", "precision", "chunked_loss", "recompute"]
 )

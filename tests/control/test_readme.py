@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ort import needs_ort
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
@@ -57,6 +59,7 @@ def test_readme_and_make_train_name_the_activation():
     assert _blocks("sh")[0].splitlines()[1].startswith(". .venv/bin/activate ")
 
 
+@needs_ort
 def test_the_commands_of_the_readme_work(tmp_path):
     """The commands in README and docs/ end with status 0; setup and bench are not run."""
     (tmp_path / "my_model.py").write_text(_blocks("python")[0])

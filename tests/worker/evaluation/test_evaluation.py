@@ -35,6 +35,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.progress import Progress
 from ortlaunch.worker.training.best_evaluation import require_best_metrics_by_test_evaluation
 from tests.makers import plan, recipe
+from tests.ort import needs_ort
 
 
 def test_words_and_pairs() -> None:
@@ -430,6 +431,7 @@ def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
         require_best_metrics_by_test_evaluation(session)
 
 
+@needs_ort
 def test_metrics_are_of_the_engines_own_pass() -> None:
     """Engine ort returns the scores of its own pass, without another pass or export by PyTorch."""
     from transformers import (

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED, UserSamples, collate
 from ortlaunch.worker.evaluation.evaluation import seed_and_evaluate_loss_and_metrics_unless_stopped
+from tests.ort import needs_ort
 from tests.worker.evaluation.test_evaluation import SIZES, Ranks, session_of
 
 SEEN: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -66,7 +67,7 @@ def llama_and_rows() -> tuple[Any, list[dict[str, torch.Tensor]]]:
     [
         ("eager", "off"),
         ("eager", 2),
-        ("ort", 2),
+        pytest.param("ort", 2, marks=needs_ort),
         pytest.param("inductor", "off", marks=pytest.mark.slow),
     ],
 )
