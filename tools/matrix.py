@@ -46,7 +46,7 @@ PINNED = (
     "numpy",
 )
 # ortlaunch's other dependencies, in any version that pip selects.
-OTHERS = ("peft", "pydantic", "pyyaml", "typer", "filelock", "datasets")
+OTHERS = ("peft", "pydantic", "pyyaml", "typer", "datasets")
 
 
 def main() -> int:
@@ -147,7 +147,7 @@ def _set_up(environment: Path, row: dict[str, Any]) -> str:
     start = time.monotonic()
     module = "ortmodule._internal.native.extensions"
     code = (
-        f"import {module} as e; s = e.build_extensions_print_progress_and_get_status(); "
+        f"import ortmodule, {module} as e; s = ortmodule.setup(); "
         "print(e.reason_interop_is_unbuildable_or_empty()[-300:]); raise "
         "SystemExit(s)"
     )
@@ -222,9 +222,9 @@ def _newest_patch(torch: str, problem: str) -> str:
 def _run(environment: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
     values = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "ortmodule/src")]),
         # Extensions are built for one torch, so each environment has its own cache.
-        "ORTLAUNCH_CACHE": str(environment / "ortlaunch"),
+        "ORT_EXTENSIONS_DIR": str(environment / "extensions"),
     }
     command = [str(environment / "bin" / "python"), *arguments]
     return subprocess.run(
