@@ -210,7 +210,9 @@ def _build(built: Path, extras: list[str], there: Iterable[str], scratch: Path) 
     """Build missing wheels: ortlaunch and ortmodule from a copy of this tree, DeepSpeed without operators."""
     copy = scratch / "ortlaunch"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    problem = _pip("wheel", "--no-deps", "--wheel-dir", str(built), str(copy), str(copy / "ortmodule"))
+    problem = _pip(
+        "wheel", "--no-deps", "--wheel-dir", str(built), str(copy), str(copy / "ortmodule")
+    )
     named = {_canonical(name) for name in there}
     for name in (
         name for name in SOURCES_ONLY if name in extras and name not in named and not problem

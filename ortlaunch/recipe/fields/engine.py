@@ -31,7 +31,8 @@ class Engine(Section, resume_rule=APPLIED):
     the fastest of the three that agrees with plain PyTorch; it is measured before the first
     training (a minute or more) and remembered by model, shape, machine and versions. Fields for ort
     then apply if ort is chosen. Where the measurement would cost more than 5 % of `train.max_steps`
-    steps, it is left out, and ort is taken, with allow_fallback."""
+    steps, it is left out, and ort is taken, with allow_fallback; eager, if ort cannot run here. Where
+    ONNX Runtime Training is not installed, a recipe that names no engine has auto."""
     allow_fallback: bool = False
     """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; this is printed and
     recorded. False: the run ends before step 1 and prints the reason."""

@@ -487,6 +487,29 @@ def test_what_engine_ort_takes(
     assert str(caught.value) == f"engine ort: {line}"
 
 
+@pytest.mark.parametrize(
+    ("installed", "engine", "name", "is_noted"),
+    [
+        ({"onnxruntime-training-cpu": "1.19.2"}, {}, "ort", False),
+        ({}, {}, "auto", True),
+        ({}, {"parity_steps": 0}, "auto", True),
+        ({}, {"name": "ort"}, "ort", False),
+    ],
+)
+def test_the_engine_of_a_recipe_that_names_none(
+    installed: Any, engine: Any, name: str, is_noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default engine is auto where ONNX Runtime Training is not installed, with a note."""
+    lookup = "ortlaunch.resolve.resolve.installed_version_by_package_name"
+    monkeypatch.setattr(lookup, lambda names: installed)
+    made = resolved(engine=engine)
+    assert made.recipe_file.recipe.engine.name == name
+    note = "engine: auto, because ONNX Runtime Training is not installed here"
+    assert (note in made.notes) == is_noted
+    # A choice that is made later keeps the note.
+    assert (note in made.apply_auto_results("engine.allow_fallback=true").notes) == is_noted
+
+
 def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits in vain for the prepared folder ends with a likely cause."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
