@@ -305,7 +305,7 @@ def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("refusing")
     folder = cache / here.relative_to(cache_root_without_creating())
     folder.mkdir(parents=True)
-    for file in (*here.glob("*.so"), *here.glob("*.seal")):
+    for file in (*here.glob("*.so"), *here.glob("*.sha256")):
         if file.stem != extensions.INTEROP:
             shutil.copy2(file, folder)
     (folder / f"{extensions.INTEROP}.refused").write_text("the compiler says no")
