@@ -36,8 +36,6 @@ from ortmodule._internal.tracing.symbolics import (
 TORCH = None
 """The value of `Operator.form` if torch computes the operator."""
 _FLOATS = ("Float", "Double", "Half", "BFloat16")
-# Orders of norms whose exported forms are right.
-_EXACT_NORM_ORDERS = (0.0, 1.0, 2.0, math.inf, -math.inf)
 _POOLS = ("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d")
 _UPSAMPLES = (
     "bicubic2d", "bilinear2d", "linear1d", "nearest1d", "nearest2d", "nearest3d", "trilinear3d"
@@ -233,14 +231,6 @@ OPERATORS = (
         norm_forms.create_form_with_zero_gradient_root("frobenius_norm"),
         "of zeros: a gradient of nan",
     ),
-    OperatorRemedy(
-        "linalg_vector_norm",
-        TORCH,
-        "of other orders: nan at zero",
-        lambda inputs: (
-            not set(known_numbers_of_constant_or_list(inputs[1])) <= set(_EXACT_NORM_ORDERS)
-        ),
-    ),
     OperatorRemedy("cdist", TORCH, "nan behind equal vectors"),
     OperatorRemedy(
         "cosine_similarity", TORCH, "nan behind vanishing vectors; a dimension too many"
@@ -257,9 +247,6 @@ OPERATORS = (
     *(
         OperatorRemedy(name, TORCH, "takes labels that are no class")
         for name in ("nll_loss", "nll_loss2d", "nll_loss_nd")
-    ),
-    OperatorRemedy(
-        "binary_cross_entropy", TORCH, "infinity from a probability of 0; takes one above 1"
     ),
     OperatorRemedy("binary_cross_entropy_with_logits", TORCH, "infinity from a score of 17 on"),
     # Layers
