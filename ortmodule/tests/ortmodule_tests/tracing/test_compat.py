@@ -19,7 +19,7 @@ from ortmodule._internal.tracing import import_repairs
 from ortmodule_tests.forks import Run
 from ortmodule_tests.ort import needs_ort
 
-# Arguments: the repair or form to leave out, then modules to import first.
+# Arguments: the repair to leave out, then modules to import first.
 PROLOGUE = """
 import sys, warnings
 skipped, first = sys.argv[1], sys.argv[2:]
@@ -29,7 +29,6 @@ import torch
 from ortmodule._internal import import_ortmodule
 from ortmodule._internal.base import repair_registry
 from ortmodule._internal.native import extensions
-from ortmodule._internal.torch_in_graph import operator_table
 from ortmodule._internal.tracing import import_repairs
 from ortmodule import ORTModule, Settings
 
@@ -41,7 +40,6 @@ def kept(repairs):
 export, push = torch.onnx.export, torch.cuda.nvtx.range_push
 import_repairs._BEFORE_IMPORT = kept(import_repairs._BEFORE_IMPORT)
 import_repairs._AFTER_IMPORT = kept(import_repairs._AFTER_IMPORT)
-operator_table.OPERATORS = kept(operator_table.OPERATORS)
 import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
 assert first or "deepspeed" not in sys.modules, "ORT loaded DeepSpeed"
 
@@ -68,7 +66,7 @@ def gradient(custom):
     ORTModule(model, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
     return model.linear.weight.grad.tolist()[0]
 """
-# Each check fails with a message of its own, by which WITHOUT and FORMS recognize it.
+# Each check fails with a message of its own, by which WITHOUT recognizes it.
 CHECKS = {
     "step": """
 with warnings.catch_warnings(record=True) as caught:
@@ -116,15 +114,6 @@ ORTModule(torch.nn.Linear(2000, 1), Settings(threads=1, torch_operators="off"))(
 assert weights == [1, 1], f"weights of these sizes were copied: {weights}"
 torch._C._jit_pass_onnx_graph_shape_type_inference = infer
 """,
-    "index_put": """
-class Added(Model):
-    def forward(self, x):
-        return torch.zeros(1, 1).index_put((torch.tensor([0, 0]),), self.linear(x), accumulate=True).sum()
-
-added = Added(False)
-total = ORTModule(added, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4))
-assert abs(total - 2 * added.linear(torch.ones(4))) < 1e-5, "index_put kept one of two values"
-""",
     "no_grad": """
 class Off(Model):
     def forward(self, x):
@@ -136,41 +125,6 @@ class Off(Model):
 off = Off(False)
 ORTModule(off, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 assert off.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through no_grad"
-""",
-    "documents": """
-class Counted(Model):
-    def forward(self, x):
-        return (self.linear(x)[1:] * torch.diff(x > 0, dim=0).cumsum(0)).sum()
-
-try:
-    ORTModule(Counted(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4))
-except Exception as error:
-    raise SystemExit(f"documents: {error}")
-""",
-    "root": """
-class Root(Model):
-    def forward(self, x):
-        return (-self.linear(x).abs() - 1).clamp(min=0).sqrt().sum()
-
-root = Root(False)
-ORTModule(root, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
-assert root.linear.weight.grad.isfinite().all(), "a root of nothing has a gradient of nan"
-""",
-    "cast": """
-class Squared(Model):
-    def forward(self, x):
-        scores = torch.nn.functional.log_softmax(self.linear(x), -1, dtype=torch.float32)
-        return self.linear(x).float().square().sum() + scores.square().sum()
-
-squared = Squared(False)
-try:
-    ORTModule(squared, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
-except Exception as error:
-    raise SystemExit(f"a cast: {error}")
-ours = squared.linear.weight.grad.clone()
-squared.zero_grad()
-squared(torch.ones(2, 4)).backward()
-torch.testing.assert_close(ours, squared.linear.weight.grad)
 """,
     "stacked": """
 class Repeated(Model):
@@ -282,17 +236,6 @@ WITHOUT = {
     "skip_nvtx_without_cuda": ("step", "NVTX functions not installed"),
 }
 
-
-# By row of operator_table.py: the check that fails without it, and the error.
-FORMS = {
-    "detach": ("detach", "the gradient went through detach"),
-    "unflatten": ("attention", "assert is_literal"),
-    "scaled_dot_product_attention": ("attention", "gradient_builder_base.h"),
-    "index_put": ("index_put", "index_put kept one of two values"),
-    "to": ("cast", "a cast: "),
-    "diff": ("documents", "documents: "),
-    "clamp": ("root", "a root of nothing has a gradient of nan"),
-}
 # Repairs that are applied only if the extension for custom autograd functions cannot be built.
 REFUSING = ("disable_custom_autograd", "refuse_custom_backward", "skip_padding_hook")
 
@@ -363,17 +306,6 @@ def test_each_repair_is_needed_where_it_is_applied(
     check, message = WITHOUT[repair]
     run = fresh if before_import else fresh_ort
     done = run(PROLOGUE + CHECKS[check], repair, *first, ORT_EXTENSIONS_DIR=str(repairs[repair]))
-    assert done.returncode != 0
-    assert message in done.stderr
-
-
-@needs_ort
-@pytest.mark.nightly
-@pytest.mark.parametrize("operator", list(FORMS))
-def test_each_form_is_needed(built: None, operator: str, fresh_ort: Run) -> None:
-    """Without its row in the table the exporter's form fails, or computes another function."""
-    check, message = FORMS[operator]
-    done = fresh_ort(PROLOGUE + CHECKS[check], operator)
     assert done.returncode != 0
     assert message in done.stderr
 
