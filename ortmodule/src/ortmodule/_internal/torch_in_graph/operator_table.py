@@ -65,6 +65,8 @@ _NORMS: dict[str, Example] = {
     "std": lambda h, k: (h * 0).std(-1),
     "std_mean": lambda h, k: torch.std_mean(h * 0, -1)[0],
     "frobenius_norm": lambda h, k: torch.frobenius_norm(h * 0, -1),
+    "linalg_norm": lambda h, k: torch.linalg.norm(h * 0, "fro"),
+    "linalg_matrix_norm": lambda h, k: torch.linalg.matrix_norm(h * 0),
 }
 _POOLS: dict[str, Example] = {
     "avg_pool2d": lambda h, k: functional.avg_pool2d(h[None], 2),
