@@ -142,7 +142,7 @@ def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
 
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
-    """Run ORTModule as Microsoft ships it, with only the patches for today's torch (compat.py)."""
+    """Run ORTModule as Microsoft ships it, with only the patches for today's torch (those of its import)."""
     from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
     ortmodule = import_ortmodule_with_repairs_and_export_steps()

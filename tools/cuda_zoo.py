@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ortlaunch.worker.engine.engine import cast_floating_point_parameters_in_place
 from ortmodule import ORTModule
+from ortmodule._internal.base.repair_registry import TRAINING
 from ortmodule._internal.base.settings import Settings
-from ortmodule._internal.base.source_guard import TRAINING, owning_class_or_module
+from ortmodule._internal.base.source_guard import owning_class_or_module
 from ortmodule._internal.graph_repairs import bfloat16
 from ortmodule._internal.module import import_ortmodule_with_all_repairs
 from ortmodule._internal.native import cuda_kernels

@@ -22,7 +22,7 @@ Run = Callable[..., Process]
 
 # A server reads one JSON request a line. gc.freeze keeps the collector from copying shared pages
 # in the children, and signal.alarm ends a child at its time limit. The second server imports ONNX
-# Runtime as compat.py does, and applies no repair that follows the import.
+# Runtime as import_ortmodule.py does, and applies no repair that follows the import.
 _SERVER = """
 import gc, json, os, signal, sys
 import torch, torch.onnx, torch._dynamo, torch.distributed.tensor, torch.utils.cpp_extension, onnx, pytest
@@ -56,10 +56,8 @@ def with_ort():
     os.close(write_requests)
     os.close(read_answers)
     os.dup2(2, 1)
-    from ortmodule._internal.base import repair_registry
-    from ortmodule._internal.tracing import import_repairs
-    repair_registry.apply_fitting_repairs_and_record_others_once(import_repairs._BEFORE_IMPORT)
-    import_repairs._import_ortmodule_and_hook_deepspeed_import()
+    from ortmodule._internal import import_ortmodule, pipeline
+    import_ortmodule.import_ortmodule_with_repairs_before_it()
     import ortmodule_tests.modules
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     run(served(os.fdopen(requests), os.fdopen(answers, "w")))

@@ -17,10 +17,11 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortmodule._internal import graph_cache, repairs
-from ortmodule._internal.base import counters, repair_registry, source_guard
+from ortmodule._internal import graph_cache, pipeline
+from ortmodule._internal.base import counters, repair_registry
 from ortmodule._internal.base.counters import tally
-from ortmodule._internal.repairs import REPAIRS, apply_repairs
+from ortmodule._internal.base.repair_registry import REPAIR_BY_NAME
+from ortmodule._internal.module import import_ortmodule_with_all_repairs
 from ortmodule_tests.forks import Run
 from ortmodule_tests.modules import (
     Checkpointed,
@@ -34,6 +35,7 @@ from ortmodule_tests.modules import (
 from ortmodule_tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+ROOT = Path(pipeline.__file__).parent
 
 
 # ------------------------------------------------------------------------------------ changed calls
@@ -271,90 +273,77 @@ def test_no_checkpointing_no_recomputation() -> None:
 
 # ---------------------------------------------------------------------------- each repair is needed
 
-# By repair: the test that must fail in a process without it.
-WITHOUT = {
-    "skip_frozen_gradients": "test_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
-    "skip_unreached_weights": "test_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice-training]",
-    "choose_graph_per_pass": "test_repairs.py::test_a_changed_call_is_exported_again[another number]",
-    "keep_buffers_exact": "test_buffers.py::test_batch_normalization_is_eagers[trained]",
-    "refuse_weight_changes": "test_weight_changes.py::test_a_pass_that_changes_weights_is_refused[.data = ...]",
-    "follow_autograd_rules": "test_backward.py::test_what_only_an_unused_output_reaches_has_no_gradient[first]",
-    "detect_kept_tensors": "test_escapes.py::test_a_kept_tensor_is_an_error_where_it_is_used[attribute]",
-    "follow_model_state": "test_model_state.py::test_a_changed_model_is_exported_again[number]",
-    "map_gradient_checkpointing": "test_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
-    "flush_before_redirecting": "test_printed_output.py::test_text_before_an_export_is_kept",
-    "skip_ignored_labels": "test_loss.py::test_ignored_labels_are_left_out",
-    "export_smoothed_cross_entropy": "test_loss.py::test_loss_and_gradients_are_eagers[smoothed-0.2]",
-    "detect_traced_values": "test_python_values.py::test_another_size_is_exported_again_where_python_has_it",
-    "keep_broadcast_sizes": "test_broadcasts.py::test_channels_are_weighed[adaptive]",
-    "keep_sizes_of_one": "test_vectors.py::test_a_vectors_gradient_is_eagers[matrix, vector]",
-    "slice_partly_derived_splits": "test_splits.py::test_parts_have_eagers_gradients[one of six, in the middle]",
-    "sum_repeated_weights": "test_copied_inputs.py::test_an_operator_takes_a_weight_twice[mul]",
-    "compute_constant_outputs": "test_outputs.py::test_a_constant_is_an_output[zeros]",
-    "concatenate_constants": "test_gradient_names.py::test_a_part_without_a_gradient_joins_several_times[a buffer]",
-    "infer_symbolic_sizes": "test_broadcasts.py::test_sizes_are_formulas[a part of it]",
-    "export_grouped_conv1d_as_conv2d": "test_convolutions.py::test_onnx_runtimes_own_gradient",
-    "name_frozen_gradients": "test_frozen_weights.py::test_a_gradient_passes_a_frozen_layer[GroupNorm-layer]",
-    "call_torch_kernels": "test_loss.py::test_torchs_kernels_compute_the_loss",
-    "restore_output_dtypes": "test_outputs.py::test_types_are_eagers[True-relu of half]",
-    "copy_shared_outputs": "test_outputs.py::test_the_backward_pass_changes_no_output[probabilities]",
-    "fix_deepcopy_and_pickle": "test_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
-    "create_session_once": "test_options.py::test_training_sessions_are_those_that_are_needed[settings0-1]",
-    "ignore_ort_export_cache": "test_exports.py::test_orts_own_cache_is_never_used",
-}
 RUN = """
 import sys, pytest
-from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
-from ortmodule._internal.repairs import apply_repairs
-import_ortmodule_with_repairs_and_export_steps()
-apply_repairs(sys.argv[1])
+from ortmodule._internal.base.repair_registry import record_unapplied_repair
+from ortmodule._internal.module import import_ortmodule_with_all_repairs
+record_unapplied_repair(sys.argv[1], "left out")
+import_ortmodule_with_all_repairs()
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 """
+# test_compat.py has a driver of its own for its checks.
+ELSEWHERE = "tracing/test_compat.py::test_each_check_passes["
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("repair", list(WITHOUT))
-def test_each_repair_is_needed(repair: str, fresh_ort: Run) -> None:
-    """Without the repair its test fails, or ONNX Runtime crashes in it."""
-    file, _, test = WITHOUT[repair].partition("::")
-    path = next(Path(__file__).parent.rglob(file))
-    done = fresh_ort(RUN, repair, f"{path}::{test}")
+@pytest.mark.parametrize(
+    "name", [r.name for r in REPAIR_BY_NAME.values() if not r.example.startswith(ELSEWHERE)]
+)
+def test_each_repair_is_needed(name: str, fresh_ort: Run) -> None:
+    """Without the repair its example fails, or ONNX Runtime crashes in it."""
+    import_ortmodule_with_all_repairs()
+    if name not in repair_registry.applied_repair_names():
+        pytest.skip("not needed on this stack")
+    done = fresh_ort(RUN, name, f"{Path(__file__).parent}/{REPAIR_BY_NAME[name].example}")
     assert done.returncode in (1, -signal.SIGSEGV), done.stdout + done.stderr
     # pytest's status 1 alone could also mean other errors.
     assert done.returncode < 0 or "1 failed" in done.stdout
 
 
-def test_every_repair_is_tested_and_applied() -> None:
-    """Every repair is in the table, and with the known ORT all repairs are applied."""
+def test_every_repair_is_declared_and_applied() -> None:
+    """Every repair has its fault and an existing example; with the known ORT all are applied."""
     # The first ORTModule of a process applies the repairs.
     wrapped(Layers(4))
-    # test_setting_repairs.py tests this one.
-    elsewhere = {"pass_device_to_ort_grad_management"}
-    assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
-    assert WITHOUT.keys() <= set(repair_registry.applied_repair_names())
-    assert not WITHOUT.keys() & repair_registry.reason_by_unapplied_repair().keys()
+    for repair in REPAIR_BY_NAME.values():
+        assert repair.fault.endswith("."), repair.name
+        file, _, test = repair.example.partition("::")
+        text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+        assert f"def {test.partition('[')[0]}(" in text, repair.name
+        if repair.phase_of_application() == "install":
+            assert repair.name in repair_registry.applied_repair_names()
+    assert repair_registry.reason_by_unapplied_repair() == {}
 
 
-def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_module_that_declares_a_repair_is_imported() -> None:
+    """pipeline.py imports each module in which a repair is declared."""
+    declaring = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in ROOT.rglob("*.py")
+        if "\n@repair(" in path.read_text(encoding="utf-8")
+    }
+    assert declaring <= {*pipeline.REPAIR_MODULES}
+    assert len(declaring) > 20
+
+
+def test_an_unknown_source_is_left_alone_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repair of an unknown source or version is not applied, and its reason is recorded."""
-    monkeypatch.setattr(repair_registry, "_applied", [])
-    monkeypatch.setattr(repair_registry, "_not_applied", {})
-    changed = f"{source_guard.TRANSITION}._export_model"
+    for name, value in (("REPAIR_BY_NAME", {}), ("_applied", []), ("_not_applied", {})):
+        monkeypatch.setattr(repair_registry, name, value)
+    changed = f"{repair_registry.TRANSITION}._export_model"
     # The hash of no source.
-    monkeypatch.setitem(source_guard.KNOWN_SOURCE_HASHES, changed, "0" * 16)
-    monkeypatch.setattr(
-        repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources]
+    plant = repair_registry.repair(
+        "planted", "install", 1, fault="None.", sources={changed: "0" * 16}
     )
-    apply_repairs()
+    plant(lambda: pytest.fail("applied"))
+    repair_registry.apply_repairs("install")
     assert repair_registry.applied_repair_names() == ()
-    assert "skip_frozen_gradients" in repair_registry.reason_by_unapplied_repair()
-    assert set(repair_registry.reason_by_unapplied_repair().values()) == {
-        f"the source of {changed} is not that of 1.19.2"
+    assert repair_registry.reason_by_unapplied_repair() == {
+        "planted": f"the source of {changed} is not that of 1.19.2"
     }
     monkeypatch.setattr(repair_registry, "_not_applied", {})
     # Another version refuses every repair, whatever its sources.
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
-    apply_repairs()
-    assert (
-        "1.20.0 is installed" in repair_registry.reason_by_unapplied_repair()["keep_buffers_exact"]
-    )
+    repair_registry.apply_repairs("install")
+    assert "1.20.0 is installed" in repair_registry.reason_by_unapplied_repair()["planted"]
+    with pytest.raises(ValueError, match="another and planted have one order in 'install': 1"):
+        repair_registry.repair("another", "install", 1)(lambda: None)

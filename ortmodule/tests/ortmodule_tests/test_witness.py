@@ -15,9 +15,11 @@ from torch import nn
 from ortmodule import ORTModuleError
 from ortmodule._internal import pass_counters as witnesses
 from ortmodule._internal.base.placement import count_nodes_by_execution_provider
-from ortmodule._internal.module import _create_agent_and_refuse_cpu_session_of_cuda_model
 from ortmodule._internal.native import cuda_libraries
 from ortmodule._internal.pass_counters import PassAndGraphCounters
+from ortmodule._internal.session_settings import (
+    _create_agent_and_refuse_cpu_session_of_cuda_model,
+)
 from ortmodule_tests.modules import (
     IDS,
     Reverse,

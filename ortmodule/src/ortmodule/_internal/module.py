@@ -1,7 +1,6 @@
 """A model as an ORTModule, with settings for this one model.
 
-options.py translates the settings for ORT; repairs.py fixes ORTModule's faults. This module must
-not depend on DeepSpeed or a training loop.
+options.py translates the settings for ORT. This module must not depend on DeepSpeed or a training loop.
 """
 
 from __future__ import annotations
@@ -10,33 +9,27 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ortmodule._internal import options, pass_counters
-from ortmodule._internal.base import repair_registry
 from ortmodule._internal.base.json_types import Json
 from ortmodule._internal.base.patching import (
-    replace_method_by_wrapper,
     set_environment_variables_temporarily,
 )
-from ortmodule._internal.base.repair_registry import Repair
+from ortmodule._internal.base.repair_registry import apply_repairs
 from ortmodule._internal.base.settings import (
     Settings,
     module_and_qualified_name_text,
     settings_of_ort_object_or_defaults,
 )
-from ortmodule._internal.errors import ORTModuleError
 from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
-from ortmodule._internal.native import cuda_libraries
-from ortmodule._internal.repairs import apply_repairs
 from ortmodule._internal.report import report
 from ortmodule._internal.state.buffers import restore_layer_modes_after_block
 from ortmodule._internal.state.unsupported_models import model_inside_torch_compile_or_itself
 from ortmodule._internal.wrapper import TransparentOrtWrapper, create_class_with_ort_base
 
 if TYPE_CHECKING:
-    from ortmodule._internal.base.ort_types import AnyFunction, Manager, OrtModule
+    from ortmodule._internal.base.ort_types import OrtModule
 
 
 class ORTModule(TransparentOrtWrapper):
@@ -129,80 +122,5 @@ def store_settings_in_both_managers(ort_module: OrtModule, settings: Settings) -
 def import_ortmodule_with_all_repairs() -> object:
     """Return the module onnxruntime.training.ortmodule, with every repair."""
     ortmodule = import_ortmodule_with_repairs_and_export_steps()
-    repair_registry.apply_fitting_repairs_and_record_others_once(
-        [Repair("limit_session_threads", install=_patch_sessions_and_exports_to_use_settings)]
-    )
-    apply_repairs()
+    apply_repairs("install")
     return ortmodule
-
-
-def _patch_sessions_and_exports_to_use_settings() -> None:
-    # The classes are patched and the instances hold the settings. ORT pickles its managers, and a
-    # function on an instance could not be pickled.
-    from onnxruntime.training.ortmodule import (
-        _graph_execution_manager,
-        _graph_transition_manager,
-        _inference_manager,
-        _training_manager,
-    )
-
-    replace_method_by_wrapper(
-        _graph_execution_manager.GraphExecutionManager,
-        "_get_session_config",
-        _session_config_with_threads_and_tf32,
-    )
-    replace_method_by_wrapper(
-        _graph_transition_manager.GraphTransitionManager,
-        "get_post_processed_model",
-        _run_export_with_module_settings,
-    )
-    for manager in (_training_manager.TrainingManager, _inference_manager.InferenceManager):
-        replace_method_by_wrapper(
-            manager, "_create_execution_agent", _create_agent_and_refuse_cpu_session_of_cuda_model
-        )
-
-
-def _session_config_with_threads_and_tf32(
-    original_get_config: AnyFunction, manager: Manager
-) -> object:
-    """Set a session's threads and TF32.
-
-    By default ORT's sessions use every physical core, whatever the number of ranks, and use TF32 on
-    CUDA, whatever torch's setting.
-    """
-    session_options, providers, provider_options = original_get_config(manager)
-    settings = settings_of_ort_object_or_defaults(manager)
-    session_options.intra_op_num_threads = (
-        torch.get_num_threads() if settings.threads is None else settings.threads
-    )
-    # Threads that spin while they wait take the cores from torch's threads, which run the optimizer
-    # and load the data.
-    session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if manager._device.type == "cuda":
-        provider_options[0]["use_tf32"] = str(int(settings.tf32))
-    return session_options, providers, provider_options
-
-
-def _create_agent_and_refuse_cpu_session_of_cuda_model(
-    original_create_agent: AnyFunction, manager: Manager
-) -> None:
-    """Raise an error if the session of a CUDA model runs on the CPU.
-
-    If its CUDA provider does not load, ORT itself only logs a line.
-    """
-    original_create_agent(manager)
-    provider = manager._execution_agent._inference_session.get_providers()[0]
-    if manager._device.type == "cuda" and provider != cuda_libraries.PROVIDER:
-        reason = cuda_libraries.gpu_failure_reason_or_empty()
-        raise ORTModuleError(
-            f"the model is on {manager._device}, and ONNX Runtime's session runs on {provider}: "
-            f"{reason or 'its CUDA provider was not loaded in this process'}"
-        )
-
-
-def _run_export_with_module_settings(
-    original_export: AnyFunction, manager: Manager, *export_arguments: object
-) -> object:
-    """Run an export with the settings that it reads outside its module's own options."""
-    with options.apply_autograd_inlining_setting(manager._runtime_options):
-        return original_export(manager, *export_arguments)

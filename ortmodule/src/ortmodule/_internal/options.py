@@ -42,7 +42,7 @@ _INLINE_ATTRIBUTE = "_ortmodule_inline"
 def load(settings: Settings | None = None) -> None:
     """Import ORTModule with its repairs, and check that the installed versions support the settings.
 
-    Call it before transformers is imported (compat.py has the reason). If nobody has called it, the
+    Call it before transformers is imported (import_ortmodule.py has the reason). If nobody has called it, the
     first ORTModule does.
 
     Raises:

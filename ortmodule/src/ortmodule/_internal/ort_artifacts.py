@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 from ortmodule._internal.errors import MissingDependency
-from ortmodule._internal.tracing.import_repairs import restore_checkpoint_functions
+from ortmodule._internal.tracing.checkpointing import restore_checkpoint_functions
 
 
 def import_ort_training_artifacts() -> ModuleType:

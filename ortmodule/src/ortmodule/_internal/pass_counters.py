@@ -17,8 +17,13 @@ from ortmodule._internal.base import counters, torch_calls
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.graph import GraphNodeCounts, count_graph_nodes_by_pass_and_operator
 from ortmodule._internal.base.json_types import Json
-from ortmodule._internal.base.patching import replace_method_by_wrapper
 from ortmodule._internal.base.placement import count_nodes_by_execution_provider
+from ortmodule._internal.base.repair_registry import (
+    EVALUATION,
+    MANAGER,
+    TRAINING,
+    replace_ort_function,
+)
 from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
 if TYPE_CHECKING:
@@ -113,52 +118,48 @@ def get_or_start_pass_counters() -> PassAndGraphCounters:
 @functools.cache
 def _wrap_ort_methods_to_count_once() -> None:
     import_ortmodule_with_repairs_and_export_steps()
-    from onnxruntime.training.ortmodule import _execution_agent, _fallback, _graph_execution_manager
-    from onnxruntime.training.ortmodule._inference_manager import InferenceManager
-    from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    _wrap_method_to_count_and_time_passes(
-        _execution_agent.TrainingAgent, "run_forward", "forward_passes", "forward_passes"
+    for method, process_counter_name, graph_counter_name in (
+        ("TrainingAgent.run_forward", "forward_passes", "forward_passes"),
+        ("TrainingAgent.run_backward", "backward_passes", "backward_passes"),
+        ("InferenceAgent.run_forward", "inference_passes", "forward_passes"),
+    ):
+        replace_ort_function(
+            f"_execution_agent:{method}",
+            functools.partial(_run_and_count_pass, process_counter_name, graph_counter_name),
+        )
+    replace_ort_function("_fallback:_FallbackManager.fallback", _record_and_run_fallback)
+    replace_ort_function(
+        f"{MANAGER}._get_session_config", _session_config_saving_graph_and_kept_on_manager
     )
-    _wrap_method_to_count_and_time_passes(
-        _execution_agent.TrainingAgent, "run_backward", "backward_passes", "backward_passes"
-    )
-    _wrap_method_to_count_and_time_passes(
-        _execution_agent.InferenceAgent, "run_forward", "inference_passes", "forward_passes"
-    )
-    replace_method_by_wrapper(_fallback._FallbackManager, "fallback", _record_and_run_fallback)
-    replace_method_by_wrapper(
-        _graph_execution_manager.GraphExecutionManager,
-        "_get_session_config",
-        _session_config_saving_graph_and_kept_on_manager,
-    )
-    for manager in (TrainingManager, InferenceManager):
-        replace_method_by_wrapper(manager, "_build_graph", _build_graph)
-        replace_method_by_wrapper(
-            manager, "_create_execution_agent", _create_agent_and_record_executed_graph_counts
+    for manager in (TRAINING, EVALUATION):
+        replace_ort_function(f"{manager}._build_graph", _build_graph)
+        replace_ort_function(
+            f"{manager}._create_execution_agent",
+            _create_agent_and_record_executed_graph_counts,
         )
 
 
-def _wrap_method_to_count_and_time_passes(
-    method_owner: object, method_name: str, process_counter_name: str, graph_counter_name: str
-) -> None:
-    def run_and_count(
-        original: AnyFunction, agent: object, *args: object, **kwargs: object
-    ) -> object:
-        with torch_calls.measure_seconds_of_pass():
-            result = original(agent, *args, **kwargs)
-        # After the call, so that a failed pass is not counted.
-        setattr(
-            _counting_witness,
-            process_counter_name,
-            getattr(_counting_witness, process_counter_name) + 1,
-        )
-        graph = getattr(agent, _GRAPH_ATTRIBUTE, None)
-        if graph is not None:
-            setattr(graph, graph_counter_name, getattr(graph, graph_counter_name) + 1)
-        return result
-
-    replace_method_by_wrapper(method_owner, method_name, run_and_count)
+def _run_and_count_pass(
+    process_counter_name: str,
+    graph_counter_name: str,
+    original: AnyFunction,
+    agent: object,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    with torch_calls.measure_seconds_of_pass():
+        result = original(agent, *args, **kwargs)
+    # After the call, so that a failed pass is not counted.
+    setattr(
+        _counting_witness,
+        process_counter_name,
+        getattr(_counting_witness, process_counter_name) + 1,
+    )
+    graph = getattr(agent, _GRAPH_ATTRIBUTE, None)
+    if graph is not None:
+        setattr(graph, graph_counter_name, getattr(graph, graph_counter_name) + 1)
+    return result
 
 
 def _session_config_saving_graph_and_kept_on_manager(

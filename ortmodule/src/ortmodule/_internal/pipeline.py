@@ -1,6 +1,7 @@
 """The steps of an export in their order: a trace under contexts, passes over the graph, verdicts.
 
-Each step belongs to a repair (repairs.py) and runs only if that is applied. No graph is cached
+A repair's steps are declared at their functions (repair_registry.py) and run only where it is
+applied; `python -m ortmodule.export` prints them. No graph is cached
 between runs. A trace depends on everything that Python code reads (closures, globals, classes,
 files), so the only sound key would be the traced graph itself, and the steps after the trace are
 not worth a cache (docs/repairs.md).
@@ -10,125 +11,60 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
-import onnx
 import torch
 
-from ortmodule._internal.base import counters, custom_functions, patching, trained_names
+from ortmodule._internal.base import counters
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext, export_context_from_ort_arguments
 from ortmodule._internal.base.ort_types import AnyFunction
-from ortmodule._internal.base.repair_registry import applied_repair_names
-from ortmodule._internal.base.source_guard import TRANSITION, owning_class_or_module
-from ortmodule._internal.graph_repairs import (
-    bfloat16,
-    broadcasts,
-    constant_outputs,
-    convolutions,
-    copied_inputs,
-    gradient_names,
-    padding,
-    postprocess,
+from ortmodule._internal.base.patching import ModuleView
+from ortmodule._internal.base.repair_registry import (
+    TRANSITION,
+    applied_steps,
+    replace_ort_function,
 )
-from ortmodule._internal.state import buffers, model_state, unsupported_models, weight_changes
-from ortmodule._internal.state import python_values as values
+from ortmodule._internal.base.source_guard import owning_class_or_module
+from ortmodule._internal.graph_repairs import bfloat16, padding, postprocess
+from ortmodule._internal.state import unsupported_models
 from ortmodule._internal.torch_in_graph import (
     attention,
     head_loss,
-    operator_table,
     operator_translation,
     torch_modules,
 )
-from ortmodule._internal.tracing import (
-    aliases,
-    checkpointing,
-    cross_entropy,
-    export_wrappers,
-    grad_mode,
-    kept_tensors,
-)
+from ortmodule._internal.tracing import export_wrappers
 
 _PACKAGE_FOLDER = str(Path(__file__).parent)
-Step = TypeVar("Step")
-Trace = AnyFunction
-
-# 1. Contexts of the plain pass, which gives ORT the model's outputs, and of the trace; the
-# outermost first.
-_CONTEXT_STEPS: tuple[tuple[str, Callable[[ExportContext], AbstractContextManager[None]]], ...] = (
-    ("detect_traced_values", values.record_lines_reading_values_and_sizes_in_python),
-    ("export_smoothed_cross_entropy", cross_entropy.write_out_soft_or_smoothed_cross_entropy),
-    ("skip_ignored_labels", cross_entropy.drop_ignored_rows_in_training_export_if_sparse),
-    ("map_gradient_checkpointing", checkpointing.call_and_record_checkpoints_directly),
-    ("refuse_weight_changes", weight_changes.refuse_weight_changes_and_restore_weights),
-    ("follow_model_state", model_state.record_read_state_and_refuse_untraceable),
-    ("stop_gradient_under_no_grad", grad_mode.record_whether_model_reads_grad_mode),
-    ("keep_buffers_exact", buffers.restore_modes_and_buffers_and_record_updated_norms),
-    ("detect_kept_tensors", kept_tensors.record_escaped_tensors_and_replacements),
-)
-# 2. Wrappers of the trace alone, the innermost first.
-_TRACE_STEPS: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
-    ("export_with_torchscript", export_wrappers.wrap_export_for_torchscript),
-    ("refuse_custom_backward", custom_functions.wrap_export_with_current_inlining_flag),
-    ("export_exact_forms", operator_table.wrap_export_with_exact_forms_without_fast_path),
-    ("keep_constants_apart", export_wrappers.wrap_export_to_clone_scalar_constants),
-    ("trace_swapped_weights", export_wrappers.wrap_export_allowing_functional_call),
-    # Inside the next one, which must track the tensors that this one computes.
-    ("propagate_inplace_views", aliases.wrap_export_with_alias_tracking),
-    ("stop_gradient_under_no_grad", grad_mode.wrap_export_with_grad_mode_tracking),
-    (
-        "infer_shapes_without_weights",
-        export_wrappers.wrap_export_hiding_large_weights_from_inference,
+REPAIR_MODULES = (
+    *(
+        f"{room}.{file.stem}"
+        for room in ("base", "tracing", "torch_in_graph", "state", "graph_repairs")
+        for file in sorted(Path(_PACKAGE_FOLDER, room).glob("*.py"))
     ),
-    ("silence_export_warnings", export_wrappers.wrap_export_silencing_warnings),
-    ("keep_buffers_exact", buffers.wrap_export_to_trace_each_layer_in_its_own_mode),
+    "graph_cache",
+    "session_settings",
 )
-# 3. Passes over the exported graph.
-_GRAPH_STEPS: tuple[tuple[str, Callable[[ExportContext, onnx.ModelProto], None]], ...] = (
-    ("keep_buffers_exact", buffers.refuse_frozen_norms_and_output_norm_sizes_on_cpu),
-    ("skip_ignored_labels", cross_entropy.change_label_gathers_to_shrunken_gathers),
-    (
-        "export_grouped_conv1d_as_conv2d",
-        convolutions.rewrite_or_refuse_grouped_convs_for_cpu_training,
-    ),
-    ("keep_broadcast_sizes", broadcasts.write_export_batch_sizes_into_metadata),
-    ("concatenate_constants", gradient_names.slice_repeated_constants),
-    ("sum_repeated_weights", copied_inputs.copy_trained_inputs_repeated_in_one_node),
-    ("export_smoothed_cross_entropy", copied_inputs.copy_loss_scores_that_no_node_computes),
-    ("compute_constant_outputs", constant_outputs.make_constant_training_outputs_unfoldable),
-)
-# 4. Selection of the inputs and weights that get a gradient.
-_GRADIENT_STEPS: tuple[
-    tuple[str, Callable[[ExportContext, onnx.ModelProto, list[str]], list[str]]], ...
-] = (
-    ("skip_frozen_gradients", trained_names.input_names_besides_frozen_weights),
-    ("skip_unreached_weights", trained_names.input_names_reached_by_gradient_or_unused),
-)
-# 5. Consequences of the trace: reported, stored in options, or an error.
-_VERDICT_STEPS: tuple[tuple[str, Callable[[ExportContext], None]], ...] = (
-    ("map_gradient_checkpointing", checkpointing.enable_ort_recomputation_if_checkpointed),
-    ("skip_ignored_labels", cross_entropy.record_counted_label_fraction),
-    ("detect_traced_values", values.refuse_or_note_values_read_in_python),
-)
+"""The modules in which repairs are declared: all of these rooms, and two that need more than one."""
+for _module in REPAIR_MODULES:
+    importlib.import_module(f"ortmodule._internal.{_module}")
 
 
 def install_export_steps_in_ort() -> None:
     """Install these steps in ORT's export, once in a process."""
-    patching.replace_torch_export_for_ort(_export_by_wrapped_torch_export)
-    patching.replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION),
-        "_get_exported_model",
-        _trace_until_torch_layers_are_found,
+    # Only this module of ORT exports. It finds `torch.onnx.export` through its global `torch`,
+    # replaced here. Other callers still get torch's own.
+    owning_class_or_module("_graph_transition_manager:").torch = ModuleView(
+        torch, onnx=ModuleView(torch.onnx, export=_export_by_wrapped_torch_export)
     )
-    patching.replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION),
-        "_export_model",
-        _export_then_narrow_gradient_names_and_check_facts,
+    replace_ort_function(f"{TRANSITION}._get_exported_model", _trace_until_torch_layers_are_found)
+    replace_ort_function(
+        f"{TRANSITION}._export_model", _export_then_narrow_gradient_names_and_check_facts
     )
     # Inside the next one, which exports again if an operator has no kernel.
     bfloat16.install_bfloat16_repairs_for_gpu_graphs()
@@ -139,15 +75,15 @@ def install_export_steps_in_ort() -> None:
 def _export_then_narrow_gradient_names_and_check_facts(
     original_export_model: AnyFunction, **ort_arguments: object
 ) -> object:
-    """Run steps 1 to 5; a replacement for ORT's `_export_model`."""
+    """Run all phases of an export; a replacement for ORT's `_export_model`."""
     with counters.while_building():
         model, schema, names, differentiable_names = original_export_model(
             **ort_arguments
-        )  # calls _traced
+        )  # calls _trace_until_torch_layers_are_found
         export_context = export_context_from_ort_arguments(ort_arguments)
-        for narrow_names in _steps_of_applied_repairs(_GRADIENT_STEPS):
+        for narrow_names in applied_steps("gradient selection"):
             differentiable_names = narrow_names(export_context, model, differentiable_names)
-        for apply_verdict in _steps_of_applied_repairs(_VERDICT_STEPS):
+        for apply_verdict in applied_steps("verdict"):
             apply_verdict(export_context)
     return model, schema, names, differentiable_names
 
@@ -155,13 +91,7 @@ def _export_then_narrow_gradient_names_and_check_facts(
 def _trace_until_torch_layers_are_found(
     original_get_exported: AnyFunction, **ort_arguments: object
 ) -> object:
-    """Run steps 1 to 3; a replacement for ORT's `_get_exported_model`."""
-    if ort_arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied_repair_names():
-        tally.add_end_note_once(
-            "ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from "
-            "it"
-        )
-        ort_arguments["ortmodule_cache_dir"] = ""
+    """Run the contexts, the trace and the graph passes; a replacement for ORT's `_get_exported_model`."""
     export_context = export_context_from_ort_arguments(ort_arguments)
     unsupported_models.refuse_sparse_gradients_and_complex_weights(export_context.module)
     # Each retry marks one more layer to run as torch, so the loop ends with the last layer.
@@ -180,26 +110,22 @@ def _trace_and_rewrite_graph(
     export_context.facts.clear()
     with _count_and_time_export():
         with contextlib.ExitStack() as contexts:
-            for context in _steps_of_applied_repairs(_CONTEXT_STEPS):
-                contexts.enter_context(context(export_context))
-            contexts.enter_context(padding.replace_torch_pad_temporarily(export_context))
-            contexts.enter_context(
-                unsupported_models.run_compiled_layers_uncompiled(export_context.module)
-            )
-            contexts.enter_context(
-                attention.let_transformers_leave_out_causal_masks(export_context)
-            )
-            contexts.enter_context(attention.zero_padding_in_transformer_encoder_outputs())
-            contexts.enter_context(
-                operator_translation.keep_torch_operators_while_exporting(export_context)
-            )
-            contexts.enter_context(
-                torch_modules.record_torch_layers_as_single_calls(export_context)
-            )
+            for context in (
+                *(enter(export_context) for enter in applied_steps("context")),
+                padding.replace_torch_pad_temporarily(export_context),
+                unsupported_models.run_compiled_layers_uncompiled(export_context.module),
+                attention.let_transformers_leave_out_causal_masks(export_context),
+                attention.zero_padding_in_transformer_encoder_outputs(),
+                operator_translation.keep_torch_operators_while_exporting(export_context),
+                torch_modules.record_torch_layers_as_single_calls(export_context),
+            ):
+                contexts.enter_context(context)
             with _raise_refusals_without_ort_traceback():
-                model, schema = original_get_exported(**ort_arguments)  # calls _trace
+                model, schema = original_get_exported(
+                    **ort_arguments
+                )  # calls _export_by_wrapped_torch_export
         bfloat16.correct_type_code_of_bfloat16_casts(model)
-        for rewrite in _steps_of_applied_repairs(_GRAPH_STEPS):
+        for rewrite in applied_steps("graph pass"):
             rewrite(export_context, model)
         model = postprocess.apply_check_and_record_user_postprocess_if_set(export_context, model)
     return model, schema
@@ -208,24 +134,19 @@ def _trace_and_rewrite_graph(
 # wraps, because ORT reads the function's signature.
 @functools.wraps(torch.onnx.export)
 def _export_by_wrapped_torch_export(*args: object, **kwargs: object) -> object:
-    """Run step 2; a replacement for `torch.onnx.export` in ORT."""
+    """Run the wrapped trace; a replacement for `torch.onnx.export` in ORT."""
     return export_wrappers.wrap_export_restoring_autocast_cache(
         _torch_export_with_active_wrappers()
     )(*args, **kwargs)
 
 
 @functools.cache
-def _torch_export_with_active_wrappers() -> Trace:
+def _torch_export_with_active_wrappers() -> AnyFunction:
     # Not a repair, because the operator is this package's own.
     export = head_loss.wrap_export_keeping_chunked_loss(torch.onnx.export)
-    for step_name, wrap_export in _TRACE_STEPS:
-        if step_name in applied_repair_names():
-            export = wrap_export(export)
+    for wrap_export in applied_steps("trace wrapper"):
+        export = wrap_export(export)
     return export
-
-
-def _steps_of_applied_repairs(named_steps: tuple[tuple[str, Step], ...]) -> Iterator[Step]:
-    return (step for step_name, step in named_steps if step_name in applied_repair_names())
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ortmodule._internal import repairs
 from ortmodule._internal.base.graph import ShapeInferenceError
+from ortmodule._internal.module import import_ortmodule_with_all_repairs
 from ortmodule_tests.ort import needs_ort
 
 
@@ -18,7 +18,7 @@ def test_an_unknown_size_is_an_error_and_leaves_no_file(
 ) -> None:
     """The error contains the operator. ORT itself writes the graph into the current folder."""
     # A rank's current folder is that of the user, on all hosts the same.
-    repairs.apply_repairs()
+    import_ortmodule_with_all_repairs()
     helper = importlib.import_module("onnx.helper")
     given, made = (helper.make_tensor_value_info(name, 1, ["n"]) for name in "xy")
     made.type.Clear()

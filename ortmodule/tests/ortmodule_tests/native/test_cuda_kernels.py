@@ -16,7 +16,8 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from ortmodule._internal import pass_counters
-from ortmodule._internal.base.source_guard import TRAINING, owning_class_or_module
+from ortmodule._internal.base.repair_registry import TRAINING
+from ortmodule._internal.base.source_guard import owning_class_or_module
 from ortmodule._internal.graph_repairs import bfloat16
 from ortmodule._internal.module import import_ortmodule_with_all_repairs
 from ortmodule._internal.native import cuda_kernels

@@ -247,9 +247,10 @@ def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
 
 
 UNKNOWN_TORCH = """
-from ortmodule._internal import import_ortmodule
-from ortmodule._internal.base import source_guard, repair_registry
-source_guard.TORCH_SOURCE_TEXTS["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
+from ortmodule._internal import import_ortmodule, pipeline
+from ortmodule._internal.base import repair_registry
+attention = repair_registry.REPAIR_BY_NAME["export_sdpa_dropout"]
+attention.sources = dict.fromkeys(attention.sources, ("what no torch has",))
 import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
 import torch
 from ortmodule import ORTModule, Settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortmodule._internal import import_ortmodule
+# The pipeline imports all modules in which repairs are declared.
+from ortmodule._internal import import_ortmodule, pipeline  # noqa: F401
 from ortmodule._internal.base import patching, repair_registry
 from ortmodule._internal.native import extensions
 from ortmodule._internal.native.extension_cache import cache_root_without_creating
-from ortmodule._internal.tracing import import_repairs
 from ortmodule_tests.forks import Run
 from ortmodule_tests.ort import needs_ort
 
@@ -29,17 +30,12 @@ import torch
 from ortmodule._internal import import_ortmodule
 from ortmodule._internal.base import repair_registry
 from ortmodule._internal.native import extensions
-from ortmodule._internal.tracing import import_repairs
 from ortmodule import ORTModule, Settings
 
 refusal = extensions.reason_interop_is_unbuildable_or_empty()
 
-def kept(repairs):
-    return tuple(repair for repair in repairs if repair.name != skipped)
-
 export, push = torch.onnx.export, torch.cuda.nvtx.range_push
-import_repairs._BEFORE_IMPORT = kept(import_repairs._BEFORE_IMPORT)
-import_repairs._AFTER_IMPORT = kept(import_repairs._AFTER_IMPORT)
+repair_registry.record_unapplied_repair(skipped, "left out")
 import_ortmodule.import_ortmodule_with_repairs_and_export_steps()
 assert first or "deepspeed" not in sys.modules, "ORT loaded DeepSpeed"
 
@@ -66,15 +62,16 @@ def gradient(custom):
     ORTModule(model, Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
     return model.linear.weight.grad.tolist()[0]
 """
-# Each check fails with a message of its own, by which WITHOUT recognizes it.
-CHECKS = {
-    "step": """
+STEP = """
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert gradient(custom=False) == [2.0] * 4
 noise = [str(w.message) for w in caught if w.category.__name__ in ("TracerWarning", "DeprecationWarning")]
 assert not noise, "warnings of the export: " + noise[0]
-""",
+"""
+# Each check fails with a message of its own, which MESSAGES has.
+CHECKS = {
+    **dict.fromkeys(("import", "extensions", "stand-in", "torchscript", "warnings", "nvtx"), STEP),
     "convolution": """
 try:
     convolution = ORTModule(torch.nn.Conv2d(1, 1, 3), Settings(threads=1, torch_operators="off"))
@@ -192,10 +189,12 @@ for dropout in (0.0, 0.5):
     ORTModule(Attention(dropout), Settings(threads=1, torch_operators="off"))(torch.ones(2, 3, 4)).backward()
 """,
     "mask": """
+types = set()
+
 class Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mask):
-        assert mask.dtype == torch.bool, "a mask became uint8"
+        types.add(mask.dtype)
         return x * mask
     @staticmethod
     def backward(ctx, gradient):
@@ -207,34 +206,43 @@ class Mask(Model):
 
 if not refusal:
     ORTModule(Mask(True), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
+    assert types == {torch.bool}, f"a mask became uint8: {types}"
 """,
 }
 EPILOGUE = """
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
 print("applied:", *repair_registry.applied_repair_names())
 """
-# By repair: the check that fails without it, and the error.
-WITHOUT = {
-    "alias_moved_exporter_modules": ("step", "does not import"),
-    "restore_checkpoint_functions": ("checkpoint", "a checkpoint: "),
-    "load_cached_extensions": ("step", "extensions were not detected"),
-    "disable_custom_autograd": ("step", "torch_interop_utils"),
-    "export_with_torchscript": ("step", "exporting the PyTorch model to ONNX"),
-    "refuse_custom_backward": ("backward", "a custom backward was replaced"),
-    "skip_padding_hook": ("padding", "padding would take a Python operator"),
-    "keep_booleans_of_autograd_functions": ("mask", "a mask became uint8"),
-    "export_exact_forms": ("detach", "the gradient went through detach"),
-    "export_sdpa_dropout": ("attention", "scaled_dot_product_attention with dropout"),
-    "keep_constants_apart": ("stacked", "stacked over another dimension: "),
-    "trace_swapped_weights": ("call", "weights of a call: "),
-    "stop_gradient_under_no_grad": ("no_grad", "the gradient went through no_grad"),
-    "propagate_inplace_views": ("view", "a change through a view was left out"),
-    "infer_shapes_without_weights": ("weights", "weights of these sizes were copied"),
-    "export_chunks_with_sizes": ("parts", "the number of rows of a part stayed"),
-    "silence_export_warnings": ("step", "warnings of the export"),
-    "restore_convolution_symbolics": ("convolution", "a convolution: "),
-    "skip_nvtx_without_cuda": ("step", "NVTX functions not installed"),
+# By check: the error without the repair that names it as its example.
+MESSAGES = {
+    "import": "does not import",
+    "checkpoint": "a checkpoint: ",
+    "extensions": "extensions were not detected",
+    "stand-in": "torch_interop_utils",
+    "torchscript": "exporting the PyTorch model to ONNX",
+    "backward": "a custom backward was replaced",
+    "padding": "padding would take a Python operator",
+    "mask": "a mask became uint8",
+    "detach": "the gradient went through detach",
+    "attention": "scaled_dot_product_attention with dropout",
+    "stacked": "stacked over another dimension: ",
+    "call": "weights of a call: ",
+    "no_grad": "the gradient went through no_grad",
+    "view": "a change through a view was left out",
+    "weights": "weights of these sizes were copied",
+    "parts": "the number of rows of a part stayed",
+    "warnings": "warnings of the export",
+    "convolution": "a convolution: ",
+    "nvtx": "NVTX functions not installed",
 }
+ALL = "tracing/test_compat.py::test_each_check_passes["
+# By repair: the check that fails without it.
+CHECK_BY_REPAIR = {
+    name: repair.example.removeprefix(ALL)[:-1]
+    for name, repair in repair_registry.REPAIR_BY_NAME.items()
+    if repair.example.startswith(ALL)
+}
+
 
 # Repairs that are applied only if the extension for custom autograd functions cannot be built.
 REFUSING = ("disable_custom_autograd", "refuse_custom_backward", "skip_padding_hook")
@@ -255,45 +263,63 @@ def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
-def applied(fresh: Run, cache: Path, checks: Iterable[str]) -> list[str]:
-    """Return the repairs that are applied after `import onnxruntime` has come first and failed.
+def passed_and_applied(fresh: Run, cache: Path, checks: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return the checks that pass after `import onnxruntime` has come first and failed, and the repairs.
 
-    This is the worst case. All the checks must pass.
+    This is the worst case. The first check that does not pass is the last one that is run.
     """
-    program = "".join((PROLOGUE, *(CHECKS[check] for check in checks), EPILOGUE))
-    done = fresh(program, "nothing", "onnxruntime", ORT_EXTENSIONS_DIR=str(cache))
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("applied:")[1].split()
+    program = PROLOGUE + "".join(f"{CHECKS[check]}\nprint('passed:{check}')\n" for check in checks)
+    done = fresh(program + EPILOGUE, "nothing", "onnxruntime", ORT_EXTENSIONS_DIR=str(cache))
+    # pytest shows it where a check does not pass.
+    print(done.stderr)
+    said, _, names = done.stdout.partition("applied:")
+    return set(re.findall(r"^passed:(.*)$", said, re.MULTILINE)), set(names.split())
 
 
 @pytest.fixture(scope="module")
-def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
+def with_interop(fresh: Run, built: None) -> tuple[set[str], set[str]]:
+    """The checks that pass, and the repairs, with the real cache."""
+    return passed_and_applied(fresh, cache_root_without_creating(), CHECKS)
+
+
+@pytest.fixture(scope="module")
+def repairs(fresh: Run, refusing: Path, with_interop: tuple[set[str], set[str]]) -> dict[str, Path]:
     """All repairs that are applied with the installed versions, each with a cache that has it."""
     # Once with the real cache and once without the extension: no stack needs all repairs at once.
-    with_interop = applied(fresh, cache_root_without_creating(), CHECKS)
-    without = applied(fresh, refusing, {WITHOUT[repair][0] for repair in REFUSING})
-    assert set(REFUSING) <= set(without)
-    assert extensions.reason_interop_is_unbuildable_or_empty() or not set(REFUSING) & set(
-        with_interop
+    checks = {CHECK_BY_REPAIR[repair] for repair in REFUSING}
+    passed, without = passed_and_applied(fresh, refusing, checks)
+    assert (passed, set(REFUSING) - without) == (checks, set())
+    assert (
+        extensions.reason_interop_is_unbuildable_or_empty()
+        or not without & set(REFUSING) & with_interop[1]
     )
     # A repair that both need is tested with the real cache.
     return {
         **dict.fromkeys(without, refusing),
-        **dict.fromkeys(with_interop, cache_root_without_creating()),
+        **dict.fromkeys(with_interop[1], cache_root_without_creating()),
     }
 
 
 @needs_ort
 @pytest.mark.slow
 @pytest.mark.ci
-def test_all_checks_pass_with_the_repairs(repairs: dict[str, Path]) -> None:
-    """All checks pass with the repairs of the installed versions, with and without the extension."""
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_check_passes(check: str, with_interop: tuple[set[str], set[str]]) -> None:
+    """All checks pass with the repairs of the installed versions."""
+    assert check in with_interop[0]
+
+
+@needs_ort
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_checks_pass_without_the_extension(repairs: dict[str, Path]) -> None:
+    """They pass where torch_interop_utils could not be built, too, and the repairs for it are applied."""
     assert set(REFUSING) <= repairs.keys()
 
 
 @needs_ort
 @pytest.mark.nightly
-@pytest.mark.parametrize("repair", list(WITHOUT))
+@pytest.mark.parametrize("repair", list(CHECK_BY_REPAIR))
 def test_each_repair_is_needed_where_it_is_applied(
     repairs: dict[str, Path], repair: str, fresh: Run, fresh_ort: Run
 ) -> None:
@@ -302,12 +328,12 @@ def test_each_repair_is_needed_where_it_is_applied(
         pytest.skip(f"not needed on torch {torch.__version__}")
     # Only this repair needs an import of ORT that failed before.
     first = ["onnxruntime.training"] if repair == "restore_checkpoint_functions" else []
-    before_import = repair in {each.name for each in import_repairs._BEFORE_IMPORT}
-    check, message = WITHOUT[repair]
-    run = fresh if before_import else fresh_ort
+    phase = repair_registry.REPAIR_BY_NAME[repair].phase_of_application()
+    run = fresh if phase == "before import" else fresh_ort
+    check = CHECK_BY_REPAIR[repair]
     done = run(PROLOGUE + CHECKS[check], repair, *first, ORT_EXTENSIONS_DIR=str(repairs[repair]))
     assert done.returncode != 0
-    assert message in done.stderr
+    assert MESSAGES[check] in done.stderr
 
 
 @needs_ort
@@ -321,13 +347,6 @@ def test_deepspeed_that_is_imported_later_has_orts_checkpoint(built: None, fresh
     )
     assert done.returncode == 0, done.stderr
     assert "_override_gradient_checkpoint." in done.stdout
-
-
-@needs_ort
-def test_every_repair_is_tested(built: None) -> None:
-    """Every repair is in the table; test_cuda_libraries.py tests that of the CUDA wheel."""
-    names = {r.name for r in (*import_repairs._BEFORE_IMPORT, *import_repairs._AFTER_IMPORT)}
-    assert names == WITHOUT.keys() | {"load_cuda_libraries"}
 
 
 @needs_ort

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.onnx import TensorProtoDataType as Kind
 
 from ortmodule._internal.base import torch_calls
+from ortmodule._internal.base.repair_registry import repair
 from ortmodule._internal.native import extensions
 
 if TYPE_CHECKING:
@@ -38,12 +39,28 @@ _COPIED_WEIGHTS_MESSAGE = (
 _SCHEMA_METHODS = ("infer_shape", "alias_input")
 
 
-def patch_ort_export_of_custom_functions() -> None:
+@repair(
+    "keep_booleans_of_autograd_functions",
+    "after import",
+    60,
+    fault="A custom autograd function gets booleans as uint8 and cannot return any; gradients "
+    "behind one that saves its argument are up to 15 times as large; a second class of one "
+    "name, a result that is a view and a `backward` that returns None for a weight run another "
+    "function or end the pass.",
+    example="tracing/test_compat.py::test_each_check_passes[mask]",
+    sources={
+        "_custom_autograd_function_exporter:_default_export": "aa1d3d1bf6199e03",
+    },
+)
+def keep_booleans_of_autograd_functions() -> bool:
     """Pass boolean tensors to custom functions as booleans, and copy the arguments that they save."""
+    if extensions.reason_interop_is_unbuildable_or_empty():
+        return False
     exporter: Any = importlib.import_module(_EXPORTER_MODULE)
     exporter._default_export = _wrap_ort_export_for_booleans_and_saved_tensors(
         exporter._default_export
     )
+    return True
 
 
 def _wrap_ort_export_for_booleans_and_saved_tensors(ort_default_export: AnyFunction) -> AnyFunction:
@@ -356,6 +373,14 @@ def set_custom_function_inlining_temporarily(are_inlined: bool) -> Iterator[None
         support_module.enable_custom_autograd_support(were_called)
 
 
+@repair(
+    "refuse_custom_backward",
+    "trace wrapper",
+    20,
+    fault="Where ORT's extension torch_interop_utils cannot be built, the `backward` of a custom "
+    "autograd function is ignored: a reversed gradient is +2 instead of -2.",
+    example="tracing/test_compat.py::test_each_check_passes[backward]",
+)
 def wrap_export_with_current_inlining_flag(torch_export: AnyFunction) -> AnyFunction:
     """Return an export that inlines only inside of `set_custom_function_inlining_temporarily(True)`.
 
@@ -374,6 +399,11 @@ def wrap_export_with_current_inlining_flag(torch_export: AnyFunction) -> AnyFunc
             raise
 
     return export_without_inlining
+
+
+@repair("refuse_custom_backward", "after import", 40)
+def _interop_is_refused() -> bool:
+    return bool(extensions.reason_interop_is_unbuildable_or_empty())
 
 
 def raise_interop_extension_missing(causing_error: Exception | None = None) -> None:

@@ -6,15 +6,9 @@ Does not import torch.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ortmodule._internal.base.ort_types import AnyFunction
 
 
 @contextlib.contextmanager
@@ -63,34 +57,6 @@ def replace_attribute_temporarily(
             delattr(attribute_owner, attribute_name)
         else:
             setattr(attribute_owner, attribute_name, previous_value)
-
-
-def replace_method_by_wrapper(
-    method_owner: object, method_name: str, call_with_original: AnyFunction
-) -> None:
-    """Replace a method of a class, or a function of a module.
-
-    Calls go to `call_with_original(original, *args, **kwargs)`.
-    """
-    original = getattr(method_owner, method_name)
-
-    @functools.wraps(original)
-    def call_wrapper(*args: object, **kwargs: object) -> object:
-        return call_with_original(original, *args, **kwargs)
-
-    setattr(method_owner, method_name, call_wrapper)
-
-
-def replace_torch_export_for_ort(export_function: AnyFunction) -> None:
-    """Let ORT call `export_function` instead of `torch.onnx.export`. Other callers still get torch's own."""
-    ort_module: Any = importlib.import_module(
-        "onnxruntime.training.ortmodule._graph_transition_manager"
-    )
-    # Only this module of ORT exports. It finds `torch.onnx.export` through its global `torch`,
-    # replaced here.
-    ort_module.torch = ModuleView(
-        ort_module.torch, onnx=ModuleView(ort_module.torch.onnx, export=export_function)
-    )
 
 
 class ModuleView:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ortmodule._internal.base.patching import replace_method_by_wrapper
-from ortmodule._internal.base.source_guard import MANAGER, owning_class_or_module
+from ortmodule._internal.base.repair_registry import MANAGER, repair
 
 if TYPE_CHECKING:
     from ortmodule._internal.base.ort_types import AnyFunction, Manager
@@ -14,19 +13,18 @@ _ALLOCATOR_ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
 _GRAPH_ATTRIBUTES = ("_ortmodule_key", "_ortmodule_norms", "_ortmodule_facts")
 
 
-def fix_deepcopy_and_pickle() -> None:
-    """Let ORT copy a module on a CPU.
-
-    ORT's `__getstate__` deletes the addresses of CUDA's allocator, and fails where they do not
-    exist.
-    """
-    replace_method_by_wrapper(
-        owning_class_or_module(MANAGER),
-        "__getstate__",
-        _set_missing_addresses_and_get_graphless_state,
-    )
-
-
+@repair(
+    "fix_deepcopy_and_pickle",
+    "install",
+    60,
+    replaces=f"{MANAGER}.__getstate__",
+    fault="On a CPU `copy.deepcopy` and pickle of a module that has run end in `KeyError: "
+    "'_torch_alloc'`.",
+    example="base/test_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
+    sources={
+        f"{MANAGER}.__getstate__": "8c59e5cbc2348a1c",
+    },
+)
 def _set_missing_addresses_and_get_graphless_state(
     original_getstate: AnyFunction, manager: Manager
 ) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Sources of ORT and torch that repairs know; a repair of another source is not applied.
+"""Comparison of the sources of ORT and torch with those that a repair knows.
 
 The registry reports each repair that is not applied. A function's name is `module:Class.function`,
 with torch's own module, or with one inside onnxruntime.training.ortmodule (`__init__` is the
@@ -14,82 +14,34 @@ import functools
 import hashlib
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from ortmodule._internal.native.extensions import ORT_VERSION
 
 PACKAGE = "onnxruntime.training.ortmodule"
-TRANSITION = "_graph_transition_manager:GraphTransitionManager"
-PROCESSED = "_graph_transition_manager:PostExportProcessedModelInfo"
-TRAINING = "_training_manager:TrainingManager"
-MANAGER = "_graph_execution_manager:GraphExecutionManager"
-SHAPES = "onnxruntime.tools.symbolic_shape_infer:SymbolicShapeInference"
-EVALUATION = "_inference_manager:InferenceManager"
-
-# The first 16 digits of the sha256 of the source, from its `def` to its last line, in ONNX Runtime
-# Training 1.19.2.
-KNOWN_SOURCE_HASHES = {
-    f"{TRANSITION}.get_post_processed_model": "a766fd8849dbdd15",
-    f"{TRANSITION}._export_model": "c78321fdd45b86ef",
-    f"{TRANSITION}._get_exported_model": "dec39cba4428f95e",
-    f"{TRANSITION}._add_check_label_sparsity_hook": "e99a910898fcadc0",
-    f"{SHAPES}._broadcast_shapes": "8d6ef97161c5555a",
-    f"{SHAPES}._check_merged_dims": "5e2c03720d3c04f4",
-    f"{SHAPES}._infer_PythonOp": "31c2c03f6dede5b9",
-    f"{SHAPES}._onnx_infer_single_node": "676f5d33dee7ee1b",
-    f"{SHAPES}._infer_Slice": "321394f15641126c",
-    f"{SHAPES}._infer_Split_Common": "c475321ced0d9214",
-    f"{SHAPES}._get_int_or_float_values": "676b3db4154bcd1f",
-    f"{SHAPES}._infer_aten_upsample": "9eb5016911b439f2",
-    f"{PROCESSED}.restore_outputs": "faecc5bfae8ec00d",
-    f"{TRAINING}.forward": "e4a9f9b107877f89",
-    f"{TRAINING}._create_autofunction_class": "0028d11175495ec4",
-    f"{TRAINING}._build_graph": "f83f91604f964faf",
-    f"{TRAINING}._create_execution_agent": "d25d6cd3c6333ed3",
-    f"{EVALUATION}.forward": "1f8e3538efd4c23d",
-    f"{MANAGER}.__getstate__": "8c59e5cbc2348a1c",
-    "_utils:patch_torch_module_ort_forward_method": "1367e8c025932ee9",
-    "_io:parse_outputs_for_onnx_export_and_extract_schema": "c83275c7f572b599",
-    "_custom_autograd_function_exporter:_default_export": "aa1d3d1bf6199e03",
-    "__init__:_override_gradient_checkpoint": "cec15e65a7037fcf",
-    "_mem_efficient_grad_mgmt:post_processing_enable_mem_efficient_training": "3244fee3a0d1c060",
-    "_logger:_suppress_os_stream_output": "4ae7fde249f21bb1",
-    "options:_RuntimeOptions.memory_optimizer_is_enabled": "b490d1ca93ec18c7",
-}
-
-# Torch's functions, and texts that their source must contain.
-TORCH_SOURCE_TEXTS = {
-    "torch.nn.functional:cross_entropy": ("torch._C._nn.cross_entropy_loss(",),
-    "torch.nn.modules.batchnorm:_BatchNorm.forward": ("F.batch_norm(",),
-    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator": ("yield",),
-    "torch.utils.checkpoint:checkpoint": (
-        "CheckpointFunction.apply(function, preserve, *args)",
-        "_checkpoint_without_reentrant_generator(",
-    ),
-    "torch.onnx.symbolic_opset14:scaled_dot_product_attention": (
-        'g.op(\n            "Dropout",\n',
-    ),
-}
+KnownSource = str | tuple[str, ...]
+"""Of ORT the first digits of the sha256 of a function's source, from its `def` to its last line in
+ONNX Runtime Training 1.19.2; of torch the texts that the source must contain."""
 # Of the sha256 in hexadecimal: 64 bits, enough to detect a change.
 _HASH_DIGITS = 16
 
 
-def source_mismatch_text_or_empty(qualified_function_names: Sequence[str]) -> str:
+def source_mismatch_text_or_empty(known_sources: Mapping[str, KnownSource]) -> str:
     """Return why a repair of these functions does not fit the installed packages; empty if it does."""
-    torch_names = [name for name in qualified_function_names if name.startswith("torch.")]
     changed_names = [
         name
-        for name in torch_names
-        if not all(
-            text in function_source_on_disk_or_empty(name) for text in TORCH_SOURCE_TEXTS[name]
-        )
+        for name, texts in known_sources.items()
+        if isinstance(texts, tuple)
+        and not all(text in function_source_on_disk_or_empty(name) for text in texts)
     ]
     if changed_names:
         return f"the source of {', '.join(changed_names)} is not as in the torch that it is written for"
-    ort_names = [name for name in qualified_function_names if name not in torch_names]
-    if not ort_names:
+    hash_by_ort_name = {
+        name: known for name, known in known_sources.items() if isinstance(known, str)
+    }
+    if not hash_by_ort_name:
         return ""
     import onnxruntime
 
@@ -101,8 +53,8 @@ def source_mismatch_text_or_empty(qualified_function_names: Sequence[str]) -> st
         )
     changed_names = [
         name
-        for name in ort_names
-        if short_source_hash(function_source_on_disk_or_empty(name)) != KNOWN_SOURCE_HASHES[name]
+        for name, known_hash in hash_by_ort_name.items()
+        if short_source_hash(function_source_on_disk_or_empty(name)) != known_hash
     ]
     return (
         f"the source of {', '.join(changed_names)} is not that of {ORT_VERSION}"

@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING
 
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.gradient_paths import INPUTS_WITHOUT_GRADIENT
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 
 if TYPE_CHECKING:
     import onnx
 
 
+@repair(
+    "skip_frozen_gradients",
+    "gradient selection",
+    10,
+    fault="The graph of a model with adapters computes the gradient of every frozen weight, too.",
+    example="test_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
+    sources=EXPORT_SOURCES,
+)
 def input_names_besides_frozen_weights(
     export_context: ExportContext, onnx_model: onnx.ModelProto, input_names: list[str]
 ) -> list[str]:
@@ -27,6 +36,15 @@ def input_names_besides_frozen_weights(
     return [name for name in input_names if name not in frozen]
 
 
+@repair(
+    "skip_unreached_weights",
+    "gradient selection",
+    20,
+    fault="A weight that is used only before an argmax or a cast to integers ends the build of "
+    "the gradient (`Cannot compute the partial derivative`).",
+    example="tracing/test_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice-training]",
+    sources=EXPORT_SOURCES,
+)
 def input_names_reached_by_gradient_or_unused(
     export_context: ExportContext, onnx_model: onnx.ModelProto, input_names: list[str]
 ) -> list[str]:

@@ -15,12 +15,11 @@ from onnx import TensorProto, helper
 
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
-from ortmodule._internal.base.patching import replace_method_by_wrapper
-from ortmodule._internal.base.source_guard import (
+from ortmodule._internal.base.repair_registry import (
     EVALUATION,
     MANAGER,
     TRAINING,
-    owning_class_or_module,
+    replace_ort_function,
 )
 from ortmodule._internal.native import cuda_kernels
 from ortmodule._internal.torch_in_graph.torch_kernels import Rewriting
@@ -46,15 +45,11 @@ _FUSIONS = "QuickGeluFusion;GeluFusion;BiasSoftmaxFusion;SkipLayerNormFusion"
 def install_bfloat16_repairs_for_gpu_graphs() -> None:
     """Complete each graph that is built for a GPU."""
     for manager in (TRAINING, EVALUATION):
-        replace_method_by_wrapper(
-            owning_class_or_module(manager),
-            "_build_graph",
-            _build_graph_and_repair_bfloat16_nodes_on_gpu,
+        replace_ort_function(
+            f"{manager}._build_graph", _build_graph_and_repair_bfloat16_nodes_on_gpu
         )
-    replace_method_by_wrapper(
-        owning_class_or_module(MANAGER),
-        "_get_session_config",
-        _session_config_without_bfloat16_fusions_on_gpu,
+    replace_ort_function(
+        f"{MANAGER}._get_session_config", _session_config_without_bfloat16_fusions_on_gpu
     )
 
 

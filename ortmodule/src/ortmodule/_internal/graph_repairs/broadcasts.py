@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ortmodule._internal.base import patching
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
-from ortmodule._internal.base.source_guard import TRANSITION, owning_class_or_module
+from ortmodule._internal.base.repair_registry import (
+    EXPORT_SOURCES,
+    SHAPES,
+    TRANSITION,
+    repair,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -42,33 +46,22 @@ _BROADCASTING = {
 ShapeByName = Mapping[str, Sequence[object] | None]
 
 
-def keep_broadcast_sizes() -> None:
-    """Let ORT treat sizes as equal only where they are known to be.
-
-    ORT's gradient of a broadcast is that of equal sizes, unless the graph contains the size 1.
-    """
-    inference = importlib.import_module(
-        "onnxruntime.tools.symbolic_shape_infer"
-    ).SymbolicShapeInference
-    patching.replace_method_by_wrapper(
-        inference, "_broadcast_shapes", _broadcast_shape_with_new_symbols_if_may_differ
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_check_merged_dims", _merge_sizes_unless_broadcast_may_differ
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_onnx_infer_single_node", _infer_node_and_set_open_broadcast_sizes
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_infer_PythonOp", _infer_python_op_and_rename_later_output_sizes
-    )
-    patching.replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION),
-        "_infer_shapes",
-        _infer_shapes_and_hide_those_that_may_broadcast,
-    )
-
-
+@repair(
+    "keep_broadcast_sizes",
+    "graph pass",
+    40,
+    fault="The gradient of a value that is broadcast is not summed up unless the graph contains "
+    "the size 1: that of squeeze and excitation is 120 times too large, and an input of one "
+    "row ends the pass or reads beyond a tensor.",
+    example="graph_repairs/test_broadcasts.py::test_channels_are_weighed[adaptive]",
+    sources={
+        **EXPORT_SOURCES,
+        f"{SHAPES}._broadcast_shapes": "8d6ef97161c5555a",
+        f"{SHAPES}._check_merged_dims": "5e2c03720d3c04f4",
+        f"{SHAPES}._infer_PythonOp": "31c2c03f6dede5b9",
+        f"{SHAPES}._onnx_infer_single_node": "676f5d33dee7ee1b",
+    },
+)
 def write_export_batch_sizes_into_metadata(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:
@@ -88,6 +81,12 @@ def write_export_batch_sizes_into_metadata(
     exported_model.metadata_props.add(key=_SIZES_KEY, value=json.dumps(sizes))
 
 
+@repair(
+    "keep_broadcast_sizes",
+    "install",
+    110,
+    replaces=f"{SHAPES}._broadcast_shapes",
+)
 def _broadcast_shape_with_new_symbols_if_may_differ(
     original_broadcast: AnyFunction,
     inference: ShapeInference,
@@ -109,6 +108,12 @@ def _broadcast_shape_with_new_symbols_if_may_differ(
     ]
 
 
+@repair(
+    "keep_broadcast_sizes",
+    "install",
+    110,
+    replaces=f"{SHAPES}._check_merged_dims",
+)
 def _merge_sizes_unless_broadcast_may_differ(
     original_merge: AnyFunction,
     inference: ShapeInference,
@@ -122,6 +127,12 @@ def _merge_sizes_unless_broadcast_may_differ(
         original_merge(inference, sizes_to_merge, allow_broadcast=allow_broadcast)
 
 
+@repair(
+    "keep_broadcast_sizes",
+    "install",
+    110,
+    replaces=f"{SHAPES}._onnx_infer_single_node",
+)
 def _infer_node_and_set_open_broadcast_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
@@ -145,6 +156,12 @@ def _infer_node_and_set_open_broadcast_sizes(
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
 
 
+@repair(
+    "keep_broadcast_sizes",
+    "install",
+    110,
+    replaces=f"{SHAPES}._infer_PythonOp",
+)
 def _infer_python_op_and_rename_later_output_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
@@ -208,6 +225,12 @@ def _create_or_get_symbol_for_either_size(
 # -------------------------------------------------------------------------------------------- in the graph
 
 
+@repair(
+    "keep_broadcast_sizes",
+    "install",
+    110,
+    replaces=f"{TRANSITION}._infer_shapes",
+)
 def _infer_shapes_and_hide_those_that_may_broadcast(
     original_infer: AnyFunction, model: onnx.ModelProto
 ) -> object:

@@ -12,8 +12,18 @@ from onnx import TensorProto, helper
 
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 
 
+@repair(
+    "compute_constant_outputs",
+    "graph pass",
+    80,
+    fault='A model that returns a number or a constant, such as `{"loss": loss, "aux_loss": '
+    "torch.zeros(1)}`, ends the build of the gradient (`couldn't find the producer node`).",
+    example="state/test_outputs.py::test_a_constant_is_an_output[zeros]",
+    sources=EXPORT_SOURCES,
+)
 def make_constant_training_outputs_unfoldable(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:

@@ -13,8 +13,18 @@ from onnx import TensorProto, helper
 
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 
 
+@repair(
+    "export_grouped_conv1d_as_conv2d",
+    "graph pass",
+    30,
+    fault="On a CPU gradients of a grouped `nn.Conv1d` are partly zero at random, and the "
+    'weight\'s gradient of a convolution with `padding="same"` is about half.',
+    example="graph_repairs/test_convolutions.py::test_onnx_runtimes_own_gradient",
+    sources=EXPORT_SOURCES,
+)
 def rewrite_or_refuse_grouped_convs_for_cpu_training(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:

@@ -7,9 +7,19 @@ from onnx import helper
 
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 from ortmodule._internal.base.trained_names import trained_input_and_weight_names
 
 
+@repair(
+    "sum_repeated_weights",
+    "graph pass",
+    60,
+    fault="A weight that one operator alone takes twice, as in `row * row`, ends the build of "
+    "the gradient (`Duplicate definition of name (row_grad)`).",
+    example="graph_repairs/test_copied_inputs.py::test_an_operator_takes_a_weight_twice[mul]",
+    sources=EXPORT_SOURCES,
+)
 def copy_trained_inputs_repeated_in_one_node(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:
@@ -27,6 +37,7 @@ def copy_trained_inputs_repeated_in_one_node(
     replace_and_name_graph_nodes(exported_model.graph, nodes)
 
 
+@repair("export_smoothed_cross_entropy", "graph pass", 70)
 def copy_loss_scores_that_no_node_computes(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:

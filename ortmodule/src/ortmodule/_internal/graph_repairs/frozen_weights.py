@@ -12,8 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ortmodule._internal.base.patching import replace_method_by_wrapper
-from ortmodule._internal.base.source_guard import TRAINING, owning_class_or_module
+from ortmodule._internal.base.repair_registry import TRAINING, repair
 from ortmodule._internal.torch_in_graph import attention_operator, own_operators
 
 if TYPE_CHECKING:
@@ -32,17 +31,15 @@ _COMPUTED_OUTPUTS = {
 _FLOATS = (1, 10, 11, 16)
 
 
-def name_frozen_gradients() -> None:
-    """Name these outputs in each training graph that ORT builds from now on."""
+@repair("name_frozen_gradients", "install", 150)
+def register_group_norm_gradient() -> None:
+    """Replace ORT's definition of GroupNorm's gradient."""
     own_operators.define_gelu_gather_conv_norm_operators_once()
     module: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._custom_gradient_registry"
     )
     operator = "org.pytorch.aten", "ATen", ("native_group_norm", "")
     module.CustomGradientRegistry.register(*operator, _create_group_norm_gradient_definition)
-    replace_method_by_wrapper(
-        owning_class_or_module(TRAINING), "_build_graph", _build_graph_and_name_computed_gradients
-    )
 
 
 def _create_group_norm_gradient_definition() -> list[tuple[Any, ...]]:
@@ -60,6 +57,19 @@ def _create_group_norm_gradient_definition() -> list[tuple[Any, ...]]:
     return [(("ATen", "org.pytorch.aten"), inputs, ["GI(0)", "GI(1)", "GI(2)"], attributes)]
 
 
+@repair(
+    "name_frozen_gradients",
+    "install",
+    150,
+    replaces=f"{TRAINING}._build_graph",
+    fault="A gradient through an `nn.LSTM` or `nn.GRU` with a frozen weight ends the process on "
+    "a CPU (SIGSEGV), and one through an `nn.GroupNorm` with a frozen weight ends the pass "
+    "(`invalid index -1`).",
+    example="graph_repairs/test_frozen_weights.py::test_a_gradient_passes_a_frozen_layer[GroupNorm-layer]",
+    sources={
+        f"{TRAINING}._build_graph": "f83f91604f964faf",
+    },
+)
 def _build_graph_and_name_computed_gradients(
     original_build: AnyFunction, manager: Manager, *args: object
 ) -> None:

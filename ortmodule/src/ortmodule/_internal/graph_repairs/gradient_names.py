@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 from ortmodule._internal.base.trained_names import names_of_trained_inputs_and_dependent_values
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
@@ -35,6 +36,16 @@ _SLICE_BEGIN = -(2**40)
 _SLICE_END = 2**62
 
 
+@repair(
+    "concatenate_constants",
+    "graph pass",
+    50,
+    fault="A constant, a buffer or a frozen value that meets something trained in two "
+    "`torch.cat` or two normalizations (GPT-NeoX, ALBERT under LoRA) ends the build of the "
+    "gradient (`Duplicate definition of name`).",
+    example="graph_repairs/test_gradient_names.py::test_a_part_without_a_gradient_joins_several_times[a buffer]",
+    sources=EXPORT_SOURCES,
+)
 def slice_repeated_constants(
     export_context: ExportContext, exported_model: onnx.ModelProto
 ) -> None:

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ortmodule._internal.base import patching
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
-from ortmodule._internal.base.source_guard import TRANSITION, owning_class_or_module
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, TRANSITION, repair
 from ortmodule._internal.base.trained_names import value_names_reached_by_gradient_of_outputs
 from ortmodule._internal.graph_repairs.broadcasts import redirect_input_and_create_reshape_nodes
 
@@ -31,15 +30,16 @@ if TYPE_CHECKING:
 _END = 2**63 - 1
 
 
-def slice_partly_derived_splits() -> None:
-    """Install the repair: it runs after ORT infers the shapes of an exported model."""
-    patching.replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION),
-        "_infer_shapes",
-        _infer_shapes_and_rewrite_partly_derived_splits,
-    )
-
-
+@repair(
+    "slice_partly_derived_splits",
+    "install",
+    130,
+    replaces=f"{TRANSITION}._infer_shapes",
+    fault="Where a part of `h.chunk(2, -1)`, a slice or a pick is detached, compared or unused, "
+    "the gradient of `h` has another size: it ends the pass, or is broadcast to other numbers.",
+    example="graph_repairs/test_splits.py::test_parts_have_eagers_gradients[one of six, in the middle]",
+    sources=EXPORT_SOURCES,
+)
 def _infer_shapes_and_rewrite_partly_derived_splits(
     original_infer: AnyFunction, model: onnx.ModelProto
 ) -> object:

@@ -6,9 +6,9 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ortmodule._internal.base import patching
 from ortmodule._internal.base.graph import ShapeInferenceError
 from ortmodule._internal.base.patching import replace_attribute_temporarily
+from ortmodule._internal.base.repair_registry import SHAPES, repair
 from ortmodule._internal.torch_in_graph import attention_operator, head_loss
 
 if TYPE_CHECKING:
@@ -17,41 +17,26 @@ if TYPE_CHECKING:
     from ortmodule._internal.base.ort_types import AnyFunction, ShapeInference
 
 
-def infer_symbolic_sizes() -> None:
-    """Let ORT's shape inference handle sizes that are formulas.
-
-    It mistakes formulas for names, or queries properties that SymPy cannot determine. It also gives
-    every output of an operator that it does not know the type of the first input.
-    """
-    inference = _shape_inference_module().SymbolicShapeInference
-    patching.replace_method_by_wrapper(
-        inference, "__init__", _construct_inference_and_add_own_operators
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_infer_aten_upsample", _infer_upsample_to_computed_size
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_infer_Slice", _infer_slice_or_set_new_symbolic_sizes
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_infer_Split_Common", _infer_split_or_set_new_symbolic_sizes
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_get_int_or_float_values", _constant_values_or_nones_if_not_finite
-    )
-    # The last two only name the operator in errors.
-    patching.replace_method_by_wrapper(
-        inference, "_onnx_infer_single_node", _record_node_and_infer_it
-    )
-    patching.replace_method_by_wrapper(
-        inference, "_infer_impl", _infer_or_raise_error_that_names_operator
-    )
-
-
 def _shape_inference_module() -> Any:
     return importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
 
 
+@repair(
+    "infer_symbolic_sizes",
+    "install",
+    140,
+    replaces=f"{SHAPES}.__init__",
+    fault="Sizes that are formulas, as of half a picture or half a batch, end the export "
+    "(`Invalid item in shape`), and where a size stays unknown the whole graph is written into "
+    "the current folder.",
+    example="graph_repairs/test_broadcasts.py::test_sizes_are_formulas[a part of it]",
+    sources={
+        f"{SHAPES}._infer_Slice": "321394f15641126c",
+        f"{SHAPES}._infer_Split_Common": "c475321ced0d9214",
+        f"{SHAPES}._infer_aten_upsample": "9eb5016911b439f2",
+        f"{SHAPES}._get_int_or_float_values": "676b3db4154bcd1f",
+    },
+)
 def _construct_inference_and_add_own_operators(
     original_init: AnyFunction, inference: ShapeInference, *args: object, **kwargs: object
 ) -> None:
@@ -120,6 +105,12 @@ def _set_output_types_and_shapes(
         inference.known_vi_[name].CopyFrom(make_info(name, type_code, shape))
 
 
+@repair(
+    "infer_symbolic_sizes",
+    "install",
+    140,
+    replaces=f"{SHAPES}._infer_aten_upsample",
+)
 def _infer_upsample_to_computed_size(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
@@ -136,6 +127,12 @@ def _infer_upsample_to_computed_size(
         original_infer(inference, node)
 
 
+@repair(
+    "infer_symbolic_sizes",
+    "install",
+    140,
+    replaces=f"{SHAPES}._infer_Slice",
+)
 def _infer_slice_or_set_new_symbolic_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
@@ -146,6 +143,12 @@ def _infer_slice_or_set_new_symbolic_sizes(
         _set_new_symbolic_sizes_on_axes(inference, node, 0, inference._try_get_value(node, 3))
 
 
+@repair(
+    "infer_symbolic_sizes",
+    "install",
+    140,
+    replaces=f"{SHAPES}._infer_Split_Common",
+)
 def _infer_split_or_set_new_symbolic_sizes(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object
 ) -> None:
@@ -181,6 +184,12 @@ def _set_new_symbolic_sizes_on_axes(
     )
 
 
+@repair(
+    "infer_symbolic_sizes",
+    "install",
+    140,
+    replaces=f"{SHAPES}._get_int_or_float_values",
+)
 def _constant_values_or_nones_if_not_finite(
     original_get_values: AnyFunction,
     inference: ShapeInference,
@@ -196,6 +205,12 @@ def _constant_values_or_nones_if_not_finite(
     return values
 
 
+@repair(
+    "infer_symbolic_sizes",
+    "install",
+    140,
+    replaces=f"{SHAPES}._onnx_infer_single_node",
+)
 def _record_node_and_infer_it(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
@@ -204,6 +219,12 @@ def _record_node_and_infer_it(
     original_infer(inference, node)
 
 
+@repair(
+    "infer_symbolic_sizes",
+    "install",
+    140,
+    replaces=f"{SHAPES}._infer_impl",
+)
 def _infer_or_raise_error_that_names_operator(
     original_infer: AnyFunction, inference: ShapeInference, *args: object
 ) -> Any:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ortmodule._internal.base.patching import replace_method_by_wrapper
-from ortmodule._internal.base.source_guard import TRAINING, owning_class_or_module
+from ortmodule._internal.base.repair_registry import TRAINING, repair
 from ortmodule._internal.base.trained_names import value_names_reached_by_gradient_of_outputs
 
 if TYPE_CHECKING:
@@ -46,19 +45,6 @@ _SECOND_DERIVATIVE_MESSAGE = (
 )
 
 
-def follow_autograd_rules() -> None:
-    """Let ORT's autograd function follow autograd's rules.
-
-    It ignores versions of tensors, unused outputs, most outputs without a gradient, and second
-    derivatives.
-    """
-    replace_method_by_wrapper(
-        owning_class_or_module(TRAINING),
-        "_create_autofunction_class",
-        _subclass_ort_function_to_follow_autograd_rules,
-    )
-
-
 OptionalGradients = Sequence["torch.Tensor | None"]
 
 
@@ -78,6 +64,21 @@ class _SavedTensor(NamedTuple):
     address: int
 
 
+@repair(
+    "follow_autograd_rules",
+    "install",
+    30,
+    replaces=f"{TRAINING}._create_autofunction_class",
+    fault="Outputs break autograd's rules: `requires_grad` is True where nothing trains, a head "
+    "that the loss does not use gets a gradient of zeros and decays, a weight that changes "
+    "before the backward pass gives other gradients, and a loss of gradients trains nothing, "
+    "without a message.",
+    example="state/test_backward.py::test_what_only_an_unused_output_reaches_has_no_gradient[first]",
+    sources={
+        f"{TRAINING}._create_autofunction_class": "0028d11175495ec4",
+        f"{TRAINING}.forward": "e4a9f9b107877f89",
+    },
+)
 def _subclass_ort_function_to_follow_autograd_rules(
     original_create_class: AnyFunction, manager: Manager
 ) -> object:

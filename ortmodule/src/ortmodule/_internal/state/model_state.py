@@ -21,6 +21,7 @@ from torch import nn
 
 from ortmodule._internal.base.export import ExportContext, path_in_model
 from ortmodule._internal.base.patching import replace_attribute_temporarily
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 from ortmodule._internal.state.buffers import restore_buffers_after_block_and_count_changes
 from ortmodule._internal.torch_in_graph import torch_modules
 from ortmodule._internal.tracing.python_state import (
@@ -47,6 +48,16 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 # ---------------------------------------------------------------------------------------------- in the export
 
 
+@repair(
+    "follow_model_state",
+    "context",
+    60,
+    fault="Values of the model that change between steps (`model.scale = 3`, "
+    "`self.config.scale`, a replaced buffer, a hook added later) stay those of the export: a "
+    "loss of 0.3233 instead of 2.9095.",
+    example="state/test_model_state.py::test_a_changed_model_is_exported_again[number]",
+    sources=EXPORT_SOURCES,
+)
 @contextlib.contextmanager
 def record_read_state_and_refuse_untraceable(export_context: ExportContext) -> Iterator[None]:
     """Record the Python state that the passes read, and refuse state that a graph cannot follow."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
-from ortmodule._internal.base.patching import replace_method_by_wrapper
-from ortmodule._internal.base.source_guard import PROCESSED, TRAINING, owning_class_or_module
+from ortmodule._internal.base.repair_registry import PROCESSED, TRAINING, repair
 
 if TYPE_CHECKING:
     import onnx
@@ -32,16 +31,17 @@ _OWN_MEMORY_OPERATORS = {
 }
 
 
-def restore_output_dtypes() -> None:
-    """Cast outputs to the dtypes that the model returns.
-
-    On a CPU ORT computes float16 in float32, and returned float32 where a model returns float16.
-    """
-    replace_method_by_wrapper(
-        owning_class_or_module(PROCESSED), "restore_outputs", _restore_outputs_in_model_dtypes
-    )
-
-
+@repair(
+    "restore_output_dtypes",
+    "install",
+    50,
+    replaces=f"{PROCESSED}.restore_outputs",
+    fault="On a CPU the result of `x.half().relu()` is float32.",
+    example="state/test_outputs.py::test_types_are_eagers[True-relu of half]",
+    sources={
+        f"{PROCESSED}.restore_outputs": "faecc5bfae8ec00d",
+    },
+)
 def _restore_outputs_in_model_dtypes(
     original_restore: AnyFunction, graph_info: GraphInfo, ort_outputs: Sequence[torch.Tensor]
 ) -> object:
@@ -69,17 +69,18 @@ def _output_dtypes_with_none_for_unknown(onnx_graph: onnx.GraphProto) -> list[to
     ]
 
 
-def copy_shared_outputs() -> None:
-    """Return a copy of each output whose memory the backward pass may use for something else.
-
-    A value that only the caller reads has memory of its own. One that an operator reads too may
-    share memory, which ORT frees or overwrites in the backward pass.
-    """
-    replace_method_by_wrapper(
-        owning_class_or_module(TRAINING), "_build_graph", _build_graph_and_copy_shared_outputs
-    )
-
-
+@repair(
+    "copy_shared_outputs",
+    "install",
+    170,
+    replaces=f"{TRAINING}._build_graph",
+    fault="A returned value that the loss uses has other numbers after `backward()`, which "
+    "writes into its memory.",
+    example="state/test_outputs.py::test_the_backward_pass_changes_no_output[probabilities]",
+    sources={
+        f"{TRAINING}._build_graph": "f83f91604f964faf",
+    },
+)
 def _build_graph_and_copy_shared_outputs(
     original_build: AnyFunction, manager: Manager, *args: object
 ) -> None:

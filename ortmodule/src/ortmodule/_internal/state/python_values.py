@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext, get_or_create_newest_trace_facts
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
 from ortmodule._internal.base.torch_calls import (
     pause_tracing_and_torch_function,
@@ -84,6 +85,15 @@ _UNREPORTED_FILES = (
 # ------------------------------------------------------------------------------------------------ in the export
 
 
+@repair(
+    "detect_traced_values",
+    "context",
+    10,
+    fault="Sizes and values that Python reads (`math.sqrt(x.shape[0])`, `if x.sum() > 0`, "
+    "`.item()`) stay those of the first batch for ever.",
+    example="state/test_python_values.py::test_another_size_is_exported_again_where_python_has_it",
+    sources=EXPORT_SOURCES,
+)
 @contextlib.contextmanager
 def record_lines_reading_values_and_sizes_in_python(
     export_context: ExportContext,
@@ -375,6 +385,7 @@ def _is_assertion_or_raising_condition(file_path: str, line_number_to_check: int
     )
 
 
+@repair("detect_traced_values", "verdict", 30)
 def refuse_or_note_values_read_in_python(export_context: ExportContext) -> None:
     """Refuse values that would stay those of the first batch, or add a note where that is allowed."""
     facts = export_context.facts

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from ortmodule._internal.base.counters import tally
-from ortmodule._internal.base.patching import replace_method_by_wrapper
-from ortmodule._internal.base.source_guard import EVALUATION, TRAINING, owning_class_or_module
+from ortmodule._internal.base.repair_registry import EVALUATION, TRAINING, replace_ort_function
 from ortmodule._internal.native import extensions
 from ortmodule._internal.torch_in_graph.pass_errors import ORT_TEXT_ATTRIBUTE
 
@@ -93,9 +92,7 @@ _UNSUPPORTED_DTYPES = {
 def install_cause_messages_for_pass_errors() -> None:
     """Let errors of ONNX Runtime's passes name their cause."""
     for manager in (TRAINING, EVALUATION):
-        replace_method_by_wrapper(
-            owning_class_or_module(manager), "forward", _run_pass_and_name_error_cause
-        )
+        replace_ort_function(f"{manager}.forward", _run_pass_and_name_error_cause)
 
 
 def model_inside_torch_compile_or_itself(possibly_compiled_model: nn.Module) -> nn.Module:

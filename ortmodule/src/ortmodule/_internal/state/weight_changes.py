@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortmodule._internal.base.export import ExportContext, path_in_model
 from ortmodule._internal.base.patching import replace_attribute_temporarily
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 from ortmodule._internal.base.source_guard import PACKAGE
 from ortmodule._internal.base.torch_calls import tensor_property_setter
 from ortmodule._internal.state.python_values import (
@@ -39,6 +40,19 @@ _SET_DATA = tensor_property_setter("data")
 _PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"
 
 
+@repair(
+    "refuse_weight_changes",
+    "context",
+    50,
+    fault="Weights that a forward pass changes (`b.data = b.data * 0.9 + a.data * 0.1`, as "
+    "MoCo's) stay as they were, without a message: losses of .643 .643 .643 instead of .643 "
+    ".521 .422.",
+    example="state/test_weight_changes.py::test_a_pass_that_changes_weights_is_refused[.data = ...]",
+    sources={
+        **EXPORT_SOURCES,
+        "_io:parse_outputs_for_onnx_export_and_extract_schema": "c83275c7f572b599",
+    },
+)
 @contextlib.contextmanager
 def refuse_weight_changes_and_restore_weights(export_context: ExportContext) -> Iterator[None]:
     """Refuse a pass that changes a weight, while open; restore every weight afterwards."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from ortmodule._internal.base.repair_registry import repair
 from ortmodule._internal.tracing import (
     aliases,
     attention_forms,
@@ -573,6 +574,16 @@ def table_lets_torch_compute_call(operator_name: str, traced_inputs: Sequence[An
     return any(row.condition(traced_inputs) for row in _TORCH_ROWS_BY_NAME.get(operator_name, ()))
 
 
+@repair(
+    "export_exact_forms",
+    "trace wrapper",
+    30,
+    fault="Forms of operators end the export (`nn.MultiheadAttention`, `torch.diff`, "
+    "`tensor_split`) or compute other values and gradients: `index_add` keeps one of two rows, "
+    "`bernoulli(0.3)` has a mean of 0.7, `h - h.detach()` a gradient of 0, and "
+    "`logsigmoid(-200)` is -inf.",
+    example="tracing/test_compat.py::test_each_check_passes[detach]",
+)
 def wrap_export_with_exact_forms_without_fast_path(
     torch_export: ExportFunction, *only_operator_names: str
 ) -> ExportFunction:
@@ -598,3 +609,17 @@ def wrap_export_with_exact_forms_without_fast_path(
             torch.backends.mha.set_fastpath_enabled(is_fast_path_enabled)
 
     return export_with_operators
+
+
+@repair(
+    "export_exact_forms",
+    "after import",
+    70,
+    replaces="_custom_op_symbolic_registry:CustomOpSymbolicRegistry.register_all",
+)
+def _register_no_global_forms(original_register_all: ExportFunction, opset: int) -> None:
+    """Do not let ORT register its forms of operators for all exports of the process (every torch).
+
+    With them an export by the user has operators that only ONNX Runtime Training runs, such as ATen
+    for an Embedding. ORT's own export uses them (`ort_form_by_operator`).
+    """

@@ -26,17 +26,14 @@ from ortmodule._internal.base.gradient_paths import (
     is_valid_if_transpose_or_layer_norm,
 )
 from ortmodule._internal.base.graph import ShapeInferenceError
-from ortmodule._internal.base.patching import (
-    replace_attribute_temporarily,
-    replace_method_by_wrapper,
-)
-from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
-from ortmodule._internal.base.source_guard import (
+from ortmodule._internal.base.patching import replace_attribute_temporarily
+from ortmodule._internal.base.repair_registry import (
     EVALUATION,
     TRAINING,
     TRANSITION,
-    owning_class_or_module,
+    replace_ort_function,
 )
+from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
 from ortmodule._internal.native import extensions
 from ortmodule._internal.torch_in_graph import (
     attention,
@@ -83,29 +80,20 @@ def install_build_retries_and_readable_errors() -> None:
     """Wrap ORT's methods so that a failed gradient build is retried with torch's operator."""
     for method_name in ("_build_graph", "_create_execution_agent"):
         # ORT's own wrapper around the method has another name.
-        replace_method_by_wrapper(
-            owning_class_or_module(TRAINING),
-            method_name,
+        replace_ort_function(
+            f"{TRAINING}.{method_name}",
             functools.partial(_build_and_retry_with_blamed_operators_as_torch, method_name),
         )
-    replace_method_by_wrapper(
-        owning_class_or_module(EVALUATION), "_create_execution_agent", _create_agent_and_free_batch
+    replace_ort_function(f"{EVALUATION}._create_execution_agent", _create_agent_and_free_batch)
+    replace_ort_function(
+        f"{TRANSITION}.get_post_processed_model", _post_process_and_keep_batch_if_graph_changed
     )
-    replace_method_by_wrapper(
-        owning_class_or_module(TRANSITION),
-        "get_post_processed_model",
-        _post_process_and_keep_batch_if_graph_changed,
-    )
-    for agent, method_name in (
-        ("Training", "forward"),
-        ("Training", "backward"),
-        ("Inference", "forward"),
+    for method in (
+        "TrainingAgent.run_forward",
+        "TrainingAgent.run_backward",
+        "InferenceAgent.run_forward",
     ):
-        replace_method_by_wrapper(
-            owning_class_or_module(f"_execution_agent:{agent}Agent"),
-            f"run_{method_name}",
-            _run_agent_with_readable_errors,
-        )
+        replace_ort_function(f"_execution_agent:{method}", _run_agent_with_readable_errors)
 
 
 @contextlib.contextmanager
@@ -396,7 +384,7 @@ def _nodes_with_inner_blocks(graph_or_block: Any) -> Iterator[Any]:
             yield from _nodes_with_inner_blocks(inner_block)
 
 
-# compat.py makes this name importable on every torch.
+# moved_modules.py makes this name importable on every torch.
 _JIT = "torch.onnx._internal.jit_utils"
 
 

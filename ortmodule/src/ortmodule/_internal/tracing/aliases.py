@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortmodule._internal.base.counters import tally
+from ortmodule._internal.base.repair_registry import repair
 from ortmodule._internal.base.torch_calls import (
     pause_tracing_and_torch_function,
     tensor_property_getter,
@@ -76,6 +77,14 @@ _COMPLEX_MESSAGE = (
 _DETACHING_FUNCTIONS = {Tensor.detach, torch.detach, tensor_property_getter("data")}
 
 
+@repair(
+    "propagate_inplace_views",
+    "trace wrapper",
+    60,
+    fault="A change through a view (`h[:1].mul_(3)`, `h.T.mul_(2)`, `part.copy_(h)`) is left out "
+    "of the graph where `h` is used afterwards: a gradient of 2 instead of 4.",
+    example="tracing/test_compat.py::test_each_check_passes[view]",
+)
 def wrap_export_with_alias_tracking(torch_export: ExportFunction) -> ExportFunction:
     """Wrap an export so that in-place changes reach all tensors that share memory."""
 

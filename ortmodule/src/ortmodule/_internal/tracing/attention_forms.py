@@ -12,6 +12,7 @@ import torch
 from torch.onnx import symbolic_helper
 
 from ortmodule._internal.base import repair_registry
+from ortmodule._internal.base.repair_registry import repair
 from ortmodule._internal.tracing.symbolics import (
     GraphWriter,
     dtype_of_graph_value,
@@ -19,6 +20,19 @@ from ortmodule._internal.tracing.symbolics import (
 )
 
 
+@repair(
+    "export_sdpa_dropout",
+    "operator form",
+    10,
+    fault="`scaled_dot_product_attention` with dropout ends the build of the gradient, and "
+    "gradients behind a mask that leaves a row nothing are nan.",
+    example="tracing/test_compat.py::test_each_check_passes[attention]",
+    sources={
+        "torch.onnx.symbolic_opset14:scaled_dot_product_attention": (
+            'g.op(\n            "Dropout",\n',
+        ),
+    },
+)
 def attention(
     g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any, *other_inputs: Any
 ) -> Any:

@@ -21,7 +21,7 @@ import torch
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.ort_types import AnyFunction
-from ortmodule._internal.base.source_guard import TRANSITION, owning_class_or_module
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, TRANSITION, repair
 
 if TYPE_CHECKING:
     import onnx
@@ -37,16 +37,30 @@ SPARSE_LABEL_SHARE = 0.9
 Loss = AnyFunction
 
 
-def skip_ignored_labels() -> None:
-    """Remove ORT's label sparsity hook; `drop_ignored_rows_in_training_export_if_sparse` replaces it.
+@repair(
+    "skip_ignored_labels",
+    "install",
+    100,
+    replaces=f"{TRANSITION}._add_check_label_sparsity_hook",
+    fault="BERT's masked-lm loss computes the scores of every token instead of the 15 % that "
+    "count, and `compute_optimizer=False` ends in `'NoneType' object is not iterable`.",
+    example="tracing/test_loss.py::test_ignored_labels_are_left_out",
+    sources={
+        **EXPORT_SOURCES,
+        f"{TRANSITION}._add_check_label_sparsity_hook": "e99a910898fcadc0",
+        f"{TRANSITION}.get_post_processed_model": "a766fd8849dbdd15",
+        "torch.nn.functional:cross_entropy": ("torch._C._nn.cross_entropy_loss(",),
+    },
+)
+def _add_no_label_sparsity_hook(original_add_hook: AnyFunction, *ort_arguments: object) -> object:
+    """Leave ORT's hook out; `drop_ignored_rows_in_training_export_if_sparse` replaces it.
 
     In transformers' models ORT computed scores and loss for every label, also for ignored ones.
     """
-    owning_class_or_module(TRANSITION)._add_check_label_sparsity_hook = staticmethod(
-        lambda *args: []
-    )
+    return []
 
 
+@repair("skip_ignored_labels", "context", 30)
 @contextlib.contextmanager
 def drop_ignored_rows_in_training_export_if_sparse(export_context: ExportContext) -> Iterator[None]:
     """Let every cross entropy of an export gather the rows that are not ignored."""
@@ -61,6 +75,7 @@ def drop_ignored_rows_in_training_export_if_sparse(export_context: ExportContext
         yield
 
 
+@repair("skip_ignored_labels", "verdict", 20)
 def record_counted_label_fraction(export_context: ExportContext) -> None:
     """Record the share of labels that are not ignored, for engine.json."""
     tally.label_density = export_context.facts.get("label_density", tally.label_density)
@@ -137,6 +152,7 @@ def _counted_row_indices(labels: torch.Tensor, is_counted_label: torch.Tensor) -
     return (is_counted_label | (is_first_row & ~is_counted_label.any())).nonzero().squeeze(1)
 
 
+@repair("skip_ignored_labels", "graph pass", 20)
 def change_label_gathers_to_shrunken_gathers(
     export_context: ExportContext, onnx_model: onnx.ModelProto
 ) -> None:
@@ -167,6 +183,18 @@ def _is_nonzero_row_index(value_name: str, node_by_output: Mapping[str, onnx.Nod
     return True
 
 
+@repair(
+    "export_smoothed_cross_entropy",
+    "context",
+    20,
+    fault="Label smoothing and probabilities for labels end the export; a loss of one sample, or "
+    "of scores that are the batch or a weight, ends the process.",
+    example="tracing/test_loss.py::test_loss_and_gradients_are_eagers[smoothed-0.2]",
+    sources={
+        **EXPORT_SOURCES,
+        "torch.nn.functional:cross_entropy": ("torch._C._nn.cross_entropy_loss(",),
+    },
+)
 def write_out_soft_or_smoothed_cross_entropy(
     export_context: ExportContext,
 ) -> AbstractContextManager[None]:

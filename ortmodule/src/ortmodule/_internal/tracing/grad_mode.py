@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ortmodule._internal.base import export as ort_export
 from ortmodule._internal.base.ort_types import AnyFunction
 from ortmodule._internal.base.patching import replace_attribute_temporarily
+from ortmodule._internal.base.repair_registry import repair
 from ortmodule._internal.base.torch_calls import tensor_property_getter
 from ortmodule._internal.tracing.symbolics import ExportFunction
 
@@ -55,6 +56,7 @@ def starting_grad_mode_or_default(default_grad_mode: bool) -> bool:
     return _starting_modes[-1] if _starting_modes else default_grad_mode
 
 
+@repair("stop_gradient_under_no_grad", "context", 70)
 @contextlib.contextmanager
 def record_whether_model_reads_grad_mode(
     export_context: ort_export.ExportContext,
@@ -65,6 +67,14 @@ def record_whether_model_reads_grad_mode(
     export_context.facts["grad_mode"] = bool(_mode_reads)
 
 
+@repair(
+    "stop_gradient_under_no_grad",
+    "trace wrapper",
+    70,
+    fault="Gradients pass a value that is computed under `torch.no_grad()`, `weight.data` in a "
+    "forward pass stays the weight of the export, and `if h.requires_grad:` never holds.",
+    example="tracing/test_compat.py::test_each_check_passes[no_grad]",
+)
 def wrap_export_with_grad_mode_tracking(torch_export: ExportFunction) -> ExportFunction:
     """Wrap an export so that it follows the model's grad mode.
 

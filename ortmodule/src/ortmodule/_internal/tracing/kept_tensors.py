@@ -24,6 +24,7 @@ from ortmodule._internal.base.export import (
     get_or_create_newest_trace_facts,
     path_in_model,
 )
+from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +109,15 @@ class _HookComputedWeight:
             hook(self._layer, ())
 
 
+@repair(
+    "detect_kept_tensors",
+    "context",
+    90,
+    fault="A tensor that a forward pass keeps (`self.aux = p.square().mean()`, an output in a "
+    "hook, a weight that `prune` makes) stays that of the first pass, without a gradient.",
+    example="tracing/test_escapes.py::test_a_kept_tensor_is_an_error_where_it_is_used[attribute]",
+    sources=EXPORT_SOURCES,
+)
 @contextlib.contextmanager
 def record_escaped_tensors_and_replacements(export_context: ExportContext) -> Iterator[None]:
     """Record which tensors of the trace are still alive after it, and where they are stored.
