@@ -6,7 +6,8 @@
 
 The import is light. torch is imported with the first use of ORTModule, an optimizer or an export,
 and ONNX Runtime with the first ORTModule. `ortmodule.loops` has what a training loop may need
-besides, and `ortmodule.trainer` is Hugging Face's Trainer on ORTModule. All other modules are private.
+besides, `ortmodule.trainer` is Hugging Face's Trainer on ORTModule, and `python -m ortmodule.export`
+prints the repairs. All other modules are private.
 """
 
 from __future__ import annotations
