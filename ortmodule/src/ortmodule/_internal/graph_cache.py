@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ortmodule._internal.base.counters import tally
-from ortmodule._internal.base.export import get_or_create_newest_trace_facts
+from ortmodule._internal.base.export import newest_trace_facts
 from ortmodule._internal.base.ort_types import AnyFunction
 from ortmodule._internal.base.repair_registry import (
     EVALUATION,
@@ -201,7 +201,7 @@ class _GraphValidity:
 
     def __init__(self, manager: Manager, first_pass_properties: _PassProperties) -> None:
         module = manager._flattened_module
-        facts = get_or_create_newest_trace_facts(manager._graph_transition_manager)
+        facts = newest_trace_facts(manager._graph_transition_manager)
         (
             self._needs_training_graph,
             self._is_training_mode,
@@ -213,7 +213,7 @@ class _GraphValidity:
         calls_python = any(
             node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node
         )
-        self._is_one_mode_only = calls_python or facts.get("grad_mode", False)
+        self._is_one_mode_only = calls_python or facts.reads_grad_mode
         self._sizes = sizes_graph_depends_on_or_none(
             manager, (first_pass_properties.args, first_pass_properties.kwargs)
         )

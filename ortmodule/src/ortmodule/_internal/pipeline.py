@@ -21,7 +21,11 @@ import torch
 
 from ortmodule._internal.base import counters
 from ortmodule._internal.base.counters import tally
-from ortmodule._internal.base.export import ExportContext, export_context_from_ort_arguments
+from ortmodule._internal.base.export import (
+    ExportContext,
+    begin_trace_and_get_export_context,
+    export_context_from_ort_arguments,
+)
 from ortmodule._internal.base.ort_types import AnyFunction
 from ortmodule._internal.base.patching import ModuleView
 from ortmodule._internal.base.repair_registry import (
@@ -97,17 +101,15 @@ def _trace_until_torch_layers_are_found(
     # Each retry marks one more layer to run as torch, so the loop ends with the last layer.
     while True:
         try:
-            return _trace_and_rewrite_graph(export_context, original_get_exported, ort_arguments)
+            return _trace_and_rewrite_graph(original_get_exported, ort_arguments)
         except torch_modules.RepeatExportWithTorchLayer:
             continue
 
 
 def _trace_and_rewrite_graph(
-    export_context: ExportContext,
-    original_get_exported: AnyFunction,
-    ort_arguments: dict[str, object],
+    original_get_exported: AnyFunction, ort_arguments: dict[str, object]
 ) -> object:
-    export_context.facts.clear()
+    export_context = begin_trace_and_get_export_context(ort_arguments)
     with _count_and_time_export():
         with contextlib.ExitStack() as contexts:
             for context in (

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortmodule._internal.base.export import (
     ExportContext,
-    get_or_create_newest_trace_facts,
+    newest_trace_facts,
     path_in_model,
 )
 from ortmodule._internal.base.patching import (
@@ -88,7 +88,7 @@ def restore_modes_and_buffers_and_record_updated_norms(
         export_context, change_counts
     )
     if export_context.training:
-        export_context.facts["batch_norms"] = norm_paths
+        export_context.facts.norm_paths = norm_paths
 
 
 @repair("keep_buffers_exact", "graph pass", 10)
@@ -295,7 +295,7 @@ def _add_size_output_for_each_norm(
 
     # Input 4 of a BatchNormalization is the running variance.
     input_by_variance = {node.input[4]: node.input[0] for node in _batch_norm_nodes(exported_model)}
-    for path in export_context.facts["batch_norms"]:
+    for path in export_context.facts.norm_paths:
         if f"{path}.running_var" not in input_by_variance:
             reason = (
                 f"{path_in_model(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
@@ -360,7 +360,7 @@ def _run_pass_and_correct_batch_norm_statistics(
     variance_before = {path: norm.running_var.clone() for path, norm in norms.items()}
     output = original_forward(manager, *args, **kwargs)
     graph_manager = manager._graph_transition_manager
-    norm_paths = get_or_create_newest_trace_facts(graph_manager).get("batch_norms", [])
+    norm_paths = newest_trace_facts(graph_manager).norm_paths
     info = graph_manager._post_export_processed_model_info
     # Only the CPU's graph has these outputs, and they come last.
     sizes = (

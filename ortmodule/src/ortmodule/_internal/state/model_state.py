@@ -72,7 +72,8 @@ def record_read_state_and_refuse_untraceable(export_context: ExportContext) -> I
     ):
         yield
         _run_pass_again_and_refuse_changing_read_state(module, reads, export_context.inputs)
-    export_context.facts.update(read=sorted(reads.value_by_path), names=sorted(reads.code_names))
+    export_context.facts.state_paths = sorted(reads.value_by_path)
+    export_context.facts.code_names = reads.code_names
 
 
 def _run_pass_again_and_refuse_changing_read_state(
@@ -189,9 +190,8 @@ class GraphModelState:
     """The state of a model at the time when its graph was made."""
 
     def __init__(self, traced_model: nn.Module, trace_facts: TraceFacts) -> None:
-        state_paths = [(holder, name) for holder, name in trace_facts.get("read", [])]
         self._values = StateValueSnapshots(
-            traced_model, state_paths, set(trace_facts.get("names", []))
+            traced_model, trace_facts.state_paths, trace_facts.code_names
         )
         groups = [
             getattr(layer, part) for layer in traced_model.modules() for part in _PART_ATTRIBUTES

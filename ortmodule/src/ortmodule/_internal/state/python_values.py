@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortmodule._internal.base.counters import tally
-from ortmodule._internal.base.export import ExportContext, get_or_create_newest_trace_facts
 from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
+from ortmodule._internal.base.export import ExportContext, newest_trace_facts
 from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
 from ortmodule._internal.base.torch_calls import (
     pause_tracing_and_torch_function,
@@ -42,7 +42,7 @@ from ortmodule._internal.tracing.value_dependent_sizes import ValueDependentDims
 if TYPE_CHECKING:
     from types import FrameType
 
-    from ortmodule._internal.base.export import TraceFacts
+    from ortmodule._internal.base.export import PythonReads, TraceFacts
     from ortmodule._internal.base.ort_types import (
         AnyFunction,
         Args,
@@ -102,7 +102,6 @@ def record_lines_reading_values_and_sizes_in_python(
 
     A trace makes those of the first batch constant.
     """
-    facts = export_context.facts
     are_numbers = [
         name in export_context.info.onnx_graph_input_const_as_tensor
         for name in export_context.info.onnx_graph_input_names
@@ -111,34 +110,9 @@ def record_lines_reading_values_and_sizes_in_python(
         export_context.module,
         are_numbers,
         torch_modules.paths_of_outermost_torch_layers_or_refuse(export_context),
-    ) as watch:
-        facts["made"] = watch.line_by_tensor
+        export_context.facts,
+    ):
         yield
-    facts.update(
-        {
-            name: sorted(locations)
-            for name, locations in vars(watch.read_locations).items()
-            if locations
-        }
-    )
-    if watch.read_locations.sizes or watch.read_locations.ones:
-        facts["of"] = _sizes_or_sizes_capped_at_2_graph_depends_on(export_context.inputs, facts)
-
-
-class _PythonReadLocations:
-    """Lines of the model's code that read values in Python, as `file:line`."""
-
-    def __init__(self) -> None:
-        self.decisions: set[str] = set()
-        self.checks: set[str] = set()
-        self.sizes: set[str] = set()
-        self.ones: set[str] = set()
-        """Where a size is compared with 0 or 1 only, such as attention of one token."""
-        self.buffers: set[str] = set()
-        self.layers: set[str] = set()
-        """Paths of the layers whose code makes decisions."""
-        self.masks: set[str] = set()
-        """Where torch's transformer layers check whether a mask is causal."""
 
 
 # Kinds of tensors, in this order: a result has the largest kind of its arguments.
@@ -183,16 +157,15 @@ class _ValueReadTracker(TorchFunctionMode):
         traced_model: torch.nn.Module,
         are_inputs_python_numbers: list[bool],
         torch_layer_paths: list[str],
+        trace_facts: TraceFacts,
     ) -> None:
         super().__init__()
-        self.read_locations = _PythonReadLocations()
+        self._facts = trace_facts
         # Tensors without an entry are values.
         self._kind_by_tensor = WeakTensorKeyDictionary()
         self._selections = ValueDependentDims()
         # The sizes of selections themselves, and nothing computed from them.
         self._selection_sizes = WeakTensorKeyDictionary()
-        self.line_by_tensor = WeakTensorKeyDictionary()
-        """Values, with the line of the model's code that made each."""
         self._module = traced_model
         self._are_numbers = are_inputs_python_numbers
         # Only methods of a layer that runs as torch are recorded here, not its call.
@@ -262,7 +235,7 @@ class _ValueReadTracker(TorchFunctionMode):
         elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWING_NAMES):
             tensor_kind = _VALUE
         if (func in _VALUE_READERS or func is _T.__len__) and tensor_kind != _CONSTANT:
-            locations = self.read_locations
+            locations = self._facts.python_reads
             decision_lines = locations.decisions
             self._record_line_and_layer_that_read_value_or_size(
                 (
@@ -291,7 +264,7 @@ class _ValueReadTracker(TorchFunctionMode):
         if tensor_kind == _VALUE:
             frame = innermost_frame_of_user_code()
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self.line_by_tensor.update(
+            self._facts.line_by_value.update(
                 (tensor, line)
                 for tensor in tensors_inside_nested_values(result)
                 if not any(tensor is input_tensor for input_tensor in input_tensors)
@@ -320,17 +293,16 @@ class _ValueReadTracker(TorchFunctionMode):
             frame = frame.f_back
         file = frame.f_code.co_filename
         line = frame.f_lineno
-        if location_set is self.read_locations.decisions and _is_assertion_or_raising_condition(
-            file, line
-        ):
-            location_set = self.read_locations.checks
+        reads = self._facts.python_reads
+        if location_set is reads.decisions and _is_assertion_or_raising_condition(file, line):
+            location_set = reads.checks
         location_set.add(f"{file}:{line}")
-        if location_set is self.read_locations.decisions:
-            self.read_locations.layers.update(
+        if location_set is reads.decisions:
+            reads.layer_paths.update(
                 path_of_running_layer_in_list_or_empty(frame, self._path_by_layer_id)
             )
         if is_mask_check:
-            self.read_locations.masks.add(f"{file}:{line}")
+            reads.masks.add(f"{file}:{line}")
 
 
 def innermost_frame_of_user_code() -> FrameType:
@@ -360,14 +332,14 @@ def _is_single_zero_or_one(*values: object) -> bool:
 
 
 def _sizes_or_sizes_capped_at_2_graph_depends_on(
-    nested_tensors_of_call: object, trace_facts: TraceFacts
+    nested_tensors_of_call: object, python_reads: PythonReads
 ) -> list[list[int]]:
-    """Return the sizes of tensors that a trace with the facts `trace_facts` depends on.
+    """Return the sizes of tensors that a trace with the reads `python_reads` depends on.
 
     Either the sizes themselves, or only 0, 1 and more (as 2).
     """
     # If the model only compares sizes with 0 and 1, all larger ones share a graph.
-    largest_size = sys.maxsize if "sizes" in trace_facts else 2
+    largest_size = sys.maxsize if python_reads.sizes else 2
     return [
         [min(size, largest_size) for size in tensor.shape]
         for tensor in tensors_inside_nested_values(nested_tensors_of_call)
@@ -388,32 +360,33 @@ def _is_assertion_or_raising_condition(file_path: str, line_number_to_check: int
 @repair("detect_traced_values", "verdict", 30)
 def refuse_or_note_values_read_in_python(export_context: ExportContext) -> None:
     """Refuse values that would stay those of the first batch, or add a note where that is allowed."""
-    facts = export_context.facts
-    if "checks" in facts:
+    reads = export_context.facts.python_reads
+    if reads.checks:
         tally.add_end_note_once(
-            f"checked in the first batch only, because {_first_locations_text(facts['checks'])} takes values "
+            f"checked in the first batch only, because {_first_locations_text(reads.checks)} takes values "
             "into Python"
         )
-    if "decisions" in facts:
-        description = f"the model takes values of tensors into Python at {_first_locations_text(facts['decisions'])}"
+    if reads.decisions:
+        description = f"the model takes values of tensors into Python at {_first_locations_text(reads.decisions)}"
         if not settings_of_ort_object_or_defaults(export_context.options).allow_traced_values:
             remedy = "Use torch.where or another function of torch's in their place"
-            if "masks" in facts:
-                mask_locations = _first_locations_text(facts["masks"])
+            if reads.masks:
+                mask_locations = _first_locations_text(reads.masks)
                 remedy = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {mask_locations}, "
                 remedy += "or torch looks at the mask"
             raise RuntimeError(
                 f"{description}: ONNX Runtime's graph would hold those of the first batch. {remedy}, or "
-                f"allow_traced_values=True where they never change, or {_torch_modules_setting_advice(facts)}"
+                "allow_traced_values=True where they never change, or "
+                f"{_torch_modules_setting_advice(reads.layer_paths)}"
             )
         tally.add_end_note_once(
             f"{description}: they stay those of the first batch (setting allow_traced_values)"
         )
 
 
-def _torch_modules_setting_advice(trace_facts: TraceFacts) -> str:
+def _torch_modules_setting_advice(layer_paths: set[str]) -> str:
     """Return the setting that would let the layers with such code run as torch."""
-    layers = trace_facts.get("layers", ["PATH OF THE LAYER"])
+    layers = sorted(layer_paths) or ["PATH OF THE LAYER"]
     # One pattern for the many equal layers of a model.
     if len(layers) > 4:
         layers = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", layer) for layer in layers})
@@ -421,7 +394,8 @@ def _torch_modules_setting_advice(trace_facts: TraceFacts) -> str:
     return f"torch_modules=[{names}], which runs the layer as torch inside ONNX Runtime's graph"
 
 
-def _first_locations_text(locations: list[str]) -> str:
+def _first_locations_text(*location_sets: set[str]) -> str:
+    locations = [location for locations in location_sets for location in sorted(locations)]
     return ", ".join(locations[:4]) + (
         f" and {len(locations) - 4} more" if len(locations) > 4 else ""
     )
@@ -434,10 +408,10 @@ def sizes_graph_depends_on_or_none(
     manager: Manager, call_arguments: object
 ) -> list[list[int]] | None:
     """Return the sizes of the tensors in `call_arguments` if the graph depends on them, else None."""
-    facts = get_or_create_newest_trace_facts(manager._graph_transition_manager)
+    reads = newest_trace_facts(manager._graph_transition_manager).python_reads
     return (
-        _sizes_or_sizes_capped_at_2_graph_depends_on(call_arguments, facts)
-        if "of" in facts
+        _sizes_or_sizes_capped_at_2_graph_depends_on(call_arguments, reads)
+        if reads.sizes or reads.ones
         else None
     )
 
@@ -450,7 +424,7 @@ def buffer_versions_without_batch_norm_or_none(
     BatchNorm's buffers are left out: they change in every pass, and no Python code reads them
     except for a momentum of None.
     """
-    if "buffers" not in get_or_create_newest_trace_facts(manager._graph_transition_manager):
+    if not newest_trace_facts(manager._graph_transition_manager).python_reads.buffers:
         return None
     layers = [
         layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)
@@ -460,14 +434,8 @@ def buffer_versions_without_batch_norm_or_none(
 
 def note_export_for_other_sizes_or_buffers(graph_manager: GraphTransitionManager) -> None:
     """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
-    facts = get_or_create_newest_trace_facts(graph_manager)
-    locations = _first_locations_text(
-        [
-            location
-            for fact_name in ("sizes", "ones", "buffers")
-            for location in facts.get(fact_name, [])
-        ]
-    )
+    reads = newest_trace_facts(graph_manager).python_reads
+    locations = _first_locations_text(reads.sizes, reads.ones, reads.buffers)
     tally.add_end_note_once(
         f"exported again for other sizes or buffers, which the model takes into Python at {locations}"
     )

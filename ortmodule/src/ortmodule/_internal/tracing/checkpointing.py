@@ -67,7 +67,7 @@ def call_and_record_checkpoints_directly(export_context: ExportContext) -> Itera
     _checkpointed_calls.clear()
     with _call_checkpointed_functions_directly_and_record():
         yield
-    export_context.facts["checkpointed"] = bool(_checkpointed_calls)
+    export_context.facts.has_checkpoints = bool(_checkpointed_calls)
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def enable_ort_recomputation_if_checkpointed(export_context: ExportContext) -> N
     options = export_context.options
     if (
         export_context.training
-        and export_context.facts.get("checkpointed")
+        and export_context.facts.has_checkpoints
         and not options.memory_optimizer_is_enabled()
     ):
         options.memory_optimization_level = 1

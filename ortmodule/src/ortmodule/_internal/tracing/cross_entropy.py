@@ -78,7 +78,8 @@ def drop_ignored_rows_in_training_export_if_sparse(export_context: ExportContext
 @repair("skip_ignored_labels", "verdict", 20)
 def record_counted_label_fraction(export_context: ExportContext) -> None:
     """Record the share of labels that are not ignored, for engine.json."""
-    tally.label_density = export_context.facts.get("label_density", tally.label_density)
+    if export_context.facts.label_density is not None:
+        tally.label_density = export_context.facts.label_density
 
 
 @contextlib.contextmanager
@@ -123,7 +124,7 @@ def _create_loss_wrapper_dropping_rows_if_sparse(
                 is_counted = labels != ignore_index
                 density = float(is_counted.float().mean())
                 if density < SPARSE_LABEL_SHARE:
-                    trace_facts["label_density"] = round(density, 3)
+                    trace_facts.label_density = round(density, 3)
                     if prints_density:
                         labels = _print_density(labels, ignore_index)
                     else:
@@ -158,7 +159,7 @@ def change_label_gathers_to_shrunken_gathers(
 ) -> None:
     """Turn gathers of non-zero rows into ShrunkenGather, which ORT's compute optimizer moves up."""
     # The trace gathered no rows.
-    if "label_density" not in export_context.facts:
+    if export_context.facts.label_density is None:
         return
     node_by_output = {name: node for node in onnx_model.graph.node for name in node.output}
     for node in onnx_model.graph.node:

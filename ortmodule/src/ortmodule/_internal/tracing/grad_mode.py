@@ -64,7 +64,7 @@ def record_whether_model_reads_grad_mode(
     """Record whether the model reads the grad mode; its graph is then valid for this mode only."""
     _mode_reads.clear()
     yield
-    export_context.facts["grad_mode"] = bool(_mode_reads)
+    export_context.facts.reads_grad_mode = bool(_mode_reads)
 
 
 @repair(

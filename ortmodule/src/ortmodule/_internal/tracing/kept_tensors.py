@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ortmodule._internal.base.export import (
+    ContainerKeyAndValue,
     ExportContext,
-    get_or_create_newest_trace_facts,
+    newest_trace_facts,
     path_in_model,
 )
 from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # The depth of nested containers that are searched.
 _MAX_DEPTH = 3
-ContainerKeyAndValue = tuple[Any, object, object]
-"""A container, a key or index in it, and the object that replaces the entry there."""
 ObjectAndLineOrReplacementById = dict[int, tuple[object, object]]
 """By the id of an object: the object, and either the line that made it or its replacement."""
 
@@ -126,13 +125,13 @@ def record_escaped_tensors_and_replacements(export_context: ExportContext) -> It
         RuntimeError: a tensor is stored where it cannot be replaced.
     """
     yield
-    line_by_tensor = export_context.facts.pop("made", {})
+    line_by_tensor = export_context.facts.line_by_value
     # A tensor may be left in a reference cycle that nothing uses: collect those before the search.
     if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
         gc.collect()
     if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
         with _pause_garbage_collection_and_unfreeze():
-            export_context.facts["kept"] = _find_entries_of_trace_tensors_and_containers(
+            export_context.facts.kept_entries = _find_entries_of_trace_tensors_and_containers(
                 export_context.module, line_by_tensor
             )
 
@@ -161,9 +160,9 @@ def put_tensors_kept_by_trace_back_into_python_containers(graph_execution_manage
 
     An export of another graph, or a pass of the model itself, may have written other tensors there.
     """
-    for container, key, value in get_or_create_newest_trace_facts(
+    for container, key, value in newest_trace_facts(
         graph_execution_manager._graph_transition_manager
-    ).get("kept", ()):
+    ).kept_entries:
         if isinstance(value, _HookComputedWeight):
             value.run_forward_pre_hooks()
         elif isinstance(container, types.CellType):
