@@ -158,8 +158,8 @@ def test_autocast_is_part_of_a_call() -> None:
     # A disabled context is no autocast.
     with torch.autocast("cpu", torch.float16, enabled=False):
         model(X)
-    manager = manager_of(model)
-    key = manager._ortmodule_key
+    graphs = graph_cache.TorchModuleRecord.attached_to(model._torch_module).graphs
+    manager, key = graphs.cached_graphs[0]
     call = graph_cache._collect_pass_properties(manager, (X,), {})
     assert key.difference_from_pass_or_empty_noting_changed_sizes(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):

@@ -15,14 +15,15 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ortmodule._internal.base.attached import AttachedRecord, GraphManagerRecord, OptionsRecord
 from ortmodule._internal.base.counters import tally
-from ortmodule._internal.base.export import newest_trace_facts
 from ortmodule._internal.base.ort_types import AnyFunction
 from ortmodule._internal.base.repair_registry import (
     EVALUATION,
@@ -32,7 +33,6 @@ from ortmodule._internal.base.repair_registry import (
     repair,
     replace_ort_function,
 )
-from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
 from ortmodule._internal.base.source_guard import owning_class_or_module
 from ortmodule._internal.graph_repairs import broadcasts
 from ortmodule._internal.state.model_state import GraphModelState
@@ -117,13 +117,13 @@ def _install_forward_that_chooses_graph(
 ) -> None:
     """Give the module inside an ORTModule a forward method that chooses a manager for each call."""
     original_patch(ort_torch_module)
-    vars(ort_torch_module).setdefault("_ortmodule_graphs", GraphManagerCache())
+    graphs = TorchModuleRecord.attached_to(ort_torch_module).graphs
 
     # wraps copies the name, by which pickle finds the method.
     @functools.wraps(ort_torch_module.forward.__func__)
     def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
         return _graph_choosing_forward_hidden_from_compile("torch._dynamo" in sys.modules)(
-            ort_torch_module._ortmodule_graphs, ort_torch_module, args, kwargs
+            graphs, ort_torch_module, args, kwargs
         )
 
     ort_torch_module.forward = types.MethodType(forward, ort_torch_module)
@@ -201,7 +201,7 @@ class _GraphValidity:
 
     def __init__(self, manager: Manager, first_pass_properties: _PassProperties) -> None:
         module = manager._flattened_module
-        facts = newest_trace_facts(manager._graph_transition_manager)
+        facts = GraphManagerRecord.attached_to(manager._graph_transition_manager).trace_facts
         (
             self._needs_training_graph,
             self._is_training_mode,
@@ -223,7 +223,7 @@ class _GraphValidity:
         ]
         self._traced_state = (
             GraphModelState(module, facts)
-            if settings_of_ort_object_or_defaults(manager).follow_model_state
+            if OptionsRecord.attached_to(manager._runtime_options).settings.follow_model_state
             else None
         )
 
@@ -277,7 +277,7 @@ class GraphManagerCache:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._cached_managers: list[Manager] = []
+        self.cached_graphs: list[tuple[Manager, _GraphValidity]] = []
         self._exported_groups: list[tuple[bool, bool]] = []
 
     def __reduce__(self) -> tuple[type[GraphManagerCache], tuple[()]]:
@@ -330,19 +330,19 @@ class GraphManagerCache:
             # ORT sets this flag when an attribute of the ORTModule is set.
             if graph_manager._original_model_has_changed:
                 graph_manager._original_model_has_changed = False
-                self._cached_managers = []
+                self.cached_graphs = []
                 reason = "an attribute of the ORTModule"
-        self._cached_managers = [
-            manager
-            for manager in self._cached_managers
-            if not manager._ortmodule_key.has_replaced_model_parts()
+        self.cached_graphs = [
+            (manager, validity)
+            for manager, validity in self.cached_graphs
+            if not validity.has_replaced_model_parts()
         ]
-        for index, manager in enumerate(self._cached_managers):
-            reason = manager._ortmodule_key.difference_from_pass_or_empty_noting_changed_sizes(
+        for index, (manager, validity) in enumerate(self.cached_graphs):
+            reason = validity.difference_from_pass_or_empty_noting_changed_sizes(
                 manager, pass_properties
             )
             if not reason:
-                self._cached_managers.insert(0, self._cached_managers.pop(index))
+                self.cached_graphs.insert(0, self.cached_graphs.pop(index))
                 return manager, ""
         return None, reason
 
@@ -363,7 +363,7 @@ class GraphManagerCache:
                 "an export"
             )
         # Before the export, so that the old and the new graph do not need memory together.
-        del self._cached_managers[KEPT_GRAPHS - 1 :]
+        del self.cached_graphs[KEPT_GRAPHS - 1 :]
         # A manager and its autograd function refer to each other, so only a collection frees them.
         # Before the first export there is none.
         if self._exported_groups:
@@ -386,11 +386,18 @@ class GraphManagerCache:
                 args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
             output = manager.forward(*args, **kwargs)
         if manager._execution_agent is not None:
-            manager._ortmodule_key = _GraphValidity(manager, pass_properties)
-            self._cached_managers.insert(0, manager)
+            validity = _GraphValidity(manager, pass_properties)
+            self.cached_graphs.insert(0, (manager, validity))
             self._exported_groups.append(exported_group)
             _refuse_random_draws_in_recomputation(manager)
         return output
+
+
+@dataclass
+class TorchModuleRecord(AttachedRecord["TorchModule"]):
+    """Of a TorchModuleORT."""
+
+    graphs: GraphManagerCache = field(default_factory=GraphManagerCache)
 
 
 def _collect_pass_properties(

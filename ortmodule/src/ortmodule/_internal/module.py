@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ortmodule._internal import options, pass_counters
+from ortmodule._internal.base.attached import OptionsRecord
 from ortmodule._internal.base.json_types import Json
 from ortmodule._internal.base.patching import (
     set_environment_variables_temporarily,
@@ -20,7 +21,6 @@ from ortmodule._internal.base.repair_registry import apply_repairs
 from ortmodule._internal.base.settings import (
     Settings,
     module_and_qualified_name_text,
-    settings_of_ort_object_or_defaults,
 )
 from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 from ortmodule._internal.report import report
@@ -98,7 +98,8 @@ class ORTModule(TransparentOrtWrapper):
         }
 
     def _settings_of_this_module(self) -> Settings:
-        return settings_of_ort_object_or_defaults(self._torch_module._execution_manager(True))
+        manager = self._torch_module._execution_manager(True)
+        return OptionsRecord.attached_to(manager._runtime_options).settings
 
 
 def _reconstruct(wrapper_class: Any, settings: Settings) -> Any:
@@ -115,8 +116,7 @@ def store_settings_in_both_managers(ort_module: OrtModule, settings: Settings) -
     """Store this package's settings, which ORT does not have, in an ORTModule's two managers."""
     for is_training in (True, False):
         manager = ort_module._torch_module._execution_manager(is_training)
-        # Sessions and passes read the manager's attribute; an export gets only the options.
-        manager._ortmodule_settings = manager._runtime_options._ortmodule_settings = settings
+        OptionsRecord.attached_to(manager._runtime_options).settings = settings
 
 
 def import_ortmodule_with_all_repairs() -> object:

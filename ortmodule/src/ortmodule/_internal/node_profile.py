@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ortmodule._internal.base.attached import AgentRecord
 from ortmodule._internal.base.patching import replace_attribute_temporarily
+from ortmodule._internal.graph_cache import TorchModuleRecord
 
 
 class NodeRun(NamedTuple):
@@ -42,7 +44,8 @@ class ProfiledOrtSessions:
     def use_profiled_sessions(self) -> contextlib.ExitStack:
         """Return a context in which the graphs run in the profiled sessions."""
         context = contextlib.ExitStack()
-        for manager in self.module._torch_module._ortmodule_graphs._cached_managers:
+        graphs = TorchModuleRecord.attached_to(self.module._torch_module).graphs
+        for manager, _ in graphs.cached_graphs:
             if manager._export_mode == torch.onnx.TrainingMode.TRAINING:
                 agent = self.agents.get(manager) or self._build_profiled_session(manager)
                 context.enter_context(
@@ -68,7 +71,9 @@ class ProfiledOrtSessions:
             graph_manager._create_execution_agent()
             agent = self.agents[graph_manager] = graph_manager._execution_agent
         # Its passes count as those of the plain session's graph.
-        vars(agent).update(_ortmodule_graph=vars(plain_agent).get("_ortmodule_graph"))
+        AgentRecord.attached_to(agent).node_counts = AgentRecord.attached_to(
+            plain_agent
+        ).node_counts
         return agent
 
     def end_profiles_and_read_node_runs(self) -> Iterator[NodeRun]:

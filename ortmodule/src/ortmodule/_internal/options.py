@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ortmodule._internal.base.attached import OptionsRecord
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.custom_functions import set_custom_function_inlining_temporarily
 from ortmodule._internal.base.patching import set_environment_variables_temporarily
@@ -36,7 +37,6 @@ _NEEDS_INTEROP = (
     "memory_efficient_grad_management",
     "torch_modules",
 )
-_INLINE_ATTRIBUTE = "_ortmodule_inline"
 
 
 def load(settings: Settings | None = None) -> None:
@@ -127,14 +127,14 @@ def set_custom_autograd_option_in_both_managers(ort_module: OrtModule, settings:
     for is_training in (True, False):
         options = ort_module._torch_module._execution_manager(is_training)._runtime_options
         options.enable_custom_autograd_function = False
-        setattr(options, _INLINE_ATTRIBUTE, True)
+        OptionsRecord.attached_to(options).inlines_custom_functions = True
 
 
 @contextlib.contextmanager
 def apply_autograd_inlining_setting(runtime_options: RuntimeOptions) -> Iterator[None]:
     """Apply the settings that an export reads outside its module's own options."""
     with set_custom_function_inlining_temporarily(
-        getattr(runtime_options, _INLINE_ATTRIBUTE, False)
+        OptionsRecord.attached_to(runtime_options).inlines_custom_functions
     ):
         yield
 

@@ -11,26 +11,32 @@ import functools
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ortmodule._internal.base import counters, torch_calls
+from ortmodule._internal.base.attached import AgentRecord
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.graph import GraphNodeCounts, count_graph_nodes_by_pass_and_operator
 from ortmodule._internal.base.json_types import Json
+from ortmodule._internal.base.patching import (
+    replace_attribute_temporarily,
+)
 from ortmodule._internal.base.placement import count_nodes_by_execution_provider
 from ortmodule._internal.base.repair_registry import (
     EVALUATION,
-    MANAGER,
     TRAINING,
     replace_ort_function,
 )
 from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 
 if TYPE_CHECKING:
-    from ortmodule._internal.base.ort_types import AnyFunction, Manager, OrtSession, SessionOptions
-
-# The attribute of an execution agent that holds its graph's record.
-_GRAPH_ATTRIBUTE = "_ortmodule_graph"
+    from ortmodule._internal.base.ort_types import (
+        Agent,
+        AnyFunction,
+        Manager,
+        OrtSession,
+        SessionOptions,
+    )
 
 
 class PassAndGraphCounters:
@@ -129,9 +135,6 @@ def _wrap_ort_methods_to_count_once() -> None:
             functools.partial(_run_and_count_pass, process_counter_name, graph_counter_name),
         )
     replace_ort_function("_fallback:_FallbackManager.fallback", _record_and_run_fallback)
-    replace_ort_function(
-        f"{MANAGER}._get_session_config", _session_config_saving_graph_and_kept_on_manager
-    )
     for manager in (TRAINING, EVALUATION):
         replace_ort_function(f"{manager}._build_graph", _build_graph)
         replace_ort_function(
@@ -144,7 +147,7 @@ def _run_and_count_pass(
     process_counter_name: str,
     graph_counter_name: str,
     original: AnyFunction,
-    agent: object,
+    agent: Agent,
     *args: object,
     **kwargs: object,
 ) -> object:
@@ -156,24 +159,10 @@ def _run_and_count_pass(
         process_counter_name,
         getattr(_counting_witness, process_counter_name) + 1,
     )
-    graph = getattr(agent, _GRAPH_ATTRIBUTE, None)
+    graph = AgentRecord.attached_to(agent).node_counts
     if graph is not None:
         setattr(graph, graph_counter_name, getattr(graph, graph_counter_name) + 1)
     return result
-
-
-def _session_config_saving_graph_and_kept_on_manager(
-    original_get_config: AnyFunction, manager: Manager
-) -> object:
-    """Make the session save its final graph, with fusions and recomputation."""
-    session_options, providers, provider_options = original_get_config(manager)
-    # With engine.save_onnx ORT has set a path already.
-    if not session_options.optimized_model_filepath:
-        session_options.optimized_model_filepath = os.path.join(
-            manager._ortmodule_folder, "executed.onnx"
-        )
-    manager._ortmodule_session_options = session_options
-    return session_options, providers, provider_options
 
 
 def _build_graph(
@@ -189,13 +178,28 @@ def _create_agent_and_record_executed_graph_counts(
     import onnx
     from torch.onnx import TrainingMode
 
+    used_options: list[SessionOptions] = []
     with (
         counters.while_building(),
-        tempfile.TemporaryDirectory(prefix="ortmodule-") as manager._ortmodule_folder,
+        tempfile.TemporaryDirectory(prefix="ortmodule-") as graph_folder,
     ):
-        original_create_agent(manager)
-        # Removed, because ORT pickles its managers, and session options cannot be pickled.
-        session_options = vars(manager).pop("_ortmodule_session_options")
+
+        def create_config_saving_graph(create_config: AnyFunction) -> Any:
+            """Make the session save its final graph, with fusions and recomputation."""
+            config = create_config()
+            # With engine.save_onnx ORT has set a path already.
+            if not config[0].optimized_model_filepath:
+                config[0].optimized_model_filepath = os.path.join(graph_folder, "executed.onnx")
+            used_options.append(config[0])
+            return config
+
+        with replace_attribute_temporarily(
+            manager,
+            "_get_session_config",
+            functools.partial(create_config_saving_graph, manager._get_session_config),
+        ):
+            original_create_agent(manager)
+        session_options = used_options[-1]
         model = onnx.load(session_options.optimized_model_filepath, load_external_data=False)
         session = manager._execution_agent._inference_session
         graph = count_graph_nodes_by_pass_and_operator(
@@ -213,7 +217,7 @@ def _create_agent_and_record_executed_graph_counts(
             else node_counts
         )
     _counting_witness.graphs.append(graph)
-    setattr(manager._execution_agent, _GRAPH_ATTRIBUTE, graph)
+    AgentRecord.attached_to(manager._execution_agent).node_counts = graph
 
 
 def _uses_memory_efficient_order(session_options: SessionOptions) -> bool:

@@ -22,7 +22,6 @@ import torch
 from ortmodule._internal.base import counters
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import (
-    ExportContext,
     begin_trace_and_get_export_context,
     export_context_from_ort_arguments,
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ortmodule._internal import options
+from ortmodule._internal.base.attached import OptionsRecord
 from ortmodule._internal.base.repair_registry import (
     EVALUATION,
     MANAGER,
@@ -18,7 +19,6 @@ from ortmodule._internal.base.repair_registry import (
     TRANSITION,
     repair,
 )
-from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
 from ortmodule._internal.errors import ORTModuleError
 from ortmodule._internal.native import cuda_libraries
 
@@ -47,7 +47,7 @@ def _session_config_with_threads_and_tf32(
     CUDA, whatever torch's setting.
     """
     session_options, providers, provider_options = original_get_config(manager)
-    settings = settings_of_ort_object_or_defaults(manager)
+    settings = OptionsRecord.attached_to(manager._runtime_options).settings
     session_options.intra_op_num_threads = (
         torch.get_num_threads() if settings.threads is None else settings.threads
     )

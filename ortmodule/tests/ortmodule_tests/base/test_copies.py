@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from ortmodule._internal.base.attached import RECORD_ATTRIBUTE, ManagerRecord, OptionsRecord
 from ortmodule_tests.forks import Run
-from ortmodule_tests.modules import same, wrapped
+from ortmodule_tests.modules import manager_of, same, wrapped
 from ortmodule_tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
@@ -46,6 +47,9 @@ def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> 
     module = wrapped(model, allow_traced_values=True)
     module(X).backward()
     twin = copied(module)
+    # Settings go along, and nothing about the first module's graph.
+    assert OptionsRecord.attached_to(manager_of(twin)._runtime_options).settings.allow_traced_values
+    assert ManagerRecord.attached_to(manager_of(twin)) == ManagerRecord()
     twin.zero_grad()
     # Only the copy may follow this change.
     twin.module.scale = 3.0
@@ -58,6 +62,24 @@ def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> 
     )
     # 3.0 instead of 2.0: 1.5 times the loss.
     assert twin(X).item() == pytest.approx(1.5 * module(X).item(), rel=1e-5)
+
+
+def test_each_object_of_ort_holds_one_record() -> None:
+    """This package keeps what it knows about an object of ORT in one attribute of the object."""
+    module = wrapped(nn.Linear(4, 2))
+    module(X).sum().backward()
+    manager = manager_of(module)
+    graph_manager = manager._graph_transition_manager
+    for ort_object in (
+        module._torch_module,
+        manager,
+        manager._runtime_options,
+        manager._execution_agent,
+        graph_manager,
+        graph_manager._post_export_processed_model_info,
+    ):
+        names = [name for name in vars(ort_object) if name.startswith("_ortmodule")]
+        assert names == [RECORD_ATTRIBUTE], type(ort_object)
 
 
 # Imports nothing of this package: loading the pickle must do it, also on torch 2.9 and later, where

@@ -1,8 +1,7 @@
 """Types of other packages' objects as far as ortmodule uses them.
 
 These are stubs for the type checker, without code. ONNX Runtime 1.19.2 ships no annotations, and
-most of its attributes here are private. Attributes whose names begin with `_ortmodule` are those
-that ortmodule puts on ONNX Runtime's objects.
+most of its attributes here are private. attached.py has what ortmodule keeps with its objects.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     import onnx
     import torch
     from torch import nn
-
-    from ortmodule._internal.base.settings import Settings
 
 AnyFunction = Callable[..., Any]
 """A function of another package, called with the arguments of its caller."""
@@ -37,7 +34,6 @@ class GraphInfo(Protocol):
     onnx_graph_input_const_as_tensor: dict[str, torch.Tensor]
     _post_export_processed_model: onnx.ModelProto
     _flattened_module: nn.Module
-    _ortmodule_outputs: list[str]
 
 
 class ExportInfo(Protocol):
@@ -58,7 +54,6 @@ class RuntimeOptions(Protocol):
     memory_optimization_level: object
     print_input_density: bool
     recompute_probe_config: str
-    _ortmodule_settings: Settings
 
     def memory_optimizer_is_enabled(self) -> bool: ...
 
@@ -70,7 +65,6 @@ class GraphTransitionManager(Protocol):
     _exported_model_info: object
     _post_export_processed_model_info: GraphInfo
     _runtime_options: RuntimeOptions
-    _ortmodule_given: tuple[Args, Kwargs]
 
     def get_post_processed_model(self, inputs: Args, kwargs: Kwargs) -> tuple[bool, GraphInfo]: ...
 
@@ -159,17 +153,12 @@ class Manager(Protocol):
     _original_module: nn.Module
     _runtime_inspector: Inspector
     _runtime_options: RuntimeOptions
-    _ortmodule_folder: str
-    # A graphs._GraphValidity. That module imports this one, so the type cannot be imported here.
-    _ortmodule_key: Any
-    _ortmodule_norms: dict[str, Any]
-    _ortmodule_session_options: SessionOptions
-    _ortmodule_settings: Settings
 
     def forward(self, *args: object, **kwargs: object) -> Any: ...
     def _initialize_graph_builder(self, info: GraphInfo) -> None: ...
     def _build_graph(self, config: object) -> None: ...
     def _get_graph_transformer_config(self) -> Any: ...
+    def _get_session_config(self) -> Any: ...
 
 
 class TorchModule(Protocol):
@@ -178,7 +167,6 @@ class TorchModule(Protocol):
     forward: Any
     _flattened_module: nn.Module
     _original_module: nn.Module
-    _ortmodule_graphs: Any
 
     def is_training(self) -> bool: ...
     def _execution_manager(self, training: bool) -> Manager: ...
@@ -201,7 +189,6 @@ class ShapeInference(Protocol):
     run_: bool
     symbolic_dims_: dict[str, Any]  # sympy's
     sympy_data_: dict[str, Any]
-    _ortmodule_node: onnx.NodeProto
 
     def _try_get_value(self, node: onnx.NodeProto, index: int) -> Any: ...
     def _get_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...

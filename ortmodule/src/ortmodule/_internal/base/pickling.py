@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ortmodule._internal.base.attached import RECORD_ATTRIBUTE
 from ortmodule._internal.base.repair_registry import MANAGER, repair
 
 if TYPE_CHECKING:
     from ortmodule._internal.base.ort_types import AnyFunction, Manager
 
 _ALLOCATOR_ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
-_GRAPH_ATTRIBUTES = ("_ortmodule_key", "_ortmodule_norms", "_ortmodule_facts")
 
 
 @repair(
@@ -31,6 +31,7 @@ def _set_missing_addresses_and_get_graphless_state(
     for name in _ALLOCATOR_ADDRESSES:
         # ORT deletes these attributes from the state without a check that they exist.
         vars(manager).setdefault(name, None)
-    state = original_getstate(manager)
-    # The copy builds its own graph, so facts about the original's graph would be wrong for it.
-    return {name: value for name, value in state.items() if name not in _GRAPH_ATTRIBUTES}
+    state: dict[str, object] = original_getstate(manager)
+    # The copy builds its own graph, and the record is about the original's.
+    state.pop(RECORD_ATTRIBUTE, None)
+    return state

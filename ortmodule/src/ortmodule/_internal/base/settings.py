@@ -106,15 +106,3 @@ def module_and_qualified_name_text(function_or_callable: Callable[..., object]) 
         else type(function_or_callable)
     )
     return f"{named_object.__module__}:{named_object.__qualname__}"
-
-
-def settings_of_ort_object_or_defaults(ort_object: object) -> Settings:
-    """Return the settings of one of ORT's managers or options.
-
-    An ORTModule that ORT's own class made has the defaults.
-    """
-    settings: Settings = getattr(ort_object, "_ortmodule_settings", _DEFAULTS)
-    return settings
-
-
-_DEFAULTS = Settings()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ortmodule._internal.base.attached import GraphInfoRecord, InferenceRecord
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
 from ortmodule._internal.base.repair_registry import (
@@ -198,14 +199,12 @@ def _size_in_export_batch_or_none(inference: ShapeInference, symbolic_size: Any)
 
 
 def _read_and_cache_export_batch_size_by_dim_name(inference: ShapeInference) -> dict[str, int]:
-    size_by_name: dict[str, int] | None = vars(inference).get("_ortmodule_sizes")
-    if size_by_name is None:
+    record = InferenceRecord.attached_to(inference)
+    if record.batch_size_by_dim_name is None:
         metadata = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
-        # Kept on the inference object, which is one for each graph.
-        size_by_name = vars(inference)["_ortmodule_sizes"] = json.loads(
-            metadata.get(_SIZES_KEY, "{}")
-        )
-    return size_by_name
+        sizes: dict[str, int] = json.loads(metadata.get(_SIZES_KEY, "{}"))
+        record.batch_size_by_dim_name = sizes
+    return record.batch_size_by_dim_name
 
 
 def _create_or_get_symbol_for_either_size(
@@ -213,7 +212,7 @@ def _create_or_get_symbol_for_either_size(
 ) -> str:
     """Return a symbolic size for a dimension that has one of two sizes."""
     sympy: Any = importlib.import_module("sympy")
-    name_by_sizes: dict[Any, str] = vars(inference).setdefault("_ortmodule_either", {})
+    name_by_sizes = InferenceRecord.attached_to(inference).name_by_either_size
     # The same two sizes always give the same name, or equal results would count as different.
     name = name_by_sizes.setdefault(
         frozenset((first_size, second_size)), f"broadcast_size_{len(name_by_sizes)}"
@@ -445,8 +444,8 @@ def _find_and_cache_input_dims_assumed_equal(graph_info: GraphInfo) -> list[list
     A dimension that it assumes to be equal to a number is a group of its own.
     """
     # Computed once for a graph: this runs before each pass.
-    groups: list[list[tuple[str, int]]] | None = vars(graph_info).get("_ortmodule_equal")
-    if groups is None:
+    record = GraphInfoRecord.attached_to(graph_info)
+    if record.equal_dims is None:
         dims_by_symbol: dict[str, list[tuple[str, int]]] = {}
         fixed_dims: list[list[tuple[str, int]]] = []
         for value in graph_info._post_export_processed_model.graph.input:
@@ -458,5 +457,5 @@ def _find_and_cache_input_dims_assumed_equal(graph_info: GraphInfo) -> list[list
                 elif dim.dim_value > 1:
                     fixed_dims.append([(value.name, axis)])
         equal = [group for group in dims_by_symbol.values() if len(group) > 1]
-        groups = vars(graph_info)["_ortmodule_equal"] = [*equal, *fixed_dims]
-    return groups
+        record.equal_dims = [*equal, *fixed_dims]
+    return record.equal_dims

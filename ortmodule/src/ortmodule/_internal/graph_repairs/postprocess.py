@@ -6,11 +6,7 @@ import onnx
 
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext
-from ortmodule._internal.base.settings import (
-    SettingError,
-    module_and_qualified_name_text,
-    settings_of_ort_object_or_defaults,
-)
+from ortmodule._internal.base.settings import SettingError, module_and_qualified_name_text
 
 
 def apply_check_and_record_user_postprocess_if_set(
@@ -21,7 +17,7 @@ def apply_check_and_record_user_postprocess_if_set(
     Raises:
         SettingError: the function failed, or returned no graph with the same inputs and outputs.
     """
-    function = settings_of_ort_object_or_defaults(export_context.options).postprocess
+    function = export_context.settings.postprocess
     if function is None:
         return exported_model
     # The function may change the graph that it is given.

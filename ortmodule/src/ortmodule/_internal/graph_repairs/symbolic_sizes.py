@@ -6,6 +6,7 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ortmodule._internal.base.attached import InferenceRecord
 from ortmodule._internal.base.graph import ShapeInferenceError
 from ortmodule._internal.base.patching import replace_attribute_temporarily
 from ortmodule._internal.base.repair_registry import SHAPES, repair
@@ -215,7 +216,7 @@ def _record_node_and_infer_it(
     original_infer: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Record the node that is inferred next, for `_infer_or_raise_error_that_names_operator`."""
-    inference._ortmodule_node = node
+    InferenceRecord.attached_to(inference).node = node
     original_infer(inference, node)
 
 
@@ -243,7 +244,7 @@ def _infer_or_raise_error_that_names_operator(
         raise
     except Exception as error:
         # Set by `_record_node_and_infer_it`; None if the error came before the first node.
-        node = vars(inference).get("_ortmodule_node")
+        node = InferenceRecord.attached_to(inference).node
         if node is None:
             raise
         aten_names = [

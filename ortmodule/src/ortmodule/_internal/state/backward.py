@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ortmodule._internal.base.attached import GradientReach, ManagerRecord
 from ortmodule._internal.base.repair_registry import TRAINING, repair
 from ortmodule._internal.base.trained_names import value_names_reached_by_gradient_of_outputs
 
@@ -46,15 +47,6 @@ _SECOND_DERIVATIVE_MESSAGE = (
 
 
 OptionalGradients = Sequence["torch.Tensor | None"]
-
-
-class _NeededPositionsAndReachedNames(NamedTuple):
-    """Facts about one training graph."""
-
-    needed_positions: list[int]
-    """Positions of the inputs and weights whose values the backward pass needs."""
-    reached_by_output: list[set[str]]
-    """Names of the inputs and weights that each output depends on with a gradient."""
 
 
 class _SavedTensor(NamedTuple):
@@ -144,14 +136,12 @@ def _post_export_graph_info(manager: Manager) -> GraphInfo:
     return manager._graph_transition_manager._post_export_processed_model_info
 
 
-def _compute_and_cache_gradient_reach_of_graph(manager: Manager) -> _NeededPositionsAndReachedNames:
-    """Return the facts about the current graph, computed once for each graph."""
+def _compute_and_cache_gradient_reach_of_graph(manager: Manager) -> GradientReach:
+    """Return the reach of the current graph's gradients, computed once for each graph."""
     info = _post_export_graph_info(manager)
     graph = manager._onnx_models.optimized_model.graph
-    cached_facts: tuple[object, _NeededPositionsAndReachedNames] | None = vars(manager).get(
-        "_ortmodule_facts"
-    )
-    if cached_facts is None or cached_facts[0] is not graph:
+    record = ManagerRecord.attached_to(manager)
+    if record.gradient_reach is None or record.gradient_reach.training_graph is not graph:
         needed_names = set(_input_names_whose_values_backward_reads(graph))
         positions = [
             position
@@ -164,11 +154,8 @@ def _compute_and_cache_gradient_reach_of_graph(manager: Manager) -> _NeededPosit
             value_names_reached_by_gradient_of_outputs(exported_graph, [output.name])
             for output in exported_graph.output
         ]
-        cached_facts = vars(manager)["_ortmodule_facts"] = (
-            graph,
-            _NeededPositionsAndReachedNames(positions, reached_by_output),
-        )
-    return cached_facts[1]
+        record.gradient_reach = GradientReach(graph, positions, reached_by_output)
+    return record.gradient_reach
 
 
 # ------------------------------------------------------------------------------------------------ unused outputs

@@ -17,11 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ortmodule._internal.base.export import (
-    ExportContext,
-    newest_trace_facts,
-    path_in_model,
-)
+from ortmodule._internal.base.attached import GraphInfoRecord, GraphManagerRecord, ManagerRecord
+from ortmodule._internal.base.export import ExportContext, path_in_model
 from ortmodule._internal.base.patching import (
     replace_attribute_temporarily,
 )
@@ -338,10 +335,10 @@ def _refuse_evaluation_mode_norm_nodes(exported_model: onnx.ModelProto) -> None:
     replaces=f"{PROCESSED}.restore_outputs",
 )
 def _store_all_outputs_and_restore(
-    original_restore: AnyFunction, graph_info: GraphInfo, outputs: list[str]
+    original_restore: AnyFunction, graph_info: GraphInfo, outputs: list[torch.Tensor]
 ) -> object:
     """Keep ORT's outputs, because the schema drops the added ones."""
-    graph_info._ortmodule_outputs = outputs
+    GraphInfoRecord.attached_to(graph_info).outputs = outputs
     return original_restore(graph_info, outputs)
 
 
@@ -360,14 +357,10 @@ def _run_pass_and_correct_batch_norm_statistics(
     variance_before = {path: norm.running_var.clone() for path, norm in norms.items()}
     output = original_forward(manager, *args, **kwargs)
     graph_manager = manager._graph_transition_manager
-    norm_paths = newest_trace_facts(graph_manager).norm_paths
-    info = graph_manager._post_export_processed_model_info
+    norm_paths = GraphManagerRecord.attached_to(graph_manager).trace_facts.norm_paths
+    outputs = GraphInfoRecord.attached_to(graph_manager._post_export_processed_model_info).outputs
     # Only the CPU's graph has these outputs, and they come last.
-    sizes = (
-        info._ortmodule_outputs[len(info._ortmodule_outputs) - len(norm_paths) :]
-        if manager._device.type == "cpu"
-        else []
-    )
+    sizes = outputs[len(outputs) - len(norm_paths) :] if manager._device.type == "cpu" else []
     with torch.no_grad():
         for path, size in zip(norm_paths, sizes):
             _unbias_batch_part_of_running_variance_in_place(
@@ -381,15 +374,15 @@ def _run_pass_and_correct_batch_norm_statistics(
 
 def _find_and_cache_tracking_batch_norm_by_path(manager: Manager) -> dict[str, Any]:
     """Return the BatchNorm layers that have statistics, by path."""
-    if not hasattr(manager, "_ortmodule_norms"):
+    record = ManagerRecord.attached_to(manager)
+    if record.norm_by_path is None:
         modules = manager._flattened_module.named_modules()
-        manager._ortmodule_norms = {
+        record.norm_by_path = {
             path: module
             for path, module in modules
             if isinstance(module, _BatchNorm) and module.running_var is not None
         }
-    norms: dict[str, Any] = manager._ortmodule_norms
-    return norms
+    return record.norm_by_path
 
 
 def _unbias_batch_part_of_running_variance_in_place(

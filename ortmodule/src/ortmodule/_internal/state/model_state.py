@@ -37,8 +37,8 @@ from ortmodule._internal.tracing.python_state import (
 )
 
 if TYPE_CHECKING:
-    from ortmodule._internal.base.export import TraceFacts
     from ortmodule._internal.base.ort_types import AnyFunction
+    from ortmodule._internal.base.trace_facts import TraceFacts
 
 # Attributes of nn.Module whose change means another graph.
 _PART_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ortmodule._internal.base.attached import GraphInfoRecord
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
 from ortmodule._internal.base.repair_registry import PROCESSED, TRAINING, repair
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from ortmodule._internal.base.ort_types import AnyFunction, GraphInfo, Manager
 
-_DTYPES_ATTRIBUTE = "_ortmodule_types"
 # Operators that may return their first input's memory.
 _SHARING_OPERATORS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 # Operators whose results have memory of their own; other ones may write theirs into an input's.
@@ -46,16 +46,17 @@ def _restore_outputs_in_model_dtypes(
     original_restore: AnyFunction, graph_info: GraphInfo, ort_outputs: Sequence[torch.Tensor]
 ) -> object:
     # Computed once for a graph: this runs in each pass.
-    if not hasattr(graph_info, _DTYPES_ATTRIBUTE):
-        setattr(
-            graph_info,
-            _DTYPES_ATTRIBUTE,
-            _output_dtypes_with_none_for_unknown(graph_info._post_export_processed_model.graph),
+    record = GraphInfoRecord.attached_to(graph_info)
+    if record.output_dtypes is None:
+        record.output_dtypes = _output_dtypes_with_none_for_unknown(
+            graph_info._post_export_processed_model.graph
         )
-    dtypes = getattr(graph_info, _DTYPES_ATTRIBUTE)
     return original_restore(
         graph_info,
-        [output.to(dtype) if dtype else output for output, dtype in zip(ort_outputs, dtypes)],
+        [
+            output.to(dtype) if dtype else output
+            for output, dtype in zip(ort_outputs, record.output_dtypes)
+        ],
     )
 
 

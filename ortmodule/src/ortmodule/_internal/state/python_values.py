@@ -22,10 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ortmodule._internal.base.attached import GraphManagerRecord
 from ortmodule._internal.base.counters import tally
+from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
-from ortmodule._internal.base.export import ExportContext, newest_trace_facts
-from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
 from ortmodule._internal.base.torch_calls import (
     pause_tracing_and_torch_function,
     tensor_property_getter,
@@ -42,7 +42,6 @@ from ortmodule._internal.tracing.value_dependent_sizes import ValueDependentDims
 if TYPE_CHECKING:
     from types import FrameType
 
-    from ortmodule._internal.base.export import PythonReads, TraceFacts
     from ortmodule._internal.base.ort_types import (
         AnyFunction,
         Args,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         Kwargs,
         Manager,
     )
+    from ortmodule._internal.base.trace_facts import PythonReads, TraceFacts
 
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, tensor_property_getter("shape"), _T.__len__}
@@ -368,7 +368,7 @@ def refuse_or_note_values_read_in_python(export_context: ExportContext) -> None:
         )
     if reads.decisions:
         description = f"the model takes values of tensors into Python at {_first_locations_text(reads.decisions)}"
-        if not settings_of_ort_object_or_defaults(export_context.options).allow_traced_values:
+        if not export_context.settings.allow_traced_values:
             remedy = "Use torch.where or another function of torch's in their place"
             if reads.masks:
                 mask_locations = _first_locations_text(reads.masks)
@@ -404,11 +404,15 @@ def _first_locations_text(*location_sets: set[str]) -> str:
 # ------------------------------------------------------------------------------------------- in later passes
 
 
+def _newest_python_reads(graph_manager: GraphTransitionManager) -> PythonReads:
+    return GraphManagerRecord.attached_to(graph_manager).trace_facts.python_reads
+
+
 def sizes_graph_depends_on_or_none(
     manager: Manager, call_arguments: object
 ) -> list[list[int]] | None:
     """Return the sizes of the tensors in `call_arguments` if the graph depends on them, else None."""
-    reads = newest_trace_facts(manager._graph_transition_manager).python_reads
+    reads = _newest_python_reads(manager._graph_transition_manager)
     return (
         _sizes_or_sizes_capped_at_2_graph_depends_on(call_arguments, reads)
         if reads.sizes or reads.ones
@@ -424,7 +428,7 @@ def buffer_versions_without_batch_norm_or_none(
     BatchNorm's buffers are left out: they change in every pass, and no Python code reads them
     except for a momentum of None.
     """
-    if not newest_trace_facts(manager._graph_transition_manager).python_reads.buffers:
+    if not _newest_python_reads(manager._graph_transition_manager).buffers:
         return None
     layers = [
         layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)
@@ -434,7 +438,7 @@ def buffer_versions_without_batch_norm_or_none(
 
 def note_export_for_other_sizes_or_buffers(graph_manager: GraphTransitionManager) -> None:
     """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
-    reads = newest_trace_facts(graph_manager).python_reads
+    reads = _newest_python_reads(graph_manager)
     locations = _first_locations_text(reads.sizes, reads.ones, reads.buffers)
     tally.add_end_note_once(
         f"exported again for other sizes or buffers, which the model takes into Python at {locations}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ortmodule._internal.base.attached import AgentRecord, GraphManagerRecord, OptionsRecord
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.gradient_paths import (
@@ -33,7 +34,6 @@ from ortmodule._internal.base.repair_registry import (
     TRANSITION,
     replace_ort_function,
 )
-from ortmodule._internal.base.settings import settings_of_ort_object_or_defaults
 from ortmodule._internal.native import extensions
 from ortmodule._internal.torch_in_graph import (
     attention,
@@ -61,8 +61,6 @@ _NEVER_TORCH = {
     "aten::IntImplicit",
     "aten::Bool",
 }
-# The attribute of ORT's options and execution agents that has the model's lines.
-_LINES_ATTRIBUTE = "_ortmodule_lines"
 # The most retries of an export; each one may detect further operators to keep as torch calls.
 _MAX_RETRIES = 8
 # The most source locations in an error message.
@@ -99,7 +97,7 @@ def install_build_retries_and_readable_errors() -> None:
 @contextlib.contextmanager
 def keep_torch_operators_while_exporting(export_context: ExportContext) -> Iterator[None]:
     """Keep operators as torch calls in exports, as the settings require."""
-    requested_operators = settings_of_ort_object_or_defaults(export_context.options).torch_operators
+    requested_operators = export_context.settings.torch_operators
     can_call_torch = (
         requested_operators != "off" and not extensions.reason_interop_is_unbuildable_or_empty()
     )
@@ -146,13 +144,9 @@ class _TracedGraphTranslator:
         self._can_call_torch = can_call_torch
         self._follows_table = follows_operator_table
         # torch's kernel for CPUs needs no extension.
-        self._auto = (
-            settings_of_ort_object_or_defaults(export_context.options).torch_operators == "auto"
-        )
-        self._torch_names = {
-            *listed_operator_names,
-            *_get_or_create_blamed_operators(export_context.options),
-        }
+        self._auto = export_context.settings.torch_operators == "auto"
+        options_record = OptionsRecord.attached_to(export_context.options)
+        self._torch_names = {*listed_operator_names, *options_record.blamed_operators}
         self._schemas: dict[str, Any] = {}
         self._empty_positions = [
             input_index
@@ -163,15 +157,10 @@ class _TracedGraphTranslator:
         # The latest random values in the graph. The next ones depend on them, so that the order
         # of the draws is that of eager PyTorch.
         self._latest_drawn: Any = None
-        # By ONNX operator: the torch operators translated to it, with their source locations.
-        # Stored in the options, which outlive the export: `_mark_and_note_new_operators_for_torch`
-        # reads it when a build fails.
-        self._origins_by_operator: dict[str, dict[str, str]] = vars(
-            export_context.options
-        ).setdefault("_ortmodule_makers", {})
-        # The same for the lines of a layer's nodes, for `pass_errors`.
-        self._lines: dict[tuple[str, str], dict[str, None]] = {}
-        vars(export_context.options)[_LINES_ATTRIBUTE] = self._lines
+        # Kept with the options, which outlive the export: `_mark_and_note_new_operators_for_torch`
+        # reads the operators when a build fails, and `pass_errors` the lines when a pass does.
+        self._origins_by_operator = options_record.lines_by_torch_by_onnx_operator
+        self._lines = options_record.lines_by_node = {}
         self._layers = [name for name, _ in export_context.module.named_modules()]
         parameters = {name: p.requires_grad for name, p in export_context.module.named_parameters()}
         buffers = {name for name, _ in export_context.module.named_buffers()}
@@ -395,22 +384,18 @@ def _export_opset() -> int:
 # ------------------------------------------------------------------- failures after the translation
 
 
-def _get_or_create_blamed_operators(runtime_options: Any) -> set[str]:
-    blamed: set[str] = vars(runtime_options).setdefault("_ortmodule_blamed", set())
-    return blamed
-
-
 def _post_process_and_keep_batch_if_graph_changed(
     original_get_model: AnyFunction, graph_manager: Any, batch_args: Any, batch_kwargs: Any
 ) -> Any:
     # For `_export_again_and_rebuild_up_to_method`, if the build that follows fails.
-    graph_manager._ortmodule_given = batch_args, batch_kwargs
+    record = GraphManagerRecord.attached_to(graph_manager)
+    record.batch = batch_args, batch_kwargs
     was_changed, info = _export_and_retry_with_blamed_operators_as_torch(
         original_get_model, graph_manager, batch_args, batch_kwargs
     )
     # No build follows, so the batch is freed.
     if not was_changed:
-        del graph_manager._ortmodule_given
+        record.batch = None
     return was_changed, info
 
 
@@ -423,7 +408,9 @@ def _export_and_retry_with_blamed_operators_as_torch(
         except ShapeInferenceError as error:
             options = graph_manager._runtime_options
             if not _mark_and_note_new_operators_for_torch(options, {error.operator}, str(error)):
-                origins = vars(options).get("_ortmodule_makers", {}).get(error.operator, {})
+                origins = OptionsRecord.attached_to(options).lines_by_torch_by_onnx_operator.get(
+                    error.operator, {}
+                )
                 lines = ", ".join(
                     f"{name}{line}" for name, line in sorted(origins.items())[:_MAX_LOCATIONS]
                 )
@@ -444,7 +431,7 @@ def _run_agent_with_readable_errors(
     original_run: AnyFunction, execution_agent: Any, *run_arguments: Any
 ) -> Any:
     with pass_errors.raise_torch_or_readable_pass_error(
-        vars(execution_agent).get(_LINES_ATTRIBUTE, {})
+        AgentRecord.attached_to(execution_agent).lines_by_node
     ):
         return original_run(execution_agent, *run_arguments)
 
@@ -493,9 +480,9 @@ def _disable_compute_optimizer_if_it_failed(
 
 def _keep_lines_and_free_batch_of_new_agent(manager: Manager, finished_method_name: str) -> None:
     if finished_method_name == "_create_execution_agent":
-        lines = vars(manager._runtime_options).get(_LINES_ATTRIBUTE, {})
-        vars(manager._execution_agent)[_LINES_ATTRIBUTE] = dict(lines)
-        vars(manager._graph_transition_manager).pop("_ortmodule_given", None)
+        lines = OptionsRecord.attached_to(manager._runtime_options).lines_by_node
+        AgentRecord.attached_to(manager._execution_agent).lines_by_node = dict(lines)
+        GraphManagerRecord.attached_to(manager._graph_transition_manager).batch = None
 
 
 def _mark_and_note_new_operators_for_torch(
@@ -506,28 +493,32 @@ def _mark_and_note_new_operators_for_torch(
     Returns:
         The newly marked operators; the next export keeps them as torch calls.
     """
+    record = OptionsRecord.attached_to(runtime_options)
     if (
-        settings_of_ort_object_or_defaults(runtime_options).torch_operators != "auto"
+        record.settings.torch_operators != "auto"
         or extensions.reason_interop_is_unbuildable_or_empty()
     ):
         return set()
-    origins: dict[str, dict[str, str]] = vars(runtime_options).get("_ortmodule_makers", {})
     new_operators = {
-        torch_operator for name in onnx_operators for torch_operator in origins.get(name, ())
-    } - _get_or_create_blamed_operators(runtime_options)
+        torch_operator
+        for name in onnx_operators
+        for torch_operator in record.lines_by_torch_by_onnx_operator.get(name, ())
+    } - record.blamed_operators
     if new_operators:
         tally.add_end_note_once(
             f"exported once more with {', '.join(sorted(new_operators))} as torch's: "
             f"{error_text.splitlines()[-1][:200]}"
         )
-    _get_or_create_blamed_operators(runtime_options).update(new_operators)
+    record.blamed_operators |= new_operators
     return new_operators
 
 
 def _export_again_and_rebuild_up_to_method(manager: Manager, interrupted_method_name: str) -> None:
     graph_manager = manager._graph_transition_manager
     graph_manager._exported_model_info = None
-    _, info = graph_manager.get_post_processed_model(*graph_manager._ortmodule_given)
+    batch = GraphManagerRecord.attached_to(graph_manager).batch
+    assert batch, "the batch is kept until the session exists"
+    _, info = graph_manager.get_post_processed_model(*batch)
     manager._initialize_graph_builder(info)
     # The execution agent is created from a built graph, so the new export is built first.
     if interrupted_method_name != "_build_graph":

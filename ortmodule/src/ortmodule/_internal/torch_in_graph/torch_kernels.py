@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ortmodule._internal.base.attached import OptionsRecord
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.graph import replace_and_name_graph_nodes
 from ortmodule._internal.base.repair_registry import EVALUATION, TRAINING, repair
-from ortmodule._internal.base.settings import Settings, settings_of_ort_object_or_defaults
+from ortmodule._internal.base.settings import Settings
 from ortmodule._internal.torch_in_graph import attention, dropout, own_operators, rms_norm_gradient
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def _build_training_graph_with_torch_kernels_on_cpu(
     original_build(manager, *args)
     if manager._device.type != "cpu":
         return
-    replaces_products = may_torch_compute_matmuls(settings_of_ort_object_or_defaults(manager))
+    replaces_products = may_torch_compute_matmuls(
+        OptionsRecord.attached_to(manager._runtime_options).settings
+    )
     # may_torch_compute_matmuls checks only the settings. Gradient checkpointing in the model also enables
     # recomputation.
     if replaces_products and manager._runtime_options.memory_optimizer_is_enabled():

@@ -21,10 +21,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ortmodule._internal.base.attached import OptionsRecord
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext, path_in_model
 from ortmodule._internal.base.patching import replace_attribute_temporarily
-from ortmodule._internal.base.settings import SettingError, settings_of_ort_object_or_defaults
+from ortmodule._internal.base.settings import SettingError
 from ortmodule._internal.base.torch_calls import (
     create_counted_torch_function_class_for_ort,
     pause_tracing_and_torch_function,
@@ -34,7 +35,8 @@ from ortmodule._internal.native import extensions
 from ortmodule._internal.tracing import grad_mode, python_state
 
 if TYPE_CHECKING:
-    from ortmodule._internal.base.ort_types import AnyFunction, Args, Kwargs, RuntimeOptions
+    from ortmodule._internal.base.ort_types import AnyFunction, Args, Kwargs
+    from ortmodule._internal.base.settings import Settings
 
 # Layers of torch.nn that cannot be traced: sizes or checks that depend on values, or in-place
 # changes of a buffer at which the exporter fails.
@@ -53,15 +55,15 @@ def paths_of_outermost_torch_layers_or_refuse(export_context: ExportContext) -> 
 
     The layers are those requested or detected; the paths are those of the flattened module.
     """
-    layer_paths: set[str] = set(get_or_create_detected_layer_paths(export_context.options))
-    if _detects_torch_layers_automatically(export_context.options):
+    layer_paths = set(OptionsRecord.attached_to(export_context.options).torch_layer_paths)
+    if _detects_torch_layers_automatically(export_context.settings):
         layer_paths.update(
             path
             for path, layer in export_context.module.named_modules()
             if type(layer) in _UNTRACEABLE_LAYERS
         )
     layers = [path for path, _ in export_context.module.named_modules() if path]
-    for pattern in settings_of_ort_object_or_defaults(export_context.options).torch_modules:
+    for pattern in export_context.settings.torch_modules:
         matching_paths = [path for path in layers if _layer_matches_pattern(path, pattern)]
         if not matching_paths:
             example_paths = ", ".join(path_in_model(path) for path in layers[1:7])
@@ -75,12 +77,6 @@ def paths_of_outermost_torch_layers_or_refuse(export_context: ExportContext) -> 
         for path in layer_paths
         if not any(path.startswith(f"{outer}.") for outer in layer_paths)
     )
-
-
-def get_or_create_detected_layer_paths(runtime_options: RuntimeOptions) -> set[str]:
-    """Return the layers for which earlier exports of this module detected that they need torch."""
-    detected: set[str] = vars(runtime_options).setdefault("_ortmodule_layers", set())
-    return detected
 
 
 class RepeatExportWithTorchLayer(Exception):
@@ -101,18 +97,18 @@ def mark_layer_for_torch_if_auto_and_create_exception(
         RepeatExportWithTorchLayer if the layer can run as torch in a further export, else an ORTModuleError with the
             reason.
     """
-    if not _detects_torch_layers_automatically(export_context.options) or "." not in layer_path:
+    if not _detects_torch_layers_automatically(export_context.settings) or "." not in layer_path:
         return ORTModuleError(fault_text)
-    get_or_create_detected_layer_paths(export_context.options).add(layer_path)
+    OptionsRecord.attached_to(export_context.options).torch_layer_paths.add(layer_path)
     tally.add_end_note_once(
         f"{layer_path.partition('.')[2]} runs as torch inside ONNX Runtime's graph: {fault_text}"
     )
     return RepeatExportWithTorchLayer(layer_path)
 
 
-def _detects_torch_layers_automatically(runtime_options: RuntimeOptions) -> bool:
+def _detects_torch_layers_automatically(settings: Settings) -> bool:
     return (
-        settings_of_ort_object_or_defaults(runtime_options).torch_operators == "auto"
+        settings.torch_operators == "auto"
         and not extensions.reason_interop_is_unbuildable_or_empty()
     )
 

@@ -26,7 +26,7 @@ from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, TRANSITION,
 if TYPE_CHECKING:
     import onnx
 
-    from ortmodule._internal.base.export import TraceFacts
+    from ortmodule._internal.base.trace_facts import TraceFacts
 
 # torch's codes of the reductions.
 _NONE = 0

@@ -19,18 +19,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ortmodule._internal.base.export import (
-    ContainerKeyAndValue,
-    ExportContext,
-    newest_trace_facts,
-    path_in_model,
-)
+from ortmodule._internal.base.attached import GraphManagerRecord
+from ortmodule._internal.base.export import ExportContext, path_in_model
 from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ortmodule._internal.base.ort_types import AnyFunction, Args, Kwargs, Manager
+    from ortmodule._internal.base.trace_facts import ContainerKeyAndValue
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # The depth of nested containers that are searched.
@@ -160,9 +157,9 @@ def put_tensors_kept_by_trace_back_into_python_containers(graph_execution_manage
 
     An export of another graph, or a pass of the model itself, may have written other tensors there.
     """
-    for container, key, value in newest_trace_facts(
+    for container, key, value in GraphManagerRecord.attached_to(
         graph_execution_manager._graph_transition_manager
-    ).kept_entries:
+    ).trace_facts.kept_entries:
         if isinstance(value, _HookComputedWeight):
             value.run_forward_pre_hooks()
         elif isinstance(container, types.CellType):
