@@ -41,7 +41,7 @@ from ortmodule._internal.torch_in_graph import (
     operator_translation,
     torch_modules,
 )
-from ortmodule._internal.tracing import export_wrappers
+from ortmodule._internal.tracing import export_wrappers, observer
 
 _PACKAGE_FOLDER = str(Path(__file__).parent)
 REPAIR_MODULES = (
@@ -112,6 +112,7 @@ def _trace_and_rewrite_graph(
     with _count_and_time_export():
         with contextlib.ExitStack() as contexts:
             for context in (
+                observer.observe_trace(export_context.facts),
                 *(enter(export_context) for enter in applied_steps("context")),
                 padding.replace_torch_pad_temporarily(export_context),
                 unsupported_models.run_compiled_layers_uncompiled(export_context.module),

@@ -43,6 +43,7 @@ class TraceFacts:
     code_names: set[str] = field(default_factory=set)
     """Names in the code of the passes."""
     reads_grad_mode: bool = False
+    """Whether the model reads it; the graph is then valid for one grad mode only."""
     has_checkpoints: bool = False
     label_density: float | None = None
     """The share of labels that are not ignored, if the trace left out the others' rows."""

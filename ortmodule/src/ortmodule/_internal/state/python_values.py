@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortmodule._internal.base.attached import GraphManagerRecord
@@ -31,7 +30,7 @@ from ortmodule._internal.base.torch_calls import (
     tensor_property_getter,
 )
 from ortmodule._internal.torch_in_graph import attention, torch_modules
-from ortmodule._internal.tracing import aliases, grad_mode, python_state
+from ortmodule._internal.tracing import aliases, grad_mode, observer, python_state
 from ortmodule._internal.tracing.grad_mode import (
     inplace_change_counts,
     tensors_changed_in_place_since,
@@ -70,6 +69,7 @@ _FILES_BETWEEN = (
     grad_mode.__file__,
     aliases.__file__,
     attention.__file__,
+    observer.__file__,
     str(Path(__file__).with_name("weight_changes.py")),
 )
 # Reads by this package itself, by the exporter, and torch's checks of a distribution's parameters.
@@ -106,11 +106,17 @@ def record_lines_reading_values_and_sizes_in_python(
         name in export_context.info.onnx_graph_input_const_as_tensor
         for name in export_context.info.onnx_graph_input_names
     ]
-    with _ValueReadTracker(
+    tracker = _ValueReadTracker(
         export_context.module,
         are_numbers,
         torch_modules.paths_of_outermost_torch_layers_or_refuse(export_context),
         export_context.facts,
+    )
+    with (
+        export_context.module.register_forward_pre_hook(tracker.classify_buffers_and_number_inputs),
+        observer.handle_calls_of_trace(
+            observer.HandlerOrder.PYTHON_VALUES, tracker.call_and_record_values
+        ),
     ):
         yield
 
@@ -144,7 +150,7 @@ _DRAWING_NAMES = (
 )
 
 
-class _ValueReadTracker(TorchFunctionMode):
+class _ValueReadTracker:
     """A record of torch's calls, and of the tensors that depend on sizes or constants only.
 
     numbers: which arguments of `module` are tensors in place of Python numbers, because ORT made
@@ -159,14 +165,12 @@ class _ValueReadTracker(TorchFunctionMode):
         torch_layer_paths: list[str],
         trace_facts: TraceFacts,
     ) -> None:
-        super().__init__()
         self._facts = trace_facts
         # Tensors without an entry are values.
         self._kind_by_tensor = WeakTensorKeyDictionary()
         self._selections = ValueDependentDims()
         # The sizes of selections themselves, and nothing computed from them.
         self._selection_sizes = WeakTensorKeyDictionary()
-        self._module = traced_model
         self._are_numbers = are_inputs_python_numbers
         # Only methods of a layer that runs as torch are recorded here, not its call.
         layers = [
@@ -176,20 +180,10 @@ class _ValueReadTracker(TorchFunctionMode):
         ]
         self._path_by_layer_id = {id(layer): path.partition(".")[2] for path, layer in layers}
 
-    def __enter__(self) -> _ValueReadTracker:
-        self._hook = self._module.register_forward_pre_hook(
-            self._classify_buffers_and_number_inputs
-        )
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
-        self._hook.remove()
-
-    def _classify_buffers_and_number_inputs(
+    def classify_buffers_and_number_inputs(
         self, traced_model: torch.nn.Module, model_inputs: Sequence[torch.Tensor]
     ) -> None:
+        """Set the kinds of the model's buffers and inputs; a hook before its pass."""
         self._kind_by_tensor.update(dict.fromkeys(traced_model.buffers(), _BUFFER))
         self._kind_by_tensor.update(
             {
@@ -199,10 +193,8 @@ class _ValueReadTracker(TorchFunctionMode):
             }
         )
 
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        kwargs = kwargs or {}
+    def call_and_record_values(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        """Run a call, and record the kinds of its results and what it reads in Python."""
         # ORT also runs the model without tracing, to learn its outputs.
         if not torch.jit.is_tracing():
             return func(*args, **kwargs)
@@ -256,10 +248,9 @@ class _ValueReadTracker(TorchFunctionMode):
             ),
         ):
             self._kind_by_tensor[tensor] = tensor_kind
-        self._kind_by_tensor.update(
-            dict.fromkeys(tensors_inside_nested_values(selected_sizes), _SELECTED)
-        )
-        self._selection_sizes.update(dict.fromkeys(tensors_inside_nested_values(selected_sizes)))
+        for tensor in tensors_inside_nested_values(selected_sizes):
+            self._kind_by_tensor[tensor] = _SELECTED
+            self._selection_sizes[tensor] = None
         self._selections.record_value_dependent_dims_of_results(func, args, input_tensors, result)
         if tensor_kind == _VALUE:
             frame = innermost_frame_of_user_code()

@@ -1,7 +1,7 @@
 """Refuse a forward pass that changes weights, and restore weights that an export's passes changed.
 
-ONNX Runtime's graph would omit such a change. A function mode detects `weight.data = ...`. A
-dispatch mode detects every operator that writes to a weight's memory, in the plain pass by which
+ONNX Runtime's graph would omit such a change. A handler of the trace's calls detects
+`weight.data = ...`. A dispatch mode detects every operator that writes to a weight's memory, in the plain pass by which
 ORT learns a model's outputs. Layers of `setting torch_modules` run as torch in each pass and may
 change their weights.
 """
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortmodule._internal.base.export import ExportContext, path_in_model
@@ -29,6 +28,7 @@ from ortmodule._internal.state.python_values import (
     path_of_running_layer_in_list_or_empty,
 )
 from ortmodule._internal.torch_in_graph import torch_modules
+from ortmodule._internal.tracing.observer import HandlerOrder, handle_calls_of_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +82,10 @@ def refuse_weight_changes_and_restore_weights(export_context: ExportContext) -> 
     try:
         with (
             replace_attribute_temporarily(io, _PLAIN_PASS, wrapped_pass),
-            _WeightDataAssignmentGuard(names_by_id),
+            handle_calls_of_trace(
+                HandlerOrder.WEIGHT_CHANGES,
+                functools.partial(_call_or_refuse_weight_data_assignment, names_by_id),
+            ),
         ):
             yield
     finally:
@@ -123,21 +126,12 @@ class _WeightAndLayerNamesById:
         self.path_by_layer: dict[int, str] = {}
 
 
-class _WeightDataAssignmentGuard(TorchFunctionMode):
-    """A mode that refuses `weight.data = ...`."""
-
-    def __init__(self, names_by_id: _WeightAndLayerNamesById) -> None:
-        super().__init__()
-        self._names = names_by_id
-
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        if func == _SET_DATA and id(args[0]) in self._names.name_by_object:
-            _refuse_weight_change(
-                self._names.name_by_object[id(args[0])], self._names.path_by_layer
-            )
-        return func(*args, **(kwargs or {}))
+def _call_or_refuse_weight_data_assignment(
+    names_by_id: _WeightAndLayerNamesById, called_function: AnyFunction, args: Args, kwargs: Kwargs
+) -> object:
+    if called_function == _SET_DATA and id(args[0]) in names_by_id.name_by_object:
+        _refuse_weight_change(names_by_id.name_by_object[id(args[0])], names_by_id.path_by_layer)
+    return called_function(*args, **kwargs)
 
 
 class _WeightWriteGuard(TorchDispatchMode):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -34,6 +33,7 @@ from ortmodule._internal.tracing.grad_mode import (
     inplace_change_counts,
     tensors_inside_nested_values,
 )
+from ortmodule._internal.tracing.observer import HandlerOrder, handle_calls_of_trace
 
 if TYPE_CHECKING:
     from ortmodule._internal.base.ort_types import AnyFunction, Args, Kwargs
@@ -90,7 +90,12 @@ def wrap_export_with_alias_tracking(torch_export: ExportFunction) -> ExportFunct
 
     @functools.wraps(torch_export)
     def export_with_aliases(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
-        with _AliasTracker(model):
+        tracker = _AliasTracker()
+        with (
+            model.register_forward_hook(tracker.replace_outputs_by_current_values),
+            model.register_forward_pre_hook(tracker.record_inputs),
+            handle_calls_of_trace(HandlerOrder.ALIASES, tracker.call_with_current_values),
+        ):
             return torch_export(model, *args, **kwargs)
 
     return export_with_aliases
@@ -152,42 +157,30 @@ class _MemorySharingTensor:
     """The number of the memory's changes that the value includes."""
 
 
-class _AliasTracker(TorchFunctionMode):
-    """A function mode that tracks which tensors share memory, and which calls change it."""
+class _AliasTracker:
+    """A handler of calls that tracks which tensors share memory, and which calls change it."""
 
-    def __init__(self, traced_model: torch.nn.Module) -> None:
-        super().__init__()
-        self._model = traced_model
-        # Weak keys: the mode must not keep the model's tensors alive.
+    def __init__(self) -> None:
+        # Weak keys: the tracker must not keep the model's tensors alive.
         self._alias_by_tensor = WeakTensorKeyDictionary()
         self._forward_inputs: list[Tensor] = []
 
-    def __enter__(self) -> _AliasTracker:
-        self._hooks = (
-            self._model.register_forward_hook(
-                lambda model, inputs, output: self._with_current_values(output)
-            ),
-            self._model.register_forward_pre_hook(self._record_inputs),
-        )
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
-        for hook in self._hooks:
-            hook.remove()
-
-    def _record_inputs(self, model: torch.nn.Module, inputs: Sequence[object]) -> None:
+    def record_inputs(self, model: torch.nn.Module, inputs: Sequence[object]) -> None:
+        """Record the tensors that the caller passed; a hook before the model's pass."""
         self._forward_inputs = tensors_inside_nested_values(inputs)
 
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    def replace_outputs_by_current_values(
+        self, model: torch.nn.Module, inputs: object, output: object
     ) -> object:
-        kwargs = kwargs or {}
+        """Return the outputs after all changes; a hook after the model's pass."""
+        return self._with_current_values(output)
+
+    def call_with_current_values(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        """Run a call with the current values of its arguments, and record what it changes."""
         if func in _FORM_READERS:
             return func(*args, **kwargs)
         if args and isinstance(args[0], Tensor):
-            func, args, kwargs = self._rewrite_inplace_call_for_exporter(func, types, args, kwargs)
+            func, args, kwargs = self._rewrite_inplace_call_for_exporter(func, args, kwargs)
         if func in _WITH_BOOL:
             args, kwargs = tree_map_only(bool, torch.tensor, (args, kwargs))
         input_tensors = tensors_inside_nested_values((args, kwargs))
@@ -224,13 +217,13 @@ class _AliasTracker(TorchFunctionMode):
         return result
 
     def _rewrite_inplace_call_for_exporter(
-        self, tensor_function: AnyFunction, tensor_types: object, args: Args, kwargs: Kwargs
+        self, tensor_function: AnyFunction, args: Args, kwargs: Kwargs
     ) -> tuple[AnyFunction, Args, Kwargs]:
         """Return a change in place in a form that the exporter writes right; other calls as given."""
         x = args[0]
         if tensor_function is Tensor.__setitem__ and x.dtype.is_complex:
             # Of complex numbers the exporter would lose the imaginary parts.
-            part: Any = self.__torch_function__(Tensor.__getitem__, tensor_types, args[:2])
+            part: Any = self.call_with_current_values(Tensor.__getitem__, args[:2], {})
             if not self._is_recorded_view(part):
                 raise RuntimeError(_COMPLEX_MESSAGE)
             return Tensor.copy_, (part, _convert_like(args[2], part)), {}
@@ -238,9 +231,9 @@ class _AliasTracker(TorchFunctionMode):
             masked_index := _split_masked_index_or_none(args[1])
         ):
             # The exporter would take the mask for an index.
-            part = self.__torch_function__(Tensor.__getitem__, tensor_types, (x, masked_index.view))
+            part = self.call_with_current_values(Tensor.__getitem__, (x, masked_index.view), {})
             return self._rewrite_inplace_call_for_exporter(
-                tensor_function, tensor_types, (part, masked_index.mask, args[2]), kwargs
+                tensor_function, (part, masked_index.mask, args[2]), kwargs
             )
         if tensor_function is Tensor.__setitem__ and (
             index_tensors := _tensor_indices_or_empty(args[1])
@@ -261,7 +254,7 @@ class _AliasTracker(TorchFunctionMode):
         ):
             return (
                 Tensor.copy_,
-                (x, self.__torch_function__(out_of_place, tensor_types, args, kwargs)),
+                (x, self.call_with_current_values(out_of_place, args, kwargs)),
                 {},
             )
         return tensor_function, args, kwargs

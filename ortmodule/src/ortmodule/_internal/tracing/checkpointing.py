@@ -16,14 +16,12 @@ import torch.utils.checkpoint
 
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext
+from ortmodule._internal.base.patching import replace_attribute_temporarily
 from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, TRAINING, repair
+from ortmodule._internal.tracing.observer import facts_of_observed_trace_or_none
 
 if TYPE_CHECKING:
     from ortmodule._internal.base.ort_types import AnyFunction
-
-
-# One entry for each checkpointed call in the current export.
-_checkpointed_calls: list[None] = []
 
 
 @repair(
@@ -56,53 +54,40 @@ def _read_ort_variable_or_record_checkpoint_and_get_1(
     """
     if variable_name != "ORTMODULE_MEMORY_OPT_LEVEL":
         return read_ort_variable(variable_name, *default_value)
-    _checkpointed_calls.append(None)
+    # ORT's flag of an export is the process's, so that passes of other threads get here, too.
+    if facts := facts_of_observed_trace_or_none():
+        facts.has_checkpoints = True
     return 1
 
 
 @repair("map_gradient_checkpointing", "context", 40)
 @contextlib.contextmanager
 def call_and_record_checkpoints_directly(export_context: ExportContext) -> Iterator[None]:
-    """Call checkpointed functions directly, and record whether there were any."""
-    _checkpointed_calls.clear()
-    with _call_checkpointed_functions_directly_and_record():
-        yield
-    export_context.facts.has_checkpoints = bool(_checkpointed_calls)
-
-
-@contextlib.contextmanager
-def _call_checkpointed_functions_directly_and_record() -> Iterator[None]:
-    """Call checkpointed functions directly.
+    """Call checkpointed functions directly, and record whether there were any.
 
     This also works if `checkpoint` was imported before ORT replaced it.
     """
 
     def record_and_yield(*args: object, **kwargs: object) -> Iterator[None]:
-        _checkpointed_calls.append(None)
+        export_context.facts.has_checkpoints = True
         # torch calls the function between the yield and the end of the generator.
         yield
 
     class DirectCheckpoint:
         @staticmethod
         def apply(function: AnyFunction, preserve_rng_state: bool, *args: object) -> Any:
-            _checkpointed_calls.append(None)
+            export_context.facts.has_checkpoints = True
             return function(*args)
 
-    checkpoint_module: Any = torch.utils.checkpoint
+    checkpoint_module = torch.utils.checkpoint
     # The first is behind use_reentrant=True, the second behind use_reentrant=False.
-    original_parts = (
-        checkpoint_module.CheckpointFunction,
-        checkpoint_module._checkpoint_without_reentrant_generator,
-    )
-    checkpoint_module.CheckpointFunction = DirectCheckpoint
-    checkpoint_module._checkpoint_without_reentrant_generator = record_and_yield
-    try:
+    with (
+        replace_attribute_temporarily(checkpoint_module, "CheckpointFunction", DirectCheckpoint),
+        replace_attribute_temporarily(
+            checkpoint_module, "_checkpoint_without_reentrant_generator", record_and_yield
+        ),
+    ):
         yield
-    finally:
-        (
-            checkpoint_module.CheckpointFunction,
-            checkpoint_module._checkpoint_without_reentrant_generator,
-        ) = original_parts
 
 
 @repair("map_gradient_checkpointing", "verdict", 10)

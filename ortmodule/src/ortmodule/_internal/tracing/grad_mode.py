@@ -16,19 +16,23 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortmodule._internal.base import export as ort_export
 from ortmodule._internal.base.ort_types import AnyFunction
 from ortmodule._internal.base.patching import replace_attribute_temporarily
 from ortmodule._internal.base.repair_registry import repair
 from ortmodule._internal.base.torch_calls import tensor_property_getter
+from ortmodule._internal.tracing.observer import (
+    HandlerOrder,
+    handle_calls_of_trace,
+)
 from ortmodule._internal.tracing.symbolics import ExportFunction
 
 if TYPE_CHECKING:
     from ortmodule._internal.base.ort_types import Args, Kwargs
+    from ortmodule._internal.base.trace_facts import TraceFacts
 
 _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__
@@ -37,8 +41,6 @@ _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype
 # The grad mode at the start of the current export's forward pass; one entry for each open
 # `set_starting_grad_mode_temporarily`.
 _starting_modes: list[bool] = []
-# One entry for each time that the model read the grad mode.
-_mode_reads: list[None] = []
 
 
 @contextlib.contextmanager
@@ -54,17 +56,6 @@ def set_starting_grad_mode_temporarily(gradients_are_enabled: bool) -> Iterator[
 def starting_grad_mode_or_default(default_grad_mode: bool) -> bool:
     """Return whether gradients are on at the start of this export's forward pass."""
     return _starting_modes[-1] if _starting_modes else default_grad_mode
-
-
-@repair("stop_gradient_under_no_grad", "context", 70)
-@contextlib.contextmanager
-def record_whether_model_reads_grad_mode(
-    export_context: ort_export.ExportContext,
-) -> Iterator[None]:
-    """Record whether the model reads the grad mode; its graph is then valid for this mode only."""
-    _mode_reads.clear()
-    yield
-    export_context.facts.reads_grad_mode = bool(_mode_reads)
 
 
 @repair(
@@ -83,9 +74,12 @@ def wrap_export_with_grad_mode_tracking(torch_export: ExportFunction) -> ExportF
 
     @functools.wraps(torch_export)
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
+        tracker = _GradModeTracker(model, kwargs["training"] != torch.onnx.TrainingMode.EVAL)
         with (
-            _GradModeTracker(model, kwargs["training"] != torch.onnx.TrainingMode.EVAL) as mode,
-            mode.route_custom_functions_and_note_grad_mode_reads(),
+            handle_calls_of_trace(
+                HandlerOrder.GRAD_MODE, tracker.call_in_grad_mode_of_model
+            ) as facts,
+            tracker.route_custom_functions_and_note_grad_mode_reads(facts),
         ):
             return torch_export(model, *args, **kwargs)
 
@@ -95,15 +89,14 @@ def wrap_export_with_grad_mode_tracking(torch_export: ExportFunction) -> ExportF
 _SCATTER_FUNCTIONS = {torch.scatter, torch.Tensor.scatter, torch.Tensor.scatter_}
 
 
-class _GradModeTracker(TorchFunctionMode):
-    """A function mode that tracks the model's grad mode, and which tensors have a gradient.
+class _GradModeTracker:
+    """A handler of calls that tracks the model's grad mode, and which tensors have a gradient.
 
     A tensor that no tracked call has made counts as trained: it is an input of the model or of a
     scripted function.
     """
 
     def __init__(self, traced_model: torch.nn.Module, is_training_export: bool) -> None:
-        super().__init__()
         starting_mode = starting_grad_mode_or_default(is_training_export)
         self._training = is_training_export and starting_mode
         # The mode that the model sees; for torch gradients are off throughout an export.
@@ -116,7 +109,9 @@ class _GradModeTracker(TorchFunctionMode):
             self._trained[tensor] = tensor.requires_grad
 
     @contextlib.contextmanager
-    def route_custom_functions_and_note_grad_mode_reads(self) -> Iterator[None]:
+    def route_custom_functions_and_note_grad_mode_reads(
+        self, trace_facts: TraceFacts
+    ) -> Iterator[None]:
         """Intercept the calls that no function mode sees.
 
         These are reads of the grad mode, and custom functions.
@@ -152,7 +147,7 @@ class _GradModeTracker(TorchFunctionMode):
             # torch's own grad mode classes read the mode to restore it later; only reads by the
             # model count.
             if sys._getframe(1).f_code.co_filename != _GRAD_MODE:
-                _mode_reads.append(None)
+                trace_facts.reads_grad_mode = True
             return self._enabled
 
         def enter_inference_mode(inference: torch.inference_mode) -> None:
@@ -172,9 +167,8 @@ class _GradModeTracker(TorchFunctionMode):
                 patches.enter_context(replace_attribute_temporarily(owner, name, new))
             yield
 
-    def __torch_function__(
-        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
+    def call_in_grad_mode_of_model(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        """Run a call with the detached copies of tensors that have no gradient in the model."""
         if func is torch._C._set_grad_enabled:
             self._enabled = args[0]
             return None
@@ -202,7 +196,7 @@ class _GradModeTracker(TorchFunctionMode):
         # torch's exporter has no form of a scatter of True or False.
         if func in _SCATTER_FUNCTIONS:
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
-        return self._call_and_track_gradients_or_refuse_change(func, args, kwargs or {})
+        return self._call_and_track_gradients_or_refuse_change(func, args, kwargs)
 
     def _call_and_track_gradients_or_refuse_change(
         self, called_function: AnyFunction, call_arguments: Args, call_keywords: Kwargs
