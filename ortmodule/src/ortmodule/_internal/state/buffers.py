@@ -119,13 +119,11 @@ def wrap_export_to_trace_each_layer_in_its_own_mode(torch_export: AnyFunction) -
         ):
             return torch_export(module, *args, **kwargs)
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
-        original_get_mode = exporter._get_training_mode
         # ORT's own function handles no mode besides TRAINING and EVAL.
-        exporter._get_training_mode = lambda: gradients_enabled
-        try:
+        with replace_attribute_temporarily(
+            exporter, "_get_training_mode", lambda: gradients_enabled
+        ):
             return torch_export(module, *args, **{**kwargs, "training": modes.PRESERVE})
-        finally:
-            exporter._get_training_mode = original_get_mode
 
     return export_preserving_modes
 

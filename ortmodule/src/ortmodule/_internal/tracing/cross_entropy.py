@@ -21,6 +21,7 @@ import torch
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import ExportContext
 from ortmodule._internal.base.ort_types import AnyFunction
+from ortmodule._internal.base.patching import replace_attribute_temporarily
 from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, TRANSITION, repair
 
 if TYPE_CHECKING:
@@ -99,11 +100,8 @@ def _replace_torch_cross_entropy_temporarily(
             scores, labels.long() if labels.dtype == torch.uint8 else labels, *options
         )
 
-    torch_nn.cross_entropy_loss = call_wrapped_loss
-    try:
+    with replace_attribute_temporarily(torch_nn, "cross_entropy_loss", call_wrapped_loss):
         yield
-    finally:
-        torch_nn.cross_entropy_loss = original_loss
 
 
 def _create_loss_wrapper_dropping_rows_if_sparse(

@@ -108,20 +108,13 @@ def wrap_export_to_clone_scalar_constants(torch_export: AnyFunction) -> AnyFunct
     that other operators share. Later operators would then stack, sum or normalize over another
     dimension.
     """
-
-    @functools.wraps(torch_export)
-    def export_with_own_constants(*args: object, **kwargs: object) -> object:
-        # The globals of the module that defines the helpers, because torch 2.9 and later have moved
-        # it.
-        names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
-        with replace_attribute_temporarily(
-            sys.modules[names["__name__"]],
-            "_parse_arg",
-            functools.partial(_parse_argument_and_clone_scalar, names["_parse_arg"]),
-        ):
-            return torch_export(*args, **kwargs)
-
-    return export_with_own_constants
+    # The globals of the module that defines the helpers, because torch 2.9 and later have moved it.
+    names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
+    return replace_attribute_temporarily(
+        sys.modules[names["__name__"]],
+        "_parse_arg",
+        functools.partial(_parse_argument_and_clone_scalar, names["_parse_arg"]),
+    )(torch_export)
 
 
 def _parse_argument_and_clone_scalar(
@@ -149,16 +142,9 @@ def wrap_export_allowing_functional_call(torch_export: AnyFunction) -> AnyFuncti
     # functional_call and cached() check these two functions before they refuse a trace.
     jit = ModuleView(torch.jit, is_tracing=lambda: False)
     c = ModuleView(torch._C, _get_tracing_state=lambda: None)
-
-    @functools.wraps(torch_export)
-    def export_with_swapped_weights(*args: object, **kwargs: object) -> object:
-        with (
-            replace_attribute_temporarily(stateless, "torch", ModuleView(torch, jit=jit)),
-            replace_attribute_temporarily(parametrize, "torch", ModuleView(torch, _C=c)),
-        ):
-            return torch_export(*args, **kwargs)
-
-    return export_with_swapped_weights
+    return replace_attribute_temporarily(stateless, "torch", ModuleView(torch, jit=jit))(
+        replace_attribute_temporarily(parametrize, "torch", ModuleView(torch, _C=c))(torch_export)
+    )
 
 
 @repair(
