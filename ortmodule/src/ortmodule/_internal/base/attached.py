@@ -1,4 +1,4 @@
-"""What this package keeps with objects of ONNX Runtime: one typed record for each kind of object.
+"""Records that this package keeps with objects of ONNX Runtime: one type for each kind of object.
 
 A record is the object's attribute `_ortmodule`, so that it lives as long as the object. The record
 of a TorchModuleORT is in graph_cache.py, which has the type of its field.

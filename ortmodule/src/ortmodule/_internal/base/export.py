@@ -30,7 +30,7 @@ class ExportContext(NamedTuple):
     options: RuntimeOptions
     """ORT's _RuntimeOptions of this module."""
     facts: TraceFacts
-    """What the newest trace of the model showed beside the graph."""
+    """Facts that the newest trace of the model showed, beside the graph."""
 
     @property
     def settings(self) -> Settings:

@@ -1,4 +1,4 @@
-"""What a trace of a model showed beside its graph."""
+"""Facts that a trace of a model showed, beside its graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PythonReads:
 
 @dataclass
 class TraceFacts:
-    """What one trace of a model showed beside the graph; the steps of its export fill it."""
+    """Facts that one trace of a model showed; the steps of its export fill it."""
 
     python_reads: PythonReads = field(default_factory=PythonReads)
     line_by_value: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
