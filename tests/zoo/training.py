@@ -94,14 +94,13 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
         make: returns the model and its inputs.
         long: whether attention stays torch's fused kernel, as in models of long sequences.
     """
-    from ortlaunch.base import machine
     from ortmodule._internal.base import torch_calls
-    from ortmodule._internal.torch_in_graph import torch_kernels
+    from ortmodule._internal.torch_in_graph import attention_choice, torch_kernels
 
     # The cases are small: torch computes their matmuls, as it does at the widths of real models.
     torch_kernels.LEAST_MATRIX_WIDTH = 1
     if long:
-        machine.FUSED_ATTENTION_SCORES = 1
+        attention_choice.FUSED_ATTENTION_SCORES = 1
     torch.manual_seed(0)
     try:
         model, inputs = make()
@@ -167,7 +166,7 @@ def advised(model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], list[str
             tried = copy.deepcopy(model)
             return steps(tried, ORTModule(tried, Settings(torch_modules=named)), inputs), named
         except Exception as error:
-            found = re.search(r"Settings\.torch_modules=\[(.*?)\]", str(error))
+            found = re.search(r"torch_modules=\[(.*?)\]", str(error))
             more = re.findall(r"'([^']+)'", found[1]) if found else []
             if not more or set(more) <= set(named):
                 raise
