@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ortmodule._internal.native import extensions
 from tests.e2e.runs import COMMAND, TWO_RANKS, environment, merged
-from tests.ort import needs_ort
+from tests.ort import build, needs_ort
 
 # The toys' failures: a wrong operator, and programs that an export could change silently.
 TOYS = '''
@@ -156,9 +154,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     (home / "parity_toys.py").write_text(TOYS)
     (home / "cache").mkdir()
     # The build is slow, so that all tests share it.
-    if extensions.missing_or_damaged_buildable_extension_names():
-        subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
-    (home / "cache" / "extensions").symlink_to(extensions.extension_cache_folder().parent.resolve())
+    build()
 
     def run(verb: str, folder: str, changes: dict[str, Any], *arguments: str) -> Run:
         (home / f"{folder}.yaml").write_text(yaml.safe_dump(merged(TOY, changes)))
@@ -276,7 +272,7 @@ def test_a_function_on_the_graph_is_compared(start: Start) -> None:
     found = run.truth()["onnxruntime"]["postprocess"]
     before, after = found.pop("nodes_before"), found.pop("nodes_after")
     assert (found, after) == ({"function": "parity_toys:identity"}, before + 1)
-    assert f"engine.postprocess: parity_toys:identity made {after} nodes of an" in run.out
+    assert f"setting postprocess: parity_toys:identity made {after} nodes of an" in run.out
     wrong = start("train", "changed", {"engine": {"postprocess": "parity_toys:wrong_value"}})
     assert wrong.status == 1
     assert "differ by more than 0.0001 in step 1" in wrong.err

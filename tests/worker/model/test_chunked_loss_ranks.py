@@ -40,7 +40,7 @@ def hold(found: dict[str, Any]) -> None:
     print(*(f"{case}: {difference:.1e}" for case, difference in worst.items()), sep="\n")
     for case, each in found.items():
         assert (each["used"], each["rows"]) == (case.partition(",")[0], 8)
-        assert each["used"] != "ort" or each["aten"]["ortlaunch::head_loss"] == 1
+        assert each["used"] != "ort" or each["aten"]["ortmodule::head_loss"] == 1
     assert {case: difference for case, difference in worst.items() if difference > 1e-6} == {}
 
 

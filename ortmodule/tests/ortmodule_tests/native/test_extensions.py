@@ -350,7 +350,7 @@ def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -
         "ORT_EXTENSIONS_DIR": str(cache),
     }
     done = subprocess.run(
-        [sys.executable, "-m", extensions.__name__],
+        [sys.executable, "-m", "ortmodule", "setup"],
         env=environment,
         capture_output=True,
         text=True,
