@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         if len(arguments) > 1 or "".join(arguments).startswith("-"):
             raise ORTModuleError(f"{' '.join(arguments)!r}: wrong arguments\n\n{__doc__}")
         import_ortmodule_with_all_repairs()
-        print(repairs_text(outcomes_of_first_pass(arguments[0]) if arguments else {}))
+        print(repairs_text(run_first_pass_recording_outcomes(arguments[0]) if arguments else {}))
     except ORTModuleError as error:
         print(error, file=sys.stderr)
         return 2
@@ -61,7 +61,7 @@ def repairs_text(outcomes: Outcomes) -> str:
     return "\n".join(lines)
 
 
-def outcomes_of_first_pass(factory_path: str) -> Outcomes:
+def run_first_pass_recording_outcomes(factory_path: str) -> Outcomes:
     """Run the first pass of a model in an ORTModule, and return how each step of its export ran.
 
     Args:

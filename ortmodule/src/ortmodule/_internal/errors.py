@@ -16,7 +16,7 @@ class SettingError(ORTModuleError):
     """A setting that does not fit the installed versions, this model or an earlier ORTModule."""
 
     def __init__(self, setting: str, problem: str) -> None:
-        super().__init__(f"Settings.{setting}: {problem}")
+        super().__init__(f"setting {setting}: {problem}")
         self.setting = setting
         self.problem = problem
 

@@ -102,6 +102,6 @@ def test_a_bad_function_is_an_error(
 ) -> None:
     """A function that fails, or returns no graph with the same ends, ends the first pass."""
     with pytest.raises(
-        SettingError, match=rf"Settings\.postprocess: .*{function.__name__} {message}"
+        SettingError, match=rf"setting postprocess: .*{function.__name__} {message}"
     ):
         passed(function)

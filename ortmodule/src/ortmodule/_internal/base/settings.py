@@ -16,7 +16,7 @@ from ortmodule._internal.errors import SettingError
 class Settings:
     """How one model is exported and run; every setting is ORT's own default, or a better one.
 
-    Messages name a setting as `Settings.opset`.
+    Messages name a setting as `setting opset`, which a recipe's user knows, too.
     """
 
     threads: int | None = None
