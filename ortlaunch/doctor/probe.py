@@ -152,6 +152,8 @@ class OpenPorts:
             with contextlib.ExitStack() as opened:
                 tcp = opened.enter_context(socket.socket())
                 udp = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+                # Connections of a doctor that has just ended do not make the port a used one.
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     tcp.bind((bind_address, port))
                     tcp.listen(1024)

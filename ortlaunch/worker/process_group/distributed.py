@@ -32,6 +32,7 @@ from ortlaunch.worker.process_group.join import (
     are_all_on_one_host,
     is_mpi_launcher,
     meet_ranks_and_init_process_group,
+    replace_gloo_timeout_by_missing_connections_error,
 )
 from ortlaunch.worker.process_group.peer_users import refuse_foreign_users_in_new_groups
 from ortlaunch.worker.supervision.gpus import (
@@ -253,7 +254,8 @@ def require_same_recipe_and_plan_and_mark_ranks_met(
     """
     # A rank that started early may have read the files of an older run.
     digest = hashlib.sha256("".join(file_texts).encode()).hexdigest()
-    digests = group.gather(digest)
+    with replace_gloo_timeout_by_missing_connections_error():
+        digests = group.gather(digest)
     RANKS_MET.set()
     other_rank = next(
         (rank for rank, rank_digest in enumerate(digests) if rank_digest != digest), None

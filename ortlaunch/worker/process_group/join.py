@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from ortlaunch.worker.process_group.rendezvous_port import ranks_cannot_connect_
 from ortlaunch.worker.supervision import interface
 
 JOIN_TIMEOUT = timedelta(minutes=30)
+# Ranks of `doctor` only measure. Somebody waits for their findings.
+_JOIN_TIMEOUT_TO_MEASURE = timedelta(minutes=1)
 # Set after the first collective of all ranks.
 RANKS_MET = threading.Event()
 # After this time rank 0 reports ranks that have not arrived.
@@ -88,13 +90,34 @@ def meet_ranks_and_init_process_group(
             store=store,
             rank=rank.rank,
             world_size=rank.world_size,
-            timeout=JOIN_TIMEOUT,
+            timeout=_JOIN_TIMEOUT_TO_MEASURE if plan.task == "fabric" else JOIN_TIMEOUT,
             **backend_arguments,
         )
     except dist.DistNetworkError as error:
         if store is not None:
             raise
         raise ranks_cannot_connect_error(os.environ, first_message_line(error)) from None
+
+
+@contextlib.contextmanager
+def replace_gloo_timeout_by_missing_connections_error() -> Iterator[None]:
+    """Replace gloo's timeout in this context, that of the first messages, by the likely cause.
+
+    Raises:
+        LaunchError: the ranks did not connect in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        port_range = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        # gloo's own words would make this the effect of another rank's end.
+        raise LaunchError(
+            "the ranks' first message timed out: connections among them are missing; ranks listen "
+            f"at ports of net.ipv4.ip_local_port_range ({'-'.join(port_range)} here), and all hosts "
+            "must reach these of each other"
+        ) from None
 
 
 def is_mpi_launcher(launcher_name: str) -> bool:
