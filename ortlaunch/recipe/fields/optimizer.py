@@ -57,8 +57,9 @@ class Optimizer(Section, resume_rule=APPLIED):
     """How weights change."""
 
     name: Annotated[str, NameIn(OPTIMIZERS), _rule_of_other_optimizer] = "adamw"
-    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (engine.json names it);
-    both compute the same as torch's AdamW, with decay before the step by rate x weight_decay.
+    """`adamw`: torch's, fused where it has a kernel (engine.json names it), with decay before the
+    step by rate x weight_decay. `fused_adam`: ONNX Runtime's on CUDA, which computes the same, and
+    torch's fused AdamW elsewhere.
     `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be
     wrong. `muon`: torch's Muon for the matrices of layers (numbered parts of names, as `layers.3`),
     with the scale that lets AdamW's rates and decays fit, and AdamW for all other parameters; not

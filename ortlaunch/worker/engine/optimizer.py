@@ -23,7 +23,7 @@ from ortlaunch.worker.model.parameter_groups import (
     parameter_group_records,
 )
 from ortmodule import FusedAdam
-from ortmodule.loops import reason_tensor_is_too_large_or_empty
+from ortmodule.loops import build_torch_adamw, reason_tensor_is_too_large_or_empty
 
 
 class OptimizerInputs(NamedTuple):
@@ -224,10 +224,9 @@ def adamw_8bit(inputs: OptimizerInputs) -> BuiltOptimizer:
 
 
 def adamw(inputs: OptimizerInputs) -> BuiltOptimizer:
-    """Build torch's AdamW."""
-    return BuiltOptimizer(
-        torch.optim.AdamW(inputs.groups, **inputs.adam_settings), "torch.optim.AdamW"
-    )
+    """Build torch's AdamW: its fused kernel where it has one, and else that of lists."""
+    built, used, reason = build_torch_adamw(inputs.groups, **inputs.adam_settings)
+    return BuiltOptimizer(built, used, notes=(f"AdamW is not fused: {reason}",) if reason else ())
 
 
 def fused_adam_or_torch(inputs: OptimizerInputs) -> BuiltOptimizer:
@@ -237,8 +236,7 @@ def fused_adam_or_torch(inputs: OptimizerInputs) -> BuiltOptimizer:
         inputs.engine_name, inputs.device
     ) or _reason_fused_adam_is_refused_or_empty(inputs.groups, zero, inputs.rank_count)
     if reason:
-        built = torch.optim.AdamW(inputs.groups, fused=True, **inputs.adam_settings)
-        return BuiltOptimizer(built, "torch.optim.AdamW(fused=True)", reason)
+        return adamw(inputs)._replace(replacement_reason=reason)
     return BuiltOptimizer(
         FusedAdam(inputs.groups, **inputs.adam_settings), "onnxruntime.training.optim.FusedAdam"
     )

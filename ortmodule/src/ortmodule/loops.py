@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from ortmodule._internal.base.counters import watch_builds
     from ortmodule._internal.deepspeed.gradient_norm import fuse_gradient_norm_or_get_reason
     from ortmodule._internal.deepspeed.sum_of_squares import float64_sum_of_squares
-    from ortmodule._internal.fused_adam import reason_tensor_is_too_large_or_empty
+    from ortmodule._internal.fused_adam import (
+        build_torch_adamw,
+        reason_tensor_is_too_large_or_empty,
+    )
     from ortmodule._internal.node_profile import NodeRun, ProfiledOrtSessions
     from ortmodule._internal.ort_artifacts import import_ort_training_artifacts
     from ortmodule._internal.pass_counters import PassAndGraphCounters
@@ -18,6 +21,7 @@ __all__ = [
     "NodeRun",
     "PassAndGraphCounters",
     "ProfiledOrtSessions",
+    "build_torch_adamw",
     "float64_sum_of_squares",
     "fuse_gradient_norm_or_get_reason",
     "import_ort_training_artifacts",
@@ -29,6 +33,7 @@ _MODULE_BY_NAME = {
     "NodeRun": "node_profile",
     "PassAndGraphCounters": "pass_counters",
     "ProfiledOrtSessions": "node_profile",
+    "build_torch_adamw": "fused_adam",
     "float64_sum_of_squares": "deepspeed.sum_of_squares",
     "fuse_gradient_norm_or_get_reason": "deepspeed.gradient_norm",
     "import_ort_training_artifacts": "ort_artifacts",

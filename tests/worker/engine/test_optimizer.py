@@ -126,7 +126,7 @@ def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> Non
 @pytest.mark.parametrize(
     ("name", "kind", "used", "why"),
     [
-        ("adamw", torch.optim.AdamW, "torch.optim.AdamW", ""),
+        ("adamw", torch.optim.AdamW, "torch.optim.AdamW(fused=True)", ""),
         ("sgd", torch.optim.SGD, "torch.optim.SGD", ""),
         ("lamb", Lamb, "ortlaunch.worker.engine.lamb.Lamb", ""),
         (
@@ -141,7 +141,54 @@ def test_what_runs_on_cpu(name: str, kind: type, used: str, why: str) -> None:
     """The record names the class that runs, and the reason if it replaces another."""
     chosen = build_optimizer(recipe(name=name), Net(), "ort", CPU)
     assert (type(chosen.optimizer), chosen.used, chosen.replacement_reason) == (kind, used, why)
-    assert bool(chosen.optimizer.defaults.get("fused")) is (name == "fused_adam")
+    assert bool(chosen.optimizer.defaults.get("fused")) is (kind is torch.optim.AdamW)
+
+
+class Layouts(nn.Module):
+    """Parameters whose elements are not in the order of their indices."""
+
+    def __init__(self, **parameters: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused_adam"])
+@pytest.mark.parametrize(
+    ("parameters", "used", "note"),
+    [
+        ({"turned": torch.ones(5, 3).t(), "scalar": torch.ones(())}, "fused", None),
+        (
+            {"gaps": torch.ones(6, 10)[:, ::2]},
+            "foreach",
+            "a parameter of shape (6, 5) has gaps or overlaps in memory",
+        ),
+        (
+            {"waves": torch.ones(3, dtype=torch.complex64)},
+            "foreach",
+            "a parameter of shape (3,) has type complex64",
+        ),
+    ],
+)
+def test_fused_adamw_is_torchs_loop_for_any_layout(
+    name: str, parameters: dict[str, torch.Tensor], used: str, note: str | None
+) -> None:
+    """Also where the gradients' layout is another one, for which torch's kernel mixes elements."""
+    model = Layouts(**parameters)
+    expected = copy.deepcopy(model)
+    chosen = build_optimizer(recipe(name=name), model, "eager", CPU)
+    assert chosen.used == f"torch.optim.AdamW({used}=True)"
+    assert chosen.notes == ((f"AdamW is not fused: {note}",) if note else ())
+    loop = torch.optim.AdamW(expected.parameters(), lr=0.1, weight_decay=0.01, foreach=False)
+    torch.manual_seed(0)
+    for _ in range(3):
+        for weight, other in zip(model.parameters(), expected.parameters()):
+            weight.grad = torch.randn(weight.shape, dtype=weight.dtype)
+            other.grad = weight.grad.clone()
+        chosen.optimizer.step()
+        loop.step()
+    for weight, other in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-7)
 
 
 def test_fused_adam_on_a_gpu_without_onnx_runtime() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,10 +44,64 @@ def FusedAdam(
     reason = reason_ort_adam_is_unsupported_or_empty(groups)
     if not reason:
         return fused_adam(groups, **settings)
-    message = f"FusedAdam: {TORCH} runs instead: {reason}"
+    built = build_torch_adamw(groups, **settings)
+    reasons = "; ".join(filter(None, (reason, built.not_fused_reason)))
+    message = f"FusedAdam: {built.used} runs instead: {reasons}"
     tally.add_end_note_once(message)
     warnings.warn(message, stacklevel=2)
-    return torch.optim.AdamW(groups, fused=True, **settings)
+    return built.optimizer
+
+
+class TorchAdamW(NamedTuple):
+    """An AdamW of torch."""
+
+    optimizer: torch.optim.Optimizer
+    used: str
+    """The name of its class, with the arguments that matter."""
+    not_fused_reason: str
+    """Why it is not torch's fused one; empty if it is."""
+
+
+def build_torch_adamw(groups: Sequence[dict[str, Any]], **adam_settings: Any) -> TorchAdamW:
+    """Build torch's AdamW: its fused kernel where it has one, and else that of lists.
+
+    Args:
+        groups: parameter groups.
+        adam_settings: further arguments of torch.optim.AdamW.
+    """
+    reason = _reason_adam_is_not_fused_or_empty(groups)
+    if reason:
+        optimizer = torch.optim.AdamW(groups, foreach=True, **adam_settings)
+        return TorchAdamW(optimizer, "torch.optim.AdamW(foreach=True)", reason)
+    optimizer = torch.optim.AdamW(groups, fused=True, **adam_settings)
+    optimizer.register_step_pre_hook(_give_gradients_the_strides_of_parameters)
+    return TorchAdamW(optimizer, TORCH, "")
+
+
+def _reason_adam_is_not_fused_or_empty(groups: Sequence[Mapping[str, Any]]) -> str:
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        text = f"a parameter of shape {tuple(parameter.shape)}"
+        if not parameter.is_floating_point():
+            return f"{text} has type {str(parameter.dtype).rpartition('.')[2]}"
+        # torch 2.13's kernel for CPUs reads the memory between the elements, and updates wrongly.
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            return f"{text} has gaps or overlaps in memory"
+    return ""
+
+
+def _give_gradients_the_strides_of_parameters(
+    optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
+) -> None:
+    """Copy gradients of other strides than their parameter's; a hook before a step.
+
+    Fused kernels read both in the order of memory, and would mix elements (torch 2.13 on a CPU).
+    """
+    for parameter in (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ):
+        gradient = parameter.grad
+        if gradient is not None and gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 def as_parameter_groups(
@@ -68,7 +122,9 @@ def reason_ort_adam_is_unsupported_or_empty(adam_groups: Sequence[Mapping[str, A
     parameters = [parameter for group in adam_groups for parameter in group["params"]]
     if any(parameter.device.type != "cuda" for parameter in parameters):
         return "ONNX Runtime's is for CUDA only"
-    return reason_tensor_is_too_large_or_empty([parameter.numel() for parameter in parameters])
+    return reason_tensor_is_too_large_or_empty(
+        [parameter.numel() for parameter in parameters]
+    ) or _reason_adam_is_not_fused_or_empty(adam_groups)
 
 
 def reason_tensor_is_too_large_or_empty(element_counts: Iterable[int]) -> str:
@@ -90,4 +146,5 @@ def fused_adam(groups: list[dict[str, Any]], **settings: object) -> torch.optim.
     optimizer: torch.optim.Optimizer = FusedAdam(
         groups, adam_w_mode=AdamWMode.ADAMW_TORCH, **settings
     )
+    optimizer.register_step_pre_hook(_give_gradients_the_strides_of_parameters)
     return optimizer
