@@ -161,10 +161,10 @@ def test_autocast_is_part_of_a_call() -> None:
     graphs = graph_cache.TorchModuleRecord.attached_to(model._torch_module).graphs
     manager, key = graphs.cached_graphs[0]
     call = graph_cache._collect_pass_properties(manager, (X,), {})
-    assert key.difference_from_pass_or_empty_noting_changed_sizes(manager, call) == ""
+    assert key.difference_from_pass_or_empty(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert (
-            key.difference_from_pass_or_empty_noting_changed_sizes(
+            key.difference_from_pass_or_empty(
                 manager, graph_cache._collect_pass_properties(manager, (X,), {})
             )
             == "the call"

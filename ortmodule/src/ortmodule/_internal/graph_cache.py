@@ -51,6 +51,7 @@ KEPT_GRAPHS = 4
 """The number of graphs of one ORTModule. With one more, the least recently used is freed."""
 # Exports of one model after which the run notes that the graphs keep changing.
 _MANY_EXPORTS = 2 * KEPT_GRAPHS
+_SIZE_OR_BUFFER = "a size or buffer"
 # ONNX operators that draw random numbers with ORT's generator.
 _DRAWING_OPERATORS = {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
             "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}  # fmt: skip
@@ -237,7 +238,7 @@ class _GraphValidity:
             and self._traced_state.has_replaced_weight_layer_or_hook()
         )
 
-    def difference_from_pass_or_empty_noting_changed_sizes(
+    def difference_from_pass_or_empty(
         self, manager: Manager, pass_properties: _PassProperties
     ) -> str:
         """Return why the graph is not valid for `pass_properties`; empty if it is."""
@@ -257,8 +258,7 @@ class _GraphValidity:
         if self._sizes != sizes_graph_depends_on_or_none(
             manager, (pass_properties.args, pass_properties.kwargs)
         ) or self._buffers != buffer_versions_without_batch_norm_or_none(manager):
-            note_export_for_other_sizes_or_buffers(manager._graph_transition_manager)
-            return "a size or buffer"
+            return _SIZE_OR_BUFFER
         if broadcasts.batch_has_one_where_graph_assumes_equal_sizes(
             manager, pass_properties.args, pass_properties.kwargs
         ):
@@ -316,6 +316,21 @@ class GraphManagerCache:
         _refuse_random_draws_in_recomputation(manager)
         return output
 
+    def reason_for_another_export_or_empty(
+        self, ort_torch_module: TorchModule, forward_args: Args, forward_kwargs: Kwargs
+    ) -> str:
+        """Return what makes none of the graphs valid for a call; empty if one is."""
+        manager = ort_torch_module._execution_manager(True)
+        if manager._fallback_manager.is_pending():
+            return ""
+        properties = _collect_pass_properties(manager, forward_args, forward_kwargs)
+        reason = "no graph exists"
+        for graph_manager, validity in self.cached_graphs:
+            reason = validity.difference_from_pass_or_empty(graph_manager, properties)
+            if not reason:
+                break
+        return reason
+
     def _drop_stale_and_take_valid_manager_or_reason(
         self, get_manager_for_mode: Callable[[bool], Manager], pass_properties: _PassProperties
     ) -> tuple[Manager | None, str]:
@@ -338,9 +353,9 @@ class GraphManagerCache:
             if not validity.has_replaced_model_parts()
         ]
         for index, (manager, validity) in enumerate(self.cached_graphs):
-            reason = validity.difference_from_pass_or_empty_noting_changed_sizes(
-                manager, pass_properties
-            )
+            reason = validity.difference_from_pass_or_empty(manager, pass_properties)
+            if reason == _SIZE_OR_BUFFER:
+                note_export_for_other_sizes_or_buffers(manager._graph_transition_manager)
             if not reason:
                 self.cached_graphs.insert(0, self.cached_graphs.pop(index))
                 return manager, ""

@@ -22,6 +22,7 @@ from ortmodule._internal.base.settings import (
     Settings,
     module_and_qualified_name_text,
 )
+from ortmodule._internal.graph_cache import TorchModuleRecord
 from ortmodule._internal.import_ortmodule import import_ortmodule_with_repairs_and_export_steps
 from ortmodule._internal.report import report
 from ortmodule._internal.state.buffers import restore_layer_modes_after_block
@@ -96,6 +97,18 @@ class ORTModule(TransparentOrtWrapper):
             },
             **report(active_witness),
         }
+
+    def reason_for_another_export(self, *args: object, **kwargs: object) -> str:
+        """Return which difference would make a call with these arguments export another graph.
+
+        Nothing is run. A small batch can thus make the graph of a large one.
+
+        Returns:
+            A noun, such as `a size or buffer`; empty if one of the graphs is valid for the call.
+        """
+        return TorchModuleRecord.attached_to(
+            self._torch_module
+        ).graphs.reason_for_another_export_or_empty(self._torch_module, args, kwargs)
 
     def _settings_of_this_module(self) -> Settings:
         manager = self._torch_module._execution_manager(True)

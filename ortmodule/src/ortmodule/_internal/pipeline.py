@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import time
 import traceback
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ortmodule._internal.base import counters
+from ortmodule._internal.base import counters, garbage
 from ortmodule._internal.base.counters import tally
 from ortmodule._internal.base.export import (
     begin_trace_and_get_export_context,
@@ -65,6 +66,7 @@ def install_export_steps_in_ort() -> None:
     owning_class_or_module("_graph_transition_manager:").torch = ModuleView(
         torch, onnx=ModuleView(torch.onnx, export=_export_by_wrapped_torch_export)
     )
+    owning_class_or_module("_io:").gc = ModuleView(gc, collect=garbage.collect_new_objects)
     replace_ort_function(f"{TRANSITION}._get_exported_model", _trace_until_torch_layers_are_found)
     replace_ort_function(
         f"{TRANSITION}._export_model", _export_then_narrow_gradient_names_and_check_facts
@@ -112,6 +114,7 @@ def _trace_and_rewrite_graph(
     with _count_and_time_export():
         with contextlib.ExitStack() as contexts:
             for context in (
+                garbage.keep_new_objects_apart_from_libraries(),
                 observer.observe_trace(export_context.facts),
                 *(enter(export_context) for enter in applied_steps("context")),
                 padding.replace_torch_pad_temporarily(export_context),

@@ -200,6 +200,38 @@ def test_a_size_that_is_compared_with_one_is_one_or_more() -> None:
     assert exports == [1, 1, 2, 2]
 
 
+def by_length_of_embedded_tokens(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    # As the masks of transformers' decoders, and GPT-2's view of its tokens.
+    tokens = (x * 0).long().view(-1, x.size()[-1])
+    embedded = nn.functional.embedding(tokens, layer.weight) + 1
+    return layer(x).sum() * (3 if embedded.shape[1] == x.shape[-1] else 2)
+
+
+def by_number_of_elements(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).sum() * (3 if layer(x).view(-1).shape[0] > 12 else 2)
+
+
+@pytest.mark.parametrize(
+    ("called", "counts"), [(by_length_of_embedded_tokens, [1, 1]), (by_number_of_elements, [1, 2])]
+)
+def test_a_batch_of_more_rows_takes_the_graph_of_a_model_that_reads_lengths(
+    called: Forward, counts: list[int]
+) -> None:
+    """Only a size that depends on the rows needs a graph for each number of rows."""
+    _, exports = losses_of_sizes(called, 3, 5)
+    assert exports == counts
+
+
+def test_the_reason_for_another_export_is_known_before_a_pass() -> None:
+    """It is empty for a call that one of the graphs serves, and nothing is run to find it."""
+    module, _ = losses_of_sizes(by_a_branch, 3)
+    passes = tally.exports, module.report()["forward_passes"]
+    assert module.reason_for_another_export(torch.randn(3, 4)) == ""
+    assert module.reason_for_another_export(torch.randn(9, 4)) == "a size or buffer"
+    assert module.reason_for_another_export(torch.randn(3, 4, 1)) == "the call"
+    assert (tally.exports, module.report()["forward_passes"]) == passes
+
+
 def test_positions_are_compared_with_each_other() -> None:
     """A causal mask, which is computed from sizes, needs one export."""
 

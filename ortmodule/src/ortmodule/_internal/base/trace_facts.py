@@ -20,6 +20,8 @@ class PythonReads:
     checks: set[str] = field(default_factory=set)
     """Where a value is only checked, by an assertion or a condition under which the model raises."""
     sizes: set[str] = field(default_factory=set)
+    later_sizes: set[str] = field(default_factory=set)
+    """Where only sizes after the first one of an input are read, such as lengths."""
     ones: set[str] = field(default_factory=set)
     """Where a size is compared with 0 or 1 only, such as attention of one token."""
     buffers: set[str] = field(default_factory=set)

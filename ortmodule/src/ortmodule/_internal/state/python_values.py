@@ -30,7 +30,7 @@ from ortmodule._internal.base.torch_calls import (
     tensor_property_getter,
 )
 from ortmodule._internal.torch_in_graph import attention, torch_modules
-from ortmodule._internal.tracing import aliases, grad_mode, observer, python_state
+from ortmodule._internal.tracing import aliases, grad_mode, observer, python_state, row_counts
 from ortmodule._internal.tracing.grad_mode import (
     inplace_change_counts,
     tensors_changed_in_place_since,
@@ -229,11 +229,14 @@ class _ValueReadTracker:
         if (func in _VALUE_READERS or func is _T.__len__) and tensor_kind != _CONSTANT:
             locations = self._facts.python_reads
             decision_lines = locations.decisions
+            reads_later_sizes = tensor_kind == _SIZE and row_counts.is_independent_of_row_count(
+                args[0]
+            )
             self._record_line_and_layer_that_read_value_or_size(
                 (
                     locations.buffers,
                     locations.ones,
-                    locations.sizes,
+                    locations.later_sizes if reads_later_sizes else locations.sizes,
                     locations.checks,
                     decision_lines,
                     decision_lines,
@@ -330,9 +333,13 @@ def _sizes_or_sizes_capped_at_2_graph_depends_on(
     Either the sizes themselves, or only 0, 1 and more (as 2).
     """
     # If the model only compares sizes with 0 and 1, all larger ones share a graph.
-    largest_size = sys.maxsize if python_reads.sizes else 2
+    largest_first_size = sys.maxsize if python_reads.sizes else 2
+    largest_later_size = sys.maxsize if python_reads.later_sizes else largest_first_size
     return [
-        [min(size, largest_size) for size in tensor.shape]
+        [
+            min(size, largest_later_size if dim else largest_first_size)
+            for dim, size in enumerate(tensor.shape)
+        ]
         for tensor in tensors_inside_nested_values(nested_tensors_of_call)
     ]
 
@@ -406,7 +413,7 @@ def sizes_graph_depends_on_or_none(
     reads = _newest_python_reads(manager._graph_transition_manager)
     return (
         _sizes_or_sizes_capped_at_2_graph_depends_on(call_arguments, reads)
-        if reads.sizes or reads.ones
+        if reads.sizes or reads.later_sizes or reads.ones
         else None
     )
 
@@ -430,7 +437,7 @@ def buffer_versions_without_batch_norm_or_none(
 def note_export_for_other_sizes_or_buffers(graph_manager: GraphTransitionManager) -> None:
     """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
     reads = _newest_python_reads(graph_manager)
-    locations = _first_locations_text(reads.sizes, reads.ones, reads.buffers)
+    locations = _first_locations_text(reads.sizes, reads.later_sizes, reads.ones, reads.buffers)
     tally.add_end_note_once(
         f"exported again for other sizes or buffers, which the model takes into Python at {locations}"
     )

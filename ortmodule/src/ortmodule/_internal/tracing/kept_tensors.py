@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ortmodule._internal.base import garbage
 from ortmodule._internal.base.attached import GraphManagerRecord
 from ortmodule._internal.base.export import ExportContext, path_in_model
 from ortmodule._internal.base.repair_registry import EXPORT_SOURCES, repair
@@ -124,8 +125,9 @@ def record_escaped_tensors_and_replacements(export_context: ExportContext) -> It
     yield
     line_by_tensor = export_context.facts.line_by_value
     # A tensor may be left in a reference cycle that nothing uses: collect those before the search.
-    if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
-        gc.collect()
+    for collect_garbage in (garbage.collect_new_objects, gc.collect):
+        if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
+            collect_garbage()
     if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
         with _pause_garbage_collection_and_unfreeze():
             export_context.facts.kept_entries = _find_entries_of_trace_tensors_and_containers(
