@@ -67,11 +67,17 @@ def train_here(
     evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
 ) -> Trained:  # fmt: skip
     """Train `model` on `samples` on the eager engine and the CPU; `sections` are the recipe's."""
-    session = session_here(folder, model, samples, evaluation=evaluation, **sections)
+    return train_session_here(
+        session_here(folder, model, samples, evaluation=evaluation, **sections)
+    )
+
+
+def train_session_here(session: Session) -> Trained:
+    """Train in a session of `session_here`."""
     with accept_save_and_stop_requests(session.group) as agreed:
         return Trained(
             session.run,
-            model,
+            session.model.model,
             train_until_end_or_agreed_stop(session, agreed, CheckpointExports(session)),
         )
 

@@ -39,6 +39,7 @@ from ortlaunch.worker.engine.optimizer import (
 )
 from ortlaunch.worker.engine.ort_engine import (
     build_and_probe_ort_module_or_fall_back,
+    few_rows_or_none,
     first_and_last_error_line,
     onnxruntime_report_so_far,
     unapplied_repair_and_export_notes,
@@ -62,6 +63,8 @@ from ortlaunch.worker.tensor_batch import TensorBatch
 if TYPE_CHECKING:
     from ortmodule.loops import PassAndGraphCounters
 
+# The share of a pass in plain PyTorch that an evaluation graph saves (benchmarks/jobs.py).
+_GRAPH_SAVING = 0.3
 # Packages whose versions are in engine.json.
 _PACKAGES = (
     "torch",
@@ -73,6 +76,21 @@ _PACKAGES = (
     "mpi4py",
     "numpy",
 )
+
+
+@dataclass
+class EvaluationSeconds:
+    """The seconds by which evaluations of engine ort choose between a graph and plain PyTorch."""
+
+    export: float
+    """Seconds of the export of the training graph, on the slowest rank."""
+    plain_so_far: float = 0.0
+    """Seconds of this start's evaluations in plain PyTorch."""
+
+    @property
+    def is_export_longer_than_saving(self) -> bool:
+        """Whether an evaluation graph would not have saved the seconds of its export so far."""
+        return self.plain_so_far * _GRAPH_SAVING < self.export
 
 
 @dataclass(frozen=True)
@@ -101,6 +119,8 @@ class TrainingEngine:
 
     This is so for ORT on CUDA.
     """
+    evaluation_seconds_or_none: EvaluationSeconds | None
+    """None: evaluations run on `eval_module`."""
     memory_use: RankMemoryMeter | None = None
 
     def to_device(self, batch: TensorBatch) -> TensorBatch:
@@ -197,21 +217,30 @@ def build_engine(
     _move_model_or_buffers_under_zero_3(model, group.device, recipe)
     require_trained_parameters(model, recipe.model.freeze or ())
     engine_name = recipe.engine.name
-    fallback = ""
+    fallback = whole_batch_reason = ""
+    evaluation_seconds = None
     module: nn.Module = model
     witness: PassAndGraphCounters | None = None
     if engine_name == "ort":
-        module, witness, fallback = build_and_probe_ort_module_or_fall_back(
-            recipe,
-            model,
-            group,
-            _move_and_cast_batch(
-                loss_weight.batch_without_weight_key_with_counted_label(sample_batch),
-                group.device,
-                dtype,
-            ),
+
+        def prepare_for_model(batch: TensorBatch) -> TensorBatch:
+            batch = loss_weight.batch_without_weight_key_with_counted_label(batch)
+            return _move_and_cast_batch(batch, group.device, dtype)
+
+        few_rows = few_rows_or_none(sample_batch)
+        module, witness, fallback, whole_batch_reason, export_seconds = (
+            build_and_probe_ort_module_or_fall_back(
+                recipe,
+                model,
+                group,
+                prepare_for_model(sample_batch),
+                None if few_rows is None else prepare_for_model(few_rows),
+            )
         )
         engine_name = "eager" if fallback else "ort"
+        # Not in ZeRO 3, which gathers the weights of a graph for ORTModule alone.
+        if not fallback and (recipe.zero is None or recipe.zero.stage < 3):
+            evaluation_seconds = EvaluationSeconds(export_seconds)
     if engine_name == "inductor":
         # A profile needs marks in the kernels that inductor writes for a CPU.
         marks = {"cpp.enable_kernel_profile": True} if recipe.log.profile_steps else None
@@ -272,6 +301,11 @@ def build_engine(
         *notes_on_weights_not_loaded(model.loaded),
         *built_optimizer.notes,
         *(unapplied_repair_and_export_notes() if witness else ()),
+        *(
+            [f"the export ran a whole micro batch and not a few rows: {whole_batch_reason}"]
+            if whole_batch_reason
+            else []
+        ),
     )
     ort_report = (
         functools.partial(onnxruntime_report_so_far, requested_recipe, witness)
@@ -293,6 +327,7 @@ def build_engine(
         onnxruntime_so_far=ort_report,
         scheduler=built_optimizer.scheduler,
         keeps_build_precision=keeps_build_precision,
+        evaluation_seconds_or_none=evaluation_seconds,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from ortlaunch.worker.tensor_batch import TensorBatch
 if TYPE_CHECKING:
     from ortmodule.loops import PassAndGraphCounters
 
+# With one row, ONNX Runtime would take the number of rows for a size that broadcasts.
+_PROBE_ROWS = 2
 _ADVICE = (
     "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or "
     "engine.allow_fallback=true to train what ONNX Runtime cannot run in eager PyTorch, or "
@@ -41,14 +44,36 @@ _LAYER_ADVICE = {
 }
 
 
+class OrtModuleOrFallback(NamedTuple):
+    """A model on engine ort, or in plain PyTorch where ONNX Runtime cannot run it."""
+
+    module: nn.Module
+    witness: PassAndGraphCounters
+    fallback_reason: str
+    """Why plain PyTorch runs it; empty if ONNX Runtime does."""
+    whole_batch_reason: str
+    """Why the export ran a whole micro batch; empty if it ran a few rows of it."""
+    export_seconds: float
+    """Seconds of the export with its passes, on the slowest rank."""
+
+
 def build_and_probe_ort_module_or_fall_back(
-    recipe: Recipe, model: LossModule, group: DistributedContext, sample_batch: TensorBatch
-) -> tuple[nn.Module, PassAndGraphCounters, str]:
+    recipe: Recipe,
+    model: LossModule,
+    group: DistributedContext,
+    sample_batch: TensorBatch,
+    few_rows: TensorBatch | None,
+) -> OrtModuleOrFallback:
     """Build the model in ORTModule and run it once; all ranks make the same decision.
 
-    Returns:
-        The module, the witness of ONNX Runtime's graphs, and the reason for a fallback to eager
-        PyTorch (empty without one).
+    The run takes a few rows if their graph is valid for a micro batch, too, and else a micro batch.
+
+    Args:
+        recipe: the run's recipe.
+        model: the model that returns its loss.
+        group: the ranks of the run.
+        sample_batch: a micro batch.
+        few_rows: a part of it that the model takes in its place; None: there is none.
 
     Raises:
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback, or
@@ -67,18 +92,22 @@ def build_and_probe_ort_module_or_fall_back(
         if on_gpu
         else ""
     )
-    ort_module = None
-    try:
-        if not any(group.gather(reason)):
-            ort_module = wrap_model_in_ortmodule(recipe, model, group)
-            _run_probe_pass_and_restore_state(recipe, ort_module, model, group, sample_batch)
-    except ortmodule.ORTModuleError as error:
-        raise launcher_error(error) from error
-    # ONNX Runtime and the exporter raise many types of exceptions: all of them are reasons.
-    except Exception as error:
-        reason = error_type_message_and_location(error)
-    reason = next((text for text in group.gather(reason) if text), "")
+    started_at = time.perf_counter()
+    module: nn.Module = model
+    reason = _first_reason_of_ranks_or_empty(group, reason)
+    whole_batch_reason = _first_reason_of_ranks_or_empty(
+        group, "a value of the batch has not one row a sample" if few_rows is None else ""
+    )
+    if not reason and not whole_batch_reason:
+        module, whole_batch_reason = _export_with_batch_or_reason_of_any_rank(
+            recipe, model, group, few_rows or sample_batch, sample_batch
+        )
+    if not reason and whole_batch_reason:
+        module, reason = _export_with_batch_or_reason_of_any_rank(
+            recipe, model, group, sample_batch, None
+        )
     if reason:
+        module = model
         # A mistake of the user's own code raises here as itself.
         _run_probe_pass_and_restore_state(recipe, model, model, group, sample_batch)
     if reason and not recipe.engine.allow_fallback:
@@ -89,12 +118,60 @@ def build_and_probe_ort_module_or_fall_back(
         )
     # The pass of `_probe` does not count as the run's.
     witness.reset_pass_fallback_and_torch_call_counts()
-    return (model if reason or ort_module is None else ort_module), witness, reason
+    seconds_by_rank = group.gather_numbers([time.perf_counter() - started_at])
+    return OrtModuleOrFallback(
+        module, witness, reason, "" if reason else whole_batch_reason, max(seconds_by_rank)[0]
+    )
+
+
+def _export_with_batch_or_reason_of_any_rank(
+    recipe: Recipe,
+    model: LossModule,
+    group: DistributedContext,
+    export_batch: TensorBatch,
+    later_batch_or_none: TensorBatch | None,
+) -> tuple[nn.Module, str]:
+    """Export a graph by a pass of one batch; return why it cannot run it or a later one, on any rank."""
+    module: nn.Module = model
+    try:
+        module = ort_module = wrap_model_in_ortmodule(recipe, model, group)
+        _run_probe_pass_and_restore_state(recipe, ort_module, model, group, export_batch)
+        reason = ""
+        if later_batch_or_none is not None:
+            with _autocast_of_recipe(recipe, group.device.type):
+                reason = ort_module.reason_for_another_export(**later_batch_or_none)
+    except ortmodule.ORTModuleError as error:
+        raise launcher_error(error) from error
+    # ONNX Runtime and the exporter raise many types of exceptions: all of them are reasons.
+    except Exception as error:
+        reason = error_type_message_and_location(error)
+    return module, _first_reason_of_ranks_or_empty(group, reason)
+
+
+def _first_reason_of_ranks_or_empty(group: DistributedContext, reason: str) -> str:
+    return next((text for text in group.gather(reason) if text), "")
+
+
+def few_rows_or_none(batch: TensorBatch) -> TensorBatch | None:
+    """Return the first rows of a batch; None unless every value has one row a sample.
+
+    A batch that has no more rows is returned itself.
+    """
+    row_counts = {len(value) if value.dim() else 0 for value in batch.values()}
+    if len(row_counts) > 1 or 0 in row_counts:
+        return None
+    return {name: value[:_PROBE_ROWS] for name, value in batch.items()}
+
+
+def _autocast_of_recipe(recipe: Recipe, device_type: str) -> torch.autocast:
+    # DeepSpeed casts the weights themselves, so that autocast is not used with it.
+    dtype = narrow_dtype_or_none(recipe.precision) if recipe.zero is None else None
+    return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 
 def wrap_model_in_ortmodule(
     recipe: Recipe, model: LossModule, group: DistributedContext
-) -> nn.Module:
+) -> ortmodule.ORTModule:
     """Wrap the model in ORTModule with the recipe's settings."""
     # The state that transformers' models read does not change between steps. A model class of the
     # user may change its state in any pass.
@@ -120,13 +197,8 @@ def _run_probe_pass_and_restore_state(
 ) -> None:
     """Run one forward and backward pass without effect on buffers, gradients or random state."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    # DeepSpeed casts the weights themselves, so that autocast is not used with it.
-    dtype = narrow_dtype_or_none(recipe.precision) if recipe.zero is None else None
     devices = [group.device] if group.device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        torch.autocast(group.device.type, dtype, enabled=dtype is not None),
-    ):
+    with torch.random.fork_rng(devices), _autocast_of_recipe(recipe, group.device.type):
         loss = loss_of_engine_output(module(**sample_batch))
         require_gradient(loss)
         loss.backward()
