@@ -398,6 +398,9 @@ class EngineReport:
     """torch.compile's part, with engine inductor."""
     parity: Parity | None = None
     """The comparison with plain PyTorch, if one was planned."""
+    plain_evaluations: int = 0
+    """Evaluations of engine ort that plain PyTorch ran, because the export of a graph would have
+    taken longer than the graph would have saved so far."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of engine.json."""

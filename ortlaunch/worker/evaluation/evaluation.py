@@ -7,6 +7,7 @@ does not depend on the number of ranks or on the size of their last batches.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -61,14 +62,45 @@ def rank_batches_and_counted_indices(
 def seed_and_evaluate_loss_and_metrics_unless_stopped(
     session: Session, samples: Samples, rank_agreement: RankAgreement | None = None
 ) -> dict[str, float] | None:
-    """Evaluate the model of a session by its engine, as `seed_and_evaluate_model_unless_stopped` does."""
+    """Evaluate the model of a session, as `seed_and_evaluate_model_unless_stopped` does.
+
+    The session's engine runs it, or plain PyTorch while the export of a graph would take longer
+    than the graph would have saved.
+    """
+    engine = session.engine
+    seconds = engine.evaluation_seconds_or_none
+    if seconds is None or not seconds.is_export_longer_than_saving:
+        return _evaluate_session_model(
+            session, engine.record.engine.used, engine.eval_module, samples, rank_agreement
+        )
+    if session.group.rank == 0 and not engine.record.plain_evaluations:
+        print(
+            "evaluations run in plain PyTorch until a graph for them would have saved the "
+            f"{seconds.export:.1f} s of its export",
+            flush=True,
+        )
+    started_at = time.perf_counter()
+    metrics = _evaluate_session_model(session, "eager", engine.plain, samples, rank_agreement)
+    # The same on all ranks, so that they agree on the next evaluation.
+    seconds.plain_so_far += max(session.group.gather_numbers([time.perf_counter() - started_at]))[0]
+    engine.record.plain_evaluations += 1
+    return metrics
+
+
+def _evaluate_session_model(
+    session: Session,
+    engine_name: str,
+    module: nn.Module,
+    samples: Samples,
+    rank_agreement: RankAgreement | None,
+) -> dict[str, float] | None:
     engine = session.engine
     evaluated_model = EvaluatedModel(
         recipe=session.recipe,
         group=session.group,
         batches=session.batches,
-        engine_name=engine.record.engine.used,
-        module=engine.eval_module,
+        engine_name=engine_name,
+        module=module,
         plain=engine.plain,
         loss_weight=engine.loss_weight,
         to_device=engine.to_device,
