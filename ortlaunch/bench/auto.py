@@ -2,7 +2,8 @@
 
 It is measured once, and the choice is kept. The cache stores a choice under a key of all that
 decides speed (see `key`). The run folder has it too, so that a continued run keeps its engine. A
-run too short for a measurement takes the default engine, and the cache keeps nothing of it.
+run too short for a measurement takes the engine whose earlier runs are fastest. If fewer than two
+engines ran, it takes the default engine, and the cache keeps nothing of this choice.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.bench_row import VariantRow
+from ortlaunch.run_folder.cached_prediction import run_seconds_by_engine_of_earlier_runs
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import json_values_of_record
@@ -192,8 +194,24 @@ def _cached_or_short_run_choice_and_source(resolved_run: ResolvedRun) -> tuple[C
     # With `epochs` the number is unknown until the data are read.
     if max_steps is None or _MAX_SHARE_OF_RUN * max_steps >= _MEASURED_STEPS:
         return None
+    if earlier_choice := _choice_by_earlier_runs_or_none(resolved_run, max_steps):
+        return earlier_choice, ""
     reason = f"{_MEASURED_STEPS} steps of a measurement are more than {_MAX_SHARE_OF_RUN:.0%} of {max_steps:,}"
     return _ort_or_eager_choice_without_measurement(resolved_run, reason), ""
+
+
+def _choice_by_earlier_runs_or_none(resolved_run: ResolvedRun, step_count: int) -> Choice | None:
+    """Return the engine whose own earlier runs say that this run is shortest; None if one is known."""
+    seconds_by_engine = run_seconds_by_engine_of_earlier_runs(
+        resolved_run.recipe_file.recipe, resolved_run.plan, step_count
+    )
+    if len(seconds_by_engine) < 2:
+        return None
+    fastest_first = sorted(seconds_by_engine, key=lambda name: seconds_by_engine[name])
+    figures = ", ".join(f"{name} {seconds_by_engine[name]:.3g} s" for name in fastest_first)
+    return Choice(
+        "auto", fastest_first[0], f"by earlier runs, for {step_count:,} steps: {figures}", {}
+    )
 
 
 def _raise_if_measurement_outweighs_run(resolved_run: ResolvedRun, variant_job: VariantJob) -> None:

@@ -1,6 +1,7 @@
-"""The predicted seconds of a step and memory of a rank, by engine, which the cache keeps.
+"""The predicted and measured seconds of a step and memory of a rank, by engine, in the cache.
 
-The worker writes it (worker/engine/prediction.py) and plans read it; a run corrects it.
+The worker writes predictions (worker/engine/prediction.py) and plans read them. Each run adds what
+it measured, which corrects them, and by which `engine: auto` chooses for a short run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.base.cache import cache_file_path_by_hashed_key
+from ortlaunch.base.cache import (
+    cache_file_path_by_hashed_key,
+    create_private_cache_folder_or_refuse,
+)
+from ortlaunch.base.errors import FileError
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.machine import hardware_record, threads_per_rank
 from ortlaunch.launch_plan import Plan
@@ -80,11 +85,10 @@ class CachedPrediction(NamedTuple):
 
 
 def read_cached_prediction_or_none(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
-    """Return the content of the cache, or None."""
-    record_path = cached_prediction_path(recipe, plan)
-    if not record_path.exists():
+    """Return the content of the cache; None if nothing was predicted."""
+    record = _cached_record_or_empty(recipe, plan)
+    if "engines" not in record:
         return None
-    record = read_json_or_raise_damaged(record_path)
     return CachedPrediction(
         record["engines"],
         record["others"],
@@ -93,13 +97,48 @@ def read_cached_prediction_or_none(recipe: Recipe, plan: Plan) -> CachedPredicti
     )
 
 
-def cache_measured_step_seconds(
-    recipe: Recipe, plan: Plan, engine_name: str, step_seconds: float
+def run_seconds_by_engine_of_earlier_runs(
+    recipe: Recipe, plan: Plan, step_count: int
+) -> dict[str, float]:
+    """Return the seconds that a run of `step_count` steps would take, by the engines of earlier runs."""
+    record = _cached_record_or_empty(recipe, plan)
+    measured = record.get("measured", {})
+    return {
+        engine_name: start_seconds + step_count * measured[engine_name]
+        for engine_name, start_seconds in record.get("starts", {}).items()
+    }
+
+
+def cache_measured_seconds_if_writable(
+    recipe: Recipe, plan: Plan, engine_name: str, step_seconds: float, start_seconds: float
 ) -> None:
-    """Keep the measured seconds of a step, which correct the prediction from now on."""
+    """Keep what a run has measured; without effect if the cache is unwritable.
+
+    Args:
+        recipe: the run's recipe.
+        plan: the run's plan.
+        engine_name: the engine that ran.
+        step_seconds: seconds of a step.
+        start_seconds: seconds of the start before the first step.
+    """
+    record = _cached_record_or_empty(recipe, plan)
+    for name, value in (("measured", step_seconds), ("starts", start_seconds)):
+        record[name] = {**record.get(name, {}), engine_name: value}
+    cache_prediction_record(recipe, plan, record)
+
+
+def cache_prediction_record(recipe: Recipe, plan: Plan, entries: Json) -> None:
+    """Write these entries of the record; all others stay. Without effect if the cache is unwritable."""
+    try:
+        create_private_cache_folder_or_refuse("predictions")
+        write_json_atomically(
+            cached_prediction_path(recipe, plan),
+            {**_cached_record_or_empty(recipe, plan), **entries},
+        )
+    except (OSError, FileError):
+        return
+
+
+def _cached_record_or_empty(recipe: Recipe, plan: Plan) -> Json:
     record_path = cached_prediction_path(recipe, plan)
-    record = read_json_or_raise_damaged(record_path)
-    write_json_atomically(
-        record_path,
-        {**record, "measured": {**record.get("measured", {}), engine_name: step_seconds}},
-    )
+    return read_json_or_raise_damaged(record_path) if record_path.exists() else {}

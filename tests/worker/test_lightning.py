@@ -208,7 +208,10 @@ def test_the_recipes_optimizer(tmp_path: Path) -> None:
     optimizer = {"name": "adamw", "learning_rate": 0.05}
     schedule = {"name": "linear", "warmup_steps": 2}
     run = run_here(tmp_path, made("BoringModel", "rows", optimizer=optimizer, schedule=schedule))
-    assert read_json_or_raise_damaged(run.engine)["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
+    assert (
+        read_json_or_raise_damaged(run.engine)["optimizer"]["used"]
+        == "torch.optim.AdamW(fused=True)"
+    )
     assert [line["learning_rate"] for line in records(run)][:2] == [0.025, 0.05]
 
 

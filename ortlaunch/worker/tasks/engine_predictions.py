@@ -15,8 +15,7 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
-from ortlaunch.run_folder.cached_prediction import cached_prediction_path
-from ortlaunch.run_folder.folder import write_json_atomically
+from ortlaunch.run_folder.cached_prediction import cache_prediction_record
 from ortlaunch.worker.engine.prediction import (
     Rates,
     StepWork,
@@ -91,7 +90,7 @@ def count_measure_and_cache_prediction(
         "others": others,
         "contradictions": operators_with_contradictory_rates(rates),
     }
-    write_json_atomically(cached_prediction_path(recipe, plan), content)
+    cache_prediction_record(recipe, plan, content)
 
 
 def predict_seconds_and_memory_by_engine(

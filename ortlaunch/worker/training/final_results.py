@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from collections import Counter
@@ -13,7 +14,7 @@ from ortlaunch.base.errors import CheckpointError, LastSaveError, NonFiniteError
 from ortlaunch.base.units import clock_duration, human_bytes, number_or_none
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.cached_prediction import (
-    cache_measured_step_seconds,
+    cache_measured_seconds_if_writable,
     read_cached_prediction_or_none,
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
@@ -37,6 +38,7 @@ from ortlaunch.worker.engine.memory_use import memory_summary_text
 from ortlaunch.worker.export.export import write_final_run_export_on_rank_0
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.pulse import TRAINING
 from ortlaunch.worker.training import best_evaluation as best
 from ortlaunch.worker.training import checkpoint_exports
 from ortlaunch.worker.training.metrics_writer import (
@@ -215,11 +217,18 @@ def _cache_measured_and_return_step_durations(session: Session) -> dict[str, Any
     seconds = session.progress.median_step_seconds_or_none()
     steps: dict[str, Any] = {"step_seconds": seconds}
     cached_prediction = read_cached_prediction_or_none(session.recipe, session.plan)
-    if cached_prediction is None:
-        return steps
     engine = session.engine.record.engine.used
     if seconds is not None:
-        cache_measured_step_seconds(session.recipe, session.plan, engine, seconds)
+        phases = session.progress.seconds_by_activity().items()
+        start_seconds = sum(
+            phase_seconds
+            for _, phase_seconds in itertools.takewhile(lambda phase: phase[0] != TRAINING, phases)
+        )
+        cache_measured_seconds_if_writable(
+            session.recipe, session.plan, engine, seconds, start_seconds
+        )
+    if cached_prediction is None:
+        return steps
     if cached_prediction.reason_seconds_are_doubtful:
         return {
             **steps,

@@ -24,6 +24,7 @@ from ortlaunch.run.choices import (
     measure_cache_and_apply_engine,
 )
 from ortlaunch.run.preview import apply_known_engine_if_auto_without_measuring
+from ortlaunch.run_folder.cached_prediction import cache_measured_seconds_if_writable
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -270,6 +271,23 @@ def test_a_run_of_few_steps_measures_nothing(capsys: pytest.CaptureFixture[str])
         == "inductor"
     )
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_of_few_steps_takes_the_engine_of_the_fastest_earlier_run() -> None:
+    """Start and steps of two engines' own runs decide; one engine alone has nothing beside it."""
+    short, shorter = (resolved(train={"max_steps": steps}) for steps in (100, 10))
+    recipe, plan = short.recipe_file.recipe, short.plan
+    cache_measured_seconds_if_writable(recipe, plan, "eager", 0.3, 3.0)
+    found = auto.apply_cached_engine_or_note_later_measurement(short)
+    assert found.notes[-1].startswith("engine auto: ort: not measured")
+    cache_measured_seconds_if_writable(recipe, plan, "ort", 0.25, 5.0)
+    for run, engine, figures in (
+        (short, "ort", "100 steps: ort 30 s, eager 33 s"),
+        (shorter, "eager", "10 steps: eager 6 s, ort 7.5 s"),
+    ):
+        found = apply_recorded_engine_and_micro_size(run, RunDir("run"))
+        assert found.recipe_file.recipe.engine.name == engine
+        assert found.notes[-1] == f"engine auto: {engine}: by earlier runs, for {figures}"
 
 
 @pytest.mark.parametrize(("step", "chosen"), [(0.05, "inductor"), (0.04, "ort")])

@@ -17,9 +17,11 @@ from ortlaunch.planning.prediction_table import engine_prediction_table_lines
 from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.cached_prediction import (
-    cache_measured_step_seconds,
+    cache_measured_seconds_if_writable,
+    cache_prediction_record,
     cached_prediction_path,
     read_cached_prediction_or_none,
+    run_seconds_by_engine_of_earlier_runs,
 )
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine import prediction
@@ -197,7 +199,7 @@ def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     plan = makers.plan(RECIPE)
     engines = {name: {"seconds": 3.0, "memory": 1} for name in ("eager", "ort")}
     write_json_atomically(cached_prediction_path(RECIPE, plan), {"engines": engines, "others": []})
-    cache_measured_step_seconds(RECIPE, plan, "eager", 0.3)
+    cache_measured_seconds_if_writable(RECIPE, plan, "eager", 0.3, 5.0)
     found = read_cached_prediction_or_none(RECIPE, plan)
     assert found is not None
     assert (
@@ -205,6 +207,23 @@ def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         found.measured_or_corrected_step_seconds("ort"),
     ) == (0.3, pytest.approx(0.3))
     assert any("0.3 (of a run)" in line for line in engine_prediction_table_lines(RECIPE, plan))
+    # A later prediction keeps what was measured.
+    cache_prediction_record(RECIPE, plan, {"engines": engines, "others": ["sort (7)"]})
+    assert run_seconds_by_engine_of_earlier_runs(RECIPE, plan, 10) == {"eager": pytest.approx(8.0)}
+
+
+def test_runs_without_a_prediction_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run measured is no prediction; an unwritable cache is no error."""
+    plan = makers.plan(RECIPE)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for folder, kept in ((blocked, {}), (tmp_path / "cache", {"ort": pytest.approx(6.0)})):
+        monkeypatch.setenv("ORTLAUNCH_CACHE", str(folder))
+        cache_measured_seconds_if_writable(RECIPE, plan, "ort", 0.5, 1.0)
+        assert run_seconds_by_engine_of_earlier_runs(RECIPE, plan, 10) == kept
+        assert read_cached_prediction_or_none(RECIPE, plan) is None
 
 
 @pytest.mark.parametrize(
