@@ -215,7 +215,7 @@ def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_runs_without_a_prediction_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run measured is no prediction; an unwritable cache is no error."""
+    """The figures of a run are no prediction; an unwritable cache is no error."""
     plan = makers.plan(RECIPE)
     blocked = tmp_path / "file"
     blocked.write_text("")
