@@ -202,8 +202,13 @@ def _cached_or_short_run_choice_and_source(resolved_run: ResolvedRun) -> tuple[C
 
 def _choice_by_earlier_runs_or_none(resolved_run: ResolvedRun, step_count: int) -> Choice | None:
     """Return the engine whose own earlier runs say that this run is shortest; None if one is known."""
+    world = resolved_run.world
     seconds_by_engine = run_seconds_by_engine_of_earlier_runs(
-        resolved_run.recipe_file.recipe, resolved_run.plan, step_count
+        resolved_run.recipe_file.recipe,
+        world.device,
+        world.threads or machine.threads_per_rank(world.nodes[0].slots),
+        resolved_run.workload.batch,
+        step_count,
     )
     if len(seconds_by_engine) < 2:
         return None

@@ -18,23 +18,24 @@ from ortlaunch.base.cache import (
 from ortlaunch.base.errors import FileError
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.machine import hardware_record, threads_per_rank
-from ortlaunch.launch_plan import Plan
+from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.version import __version__
 
 
-def hardware_and_versions_deciding_rates(recipe: Recipe, plan: Plan) -> dict[str, object]:
-    """Return everything that decides the rates of operators, as plain values."""
-    thread_count = plan.threads or threads_per_rank(plan.nodes[0].slots)
-    return {
-        "device": plan.device, "threads": thread_count, "hardware": hardware_record(),
-        "precision": recipe.precision, "torch": version("torch"), "ortlaunch": __version__,
-    }  # fmt: skip
-
-
 def cached_prediction_path(recipe: Recipe, plan: Plan) -> Path:
     """Return the file of the cache for the predictions of this model, batch and machine."""
+    thread_count = plan.threads or threads_per_rank(plan.nodes[0].slots)
+    return _record_path(recipe, plan.device, thread_count, plan.batch)
+
+
+def _record_path(recipe: Recipe, device: str, thread_count: int, batch: BatchPlan) -> Path:
+    # Everything that decides the rates of operators.
+    rate_values = {
+        "device": device, "threads": thread_count, "hardware": hardware_record(),
+        "precision": recipe.precision, "torch": version("torch"), "ortlaunch": __version__,
+    }  # fmt: skip
     recipe_values = recipe.model_dump(mode="json")
     model_values = [
         recipe_values["model"],
@@ -42,11 +43,8 @@ def cached_prediction_path(recipe: Recipe, plan: Plan) -> Path:
         recipe_values["optimizer"],
         recipe.engine.chunked_loss,
     ]
-    batch_values = [plan.batch.micro_samples, plan.batch.accumulation_steps]
-    return cache_file_path_by_hashed_key(
-        "predictions",
-        [hardware_and_versions_deciding_rates(recipe, plan), model_values, batch_values],
-    )
+    batch_values = [batch.micro_samples, batch.accumulation_steps]
+    return cache_file_path_by_hashed_key("predictions", [rate_values, model_values, batch_values])
 
 
 class CachedPrediction(NamedTuple):
@@ -86,7 +84,7 @@ class CachedPrediction(NamedTuple):
 
 def read_cached_prediction_or_none(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
     """Return the content of the cache; None if nothing was predicted."""
-    record = _cached_record_or_empty(recipe, plan)
+    record = _record_or_empty(cached_prediction_path(recipe, plan))
     if "engines" not in record:
         return None
     return CachedPrediction(
@@ -98,10 +96,19 @@ def read_cached_prediction_or_none(recipe: Recipe, plan: Plan) -> CachedPredicti
 
 
 def run_seconds_by_engine_of_earlier_runs(
-    recipe: Recipe, plan: Plan, step_count: int
+    recipe: Recipe, device: str, thread_count: int, batch: BatchPlan, step_count: int
 ) -> dict[str, float]:
-    """Return the seconds that a run of `step_count` steps would take, by the engines of earlier runs."""
-    record = _cached_record_or_empty(recipe, plan)
+    """Return the seconds that a run would take, by the engines of earlier runs.
+
+    Args:
+        recipe: the run's recipe.
+        device: cpu or cuda.
+        thread_count: threads of a rank.
+        batch: the sizes of a batch.
+        step_count: the steps of the run.
+    """
+    # Without a plan, which is made after this choice.
+    record = _record_or_empty(_record_path(recipe, device, thread_count, batch))
     measured = record.get("measured", {})
     return {
         engine_name: start_seconds + step_count * measured[engine_name]
@@ -121,7 +128,7 @@ def cache_measured_seconds_if_writable(
         step_seconds: seconds of a step.
         start_seconds: seconds of the start before the first step.
     """
-    record = _cached_record_or_empty(recipe, plan)
+    record = _record_or_empty(cached_prediction_path(recipe, plan))
     for name, value in (("measured", step_seconds), ("starts", start_seconds)):
         record[name] = {**record.get(name, {}), engine_name: value}
     cache_prediction_record(recipe, plan, record)
@@ -133,12 +140,11 @@ def cache_prediction_record(recipe: Recipe, plan: Plan, entries: Json) -> None:
         create_private_cache_folder_or_refuse("predictions")
         write_json_atomically(
             cached_prediction_path(recipe, plan),
-            {**_cached_record_or_empty(recipe, plan), **entries},
+            {**_record_or_empty(cached_prediction_path(recipe, plan)), **entries},
         )
     except (OSError, FileError):
         return
 
 
-def _cached_record_or_empty(recipe: Recipe, plan: Plan) -> Json:
-    record_path = cached_prediction_path(recipe, plan)
+def _record_or_empty(record_path: Path) -> Json:
     return read_json_or_raise_damaged(record_path) if record_path.exists() else {}

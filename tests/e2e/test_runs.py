@@ -363,9 +363,10 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     ort = truth["onnxruntime"]
     # Two passes a step, 12 steps.
     assert (ort["forward_passes"], ort["backward_passes"], ort["fallbacks"]) == (24, 24, 0)
-    assert ort["evaluation_passes"] > 0
-    # One graph to train and one to evaluate; the engine's trial pass uses the first one, too.
-    assert (ort["exports"], ort["re_exports"]) == (2, 0)
+    # The evaluations are shorter than an export, so that plain PyTorch runs them.
+    assert (ort["evaluation_passes"], truth["plain_evaluations"]) == (0, 2)
+    # The engine's trial pass uses the same graph.
+    assert (ort["exports"], ort["re_exports"]) == (1, 0)
     assert ort["repairs_not_applied"] == {}
     assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
     assert truth["attention"] == "sdpa"  # with the model's attention dropout

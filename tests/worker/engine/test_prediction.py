@@ -209,7 +209,9 @@ def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert any("0.3 (of a run)" in line for line in engine_prediction_table_lines(RECIPE, plan))
     # A later prediction keeps what was measured.
     cache_prediction_record(RECIPE, plan, {"engines": engines, "others": ["sort (7)"]})
-    assert run_seconds_by_engine_of_earlier_runs(RECIPE, plan, 10) == {"eager": pytest.approx(8.0)}
+    assert run_seconds_by_engine_of_earlier_runs(RECIPE, "cpu", 2, plan.batch, 10) == {
+        "eager": pytest.approx(8.0)
+    }
 
 
 def test_runs_without_a_prediction_are_kept(
@@ -222,7 +224,7 @@ def test_runs_without_a_prediction_are_kept(
     for folder, kept in ((blocked, {}), (tmp_path / "cache", {"ort": pytest.approx(6.0)})):
         monkeypatch.setenv("ORTLAUNCH_CACHE", str(folder))
         cache_measured_seconds_if_writable(RECIPE, plan, "ort", 0.5, 1.0)
-        assert run_seconds_by_engine_of_earlier_runs(RECIPE, plan, 10) == kept
+        assert run_seconds_by_engine_of_earlier_runs(RECIPE, "cpu", 2, plan.batch, 10) == kept
         assert read_cached_prediction_or_none(RECIPE, plan) is None
 
 
