@@ -24,12 +24,13 @@ from ortlaunch.api.inputs import (
 )
 from ortlaunch.api.plan import resolve_loaded_recipe
 from ortlaunch.api.runs import Run
-from ortlaunch.base.errors import PlanError, RunError
+from ortlaunch.base.errors import InputError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
+from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
 from ortlaunch.run import preview
 from ortlaunch.run.preparation import (
     create_run_folder_or_numbered_one,
@@ -37,6 +38,7 @@ from ortlaunch.run.preparation import (
     requested_or_proposed_run_folder,
 )
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
+from ortlaunch.started_runs.registry import newest_training_of_recipe_or_refuse
 
 
 def train(
@@ -78,6 +80,20 @@ def train(
         if process.wait() not in (0, EXIT_SAVED):
             raise RunError(last_output_lines(RunDir(run.path)), process.returncode)
     return run
+
+
+def folder_to_continue_or_refuse(recipe_path: Path, requested_folder: Path | None) -> Path:
+    """Return the run folder of --continue: the newest run of a recipe, or of a shipped recipe.
+
+    Raises:
+        InputError: there is no such run, or --run-dir names a folder.
+    """
+    if requested_folder is not None:
+        raise InputError(
+            f"--continue --run-dir {requested_folder}: --continue is for the newest run of the recipe; give one of "
+            "them (--run-dir continues that folder's run)"
+        )
+    return newest_training_of_recipe_or_refuse(recipe_path_or_shipped_recipe(recipe_path))
 
 
 def train_in_this_process(

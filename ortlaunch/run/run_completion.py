@@ -109,7 +109,7 @@ def _override_key_and_value_to_train_longer(
 
 
 def _arguments_to_type_again(typed_arguments: Sequence[str], omitted_key: str) -> Iterator[str]:
-    """Yield the typed arguments without the run's folder, the key that changes and `--dry-run`.
+    """Yield the typed arguments without options of the run's folder, the key that changes and `--dry-run`.
 
     Also without `--resume`: `--resume never` would train from the beginning again.
 
@@ -117,6 +117,7 @@ def _arguments_to_type_again(typed_arguments: Sequence[str], omitted_key: str) -
     """
     omitted_prefixes = (
         "--dry-run",
+        "--continue",
         *((f"{omitted_key}=", f"{omitted_key}.") if omitted_key else ()),
     )
     arguments = iter(typed_arguments)

@@ -13,6 +13,7 @@ from ortlaunch.base.cache import create_private_cache_folder_or_refuse
 from ortlaunch.base.errors import DamagedFile, FileError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
+from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.search.folder import SweepDir
 
 TRAINING_PURPOSE = "train"
@@ -73,6 +74,28 @@ def run_folder_by_name_or_path(name_or_path: Path) -> Path:
             if run_name(run) == str(name_or_path)
         ),
         name_or_path,
+    )
+
+
+def newest_training_of_recipe_or_refuse(recipe_path: Path) -> Path:
+    """Return the folder of this user's newest training whose last start read this recipe file.
+
+    Raises:
+        InputError: there is none.
+    """
+    for run in list_runs_and_remove_stale_entries():
+        with contextlib.suppress(OSError, DamagedFile):
+            starts = read_json_lines_with_keys(run.commands, "recipe").values
+            # One of two paths may lead through a link.
+            if (
+                starts
+                and os.path.realpath(starts[-1]["recipe"]) == os.path.realpath(recipe_path)
+                and run_purpose_by_sweep_or_task(run) == TRAINING_PURPOSE
+            ):
+                return run.path
+    raise InputError(
+        f"--continue: this user has started no training of {recipe_path}; leave --continue out to begin one, or give "
+        "its folder: --run-dir (`ortlaunch list`)"
     )
 
 

@@ -33,6 +33,13 @@ def train(
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
     run_dir: RunDirOption = None,
+    continues_newest_run: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Continue the newest run of this recipe, as --run-dir with its folder does.",
+        ),
+    ] = False,
     resume: ResumeOption = "auto",
     allow: AllowOption = None,
     profile_steps: Annotated[
@@ -47,6 +54,10 @@ def train(
 ) -> None:
     """Train a recipe."""
     options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
+    if continues_newest_run:
+        from ortlaunch.api.train import folder_to_continue_or_refuse
+
+        run_dir = folder_to_continue_or_refuse(recipe, run_dir)
     profiled = (
         []
         if profile_steps is None

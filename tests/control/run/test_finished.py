@@ -102,6 +102,7 @@ def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
         (["train", "--resume", "never", "r"], {"max_steps": 10}, "train r {} train.max_steps=20"),
         (["train", "r", "--resume=400"], {"max_steps": 10}, "train r {} train.max_steps=20"),
         (["train", "r", "--dry-run"], {"max_steps": 10}, "train r {} train.max_steps=20"),
+        (["train", "r", "--continue"], {"max_steps": 10}, "train r {} train.max_steps=20"),
     ],
 )
 def test_the_command_that_trains_further(

@@ -17,6 +17,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import set_aside_and_write_run_files_and_print_plan_unless_restart
+from ortlaunch.resolve.provenance import append_start_to_command_log
 from ortlaunch.resolve.resolve import load_and_resolve_recipe
 from ortlaunch.run_folder.cause_text import diagnosis_verdict_line
 from ortlaunch.run_folder.engine_report import EngineChoice
@@ -26,6 +27,7 @@ from ortlaunch.search.folder import SweepDir
 from ortlaunch.started_runs import listing, registry
 from ortlaunch.started_runs.diagnosis import diagnose_run
 from ortlaunch.started_runs.status import Status, read_status
+from tests.control import typed
 from tests.makers import CUSTOM, OWN_MODULE, engine_report
 
 
@@ -188,6 +190,41 @@ def test_latest_is_the_newest_training_here(
     )
     # A name is found from any folder.
     assert Run("proof").path.name == "proof"
+
+
+def test_continue_takes_the_newest_training_of_the_recipe(
+    two: tuple[Run, Run], ortlaunch: typed.Run, tmp_path: Path
+) -> None:
+    """`train RECIPE --continue` is `--run-dir` of the run whose last start read this file."""
+    dry = ("train", "recipe.yaml", "--dry-run")
+    Path("link.yaml").symlink_to("recipe.yaml")
+    refused = ortlaunch(*dry, "--continue")
+    assert (refused.status, refused.out) == (2, "")
+    assert "ortlaunch: --continue: this user has started no training of recipe.yaml" in refused.err
+    # The last starts of bad, good and proof read recipe.yaml; that of elsewhere another file.
+    elsewhere = started(tmp_path / "runs" / "elsewhere")
+    proof = started(tmp_path / "runs" / "proof", "parity")
+    for run, *recipes in (
+        (RunDir(two[0].path), "good.yaml", "link.yaml"),
+        (RunDir(two[1].path), "recipe.yaml"),
+        (elsewhere, "recipe.yaml", "good.yaml"),
+        (proof, "recipe.yaml"),
+    ):
+        for recipe in recipes:
+            append_start_to_command_log(run, Path(recipe), ())
+    times = {"good": 1, "bad": 2, "elsewhere": 3, "proof": 4}
+    for file in (tmp_path / "cache" / "runs").iterdir():
+        os.utime(file, (times[Path(file.read_text()).name],) * 2)
+    taken = ortlaunch(*dry, "--continue")
+    given = ortlaunch(*dry, f"--run-dir={two[0].path}")
+    assert taken == given
+    assert f"continuing {two[0].path}" in taken.err
+    refused = ortlaunch(*dry, "--continue", "--run-dir", "x")
+    assert (refused.status, refused.out) == (2, "")
+    assert "--continue --run-dir x: --continue is for the newest run of the recipe" in refused.err
+    # A file of a run that cannot be read takes that run out, and no other.
+    RunDir(two[0].path).commands.write_text("{")
+    assert f"continuing {two[1].path}" in ortlaunch(*dry, "--continue").err
 
 
 def test_a_run_in_a_folder_of_another_name(two: tuple[Run, Run]) -> None:
