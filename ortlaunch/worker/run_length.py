@@ -117,8 +117,17 @@ def run_length_line(
         return f"data: streamed; {steps}"
     per_epoch = sample_count / batch_plan.global_samples
     repeated = f" (a step takes samples up to {math.ceil(1 / per_epoch):,} times)"
+    # A length in epochs is whole steps, so that the last one takes samples of the epoch after it.
+    requested_samples = round((recipe.train.epochs or 0) * sample_count)
+    filled = 0 < seen_samples - requested_samples < batch_plan.global_samples
     return (
         f"data: {sample_count:,} samples; {steps}, {float(f'{seen_samples / sample_count:.3g}'):,.9g} epochs"
+        + (
+            f": {requested_samples:,} of train.epochs: {recipe.train.epochs:g}, and "
+            f"{seen_samples - requested_samples:,} more that fill the last step"
+            if recipe.train.epochs and filled
+            else ""
+        )
         + (repeated if per_epoch < 1 else "")
     ) + "".join(
         f"; {name.replace('_', ' ')} {every_epochs:g} epochs: {max(1.0, every_epochs * per_epoch):,.4g} steps"

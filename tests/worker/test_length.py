@@ -183,6 +183,24 @@ def test_the_length_in_a_line() -> None:
         "data: 919 samples; 17 steps of 32 are 544 samples, 752 with those of the 13 steps before, "
         "0.818 epochs"
     )
+    # Two epochs of 157 are 39.25 steps of 8. A longer length and whole steps fill nothing.
+    eight = BATCH._replace(global_samples=8)
+    epochs = recipe(train={"epochs": 2, "max_steps": None})
+    for step_count, samples, resumed, end in (
+        (40, 157, (), "2.04 epochs: 314 of train.epochs: 2, and 6 more that fill the last step"),
+        (
+            40,
+            157,
+            (10, 80),
+            "2.04 epochs: 314 of train.epochs: 2, and 6 more that fill the last step",
+        ),
+        (40, 160, (), "2 epochs"),
+        # The data had more samples when the run began.
+        (40, 150, (), "2.13 epochs"),
+    ):
+        train = epochs.train.model_copy(update={"max_steps": step_count})
+        line = run_length_line(epochs.model_copy(update={"train": train}), eight, samples, *resumed)
+        assert line.endswith(end)
     # A checkpoint beyond the steps that the recipe has now.
     line = run_length_line(recipe(train={"max_steps": 30}), BATCH, 5, 50, 800)
     assert line == (

@@ -159,8 +159,9 @@ def memory_summary_text(memory_report: MemoryReport) -> str:
     planned = memory_report.planned
     measured = memory_report.measured
     peak_text = f"memory a rank: {human_bytes(measured.peak)} at peak"
+    # A GPU's peak is that of torch's allocator, and no library is in it.
     process_text = (
-        f", beside {human_bytes(memory_report.baseline)} of its process"
+        f", without Python and libraries; {human_bytes(memory_report.baseline + measured.peak)} resident with them"
         if memory_report.baseline
         else ""
     )

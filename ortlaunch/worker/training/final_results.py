@@ -48,6 +48,9 @@ from ortlaunch.worker.training.metrics_writer import (
 )
 from ortlaunch.worker.training.summary import print_outcome_and_copy_late_modules
 
+# Predictions of a quiet machine are within 20 % (docs/measuring.md); beside other work twice as long and more.
+_WRONG_RATIO = 2
+
 
 def write_export_and_print_summary(
     session: Session, last_step: int, best_evaluations: best.BestEvaluations
@@ -248,8 +251,15 @@ def _step_duration_lines(summary: Summary) -> list[str]:
         return []
     line = f"a step: {summary.step_seconds:.3g} s"
     if prediction := summary.predicted:
+        ratio = prediction.step_seconds / summary.step_seconds
+        doubt = (
+            ""
+            if 1 / _WRONG_RATIO < ratio < _WRONG_RATIO
+            else f"; the prediction was wrong, {ratio:.2g} times the step: this run or the measurement for it "
+            "had other work beside it (again: ortlaunch plan --predict)"
+        )
         return [
-            f"{line}, predicted {prediction.step_seconds:.3g} s and {human_bytes(prediction.memory)} a rank"
+            f"{line}, predicted {prediction.step_seconds:.3g} s and {human_bytes(prediction.memory)} a rank{doubt}"
         ]
     return [f"{line}, not predicted: {summary.not_predicted}" if summary.not_predicted else line]
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from ortlaunch.worker.engine.memory_use import _bytes_of_new_storages_and_add_them
+from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport
+from ortlaunch.worker.engine.memory_use import (
+    _bytes_of_new_storages_and_add_them,
+    memory_summary_text,
+)
 
 
 class StandIn(torch.Tensor):
@@ -39,3 +43,16 @@ def test_what_torch_compile_traces_with_has_no_memory(recwarn: pytest.WarningsRe
         traced = torch.ones(8)
     assert _bytes_of_new_storages_and_add_them([traced], {}) == 0
     assert not recwarn.list
+
+
+def test_the_line_names_what_its_peak_counts() -> None:
+    """Beside the run's own bytes stand those of the whole process; on a GPU there are no others."""
+    measured = MeasuredMemory(1, 1, 1, 0, 0, 3 * 2**20, 700 * 2**20)
+    report = MemoryReport(None, measured, "resident", 500 * 2**20, [700 * 2**20])
+    first = memory_summary_text(report).splitlines()[0]
+    assert first == (
+        "memory a rank: 700.0 MiB at peak, not planned, without Python and libraries; "
+        "1.2 GiB resident with them"
+    )
+    report.baseline = 0
+    assert memory_summary_text(report).startswith("memory a rank: 700.0 MiB at peak, not planned\n")

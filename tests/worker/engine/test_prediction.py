@@ -24,6 +24,7 @@ from ortlaunch.run_folder.cached_prediction import (
     run_seconds_by_engine_of_earlier_runs,
 )
 from ortlaunch.run_folder.folder import write_json_atomically
+from ortlaunch.run_folder.records import Prediction, Summary
 from ortlaunch.worker.engine import prediction
 from ortlaunch.worker.engine.prediction import (
     StepWork,
@@ -37,6 +38,7 @@ from ortlaunch.worker.tasks.engine_predictions import (
     plain_pytorch_seconds_by_operator,
     predict_seconds_and_memory_by_engine,
 )
+from ortlaunch.worker.training.final_results import training_summary_lines
 from tests import makers
 from tests.training import run_here
 
@@ -226,6 +228,17 @@ def test_runs_without_a_prediction_are_kept(
         cache_measured_seconds_if_writable(RECIPE, plan, "ort", 0.5, 1.0)
         assert run_seconds_by_engine_of_earlier_runs(RECIPE, "cpu", 2, plan.batch, 10) == kept
         assert read_cached_prediction_or_none(RECIPE, plan) is None
+
+
+@pytest.mark.parametrize(("predicted", "is_wrong"), [(0.9, False), (12.1, True), (0.3, True)])
+def test_a_wrong_prediction_is_named(predicted: float, is_wrong: bool) -> None:
+    """A prediction of twice the measured step, or of half of it, is printed as a wrong one."""
+    summary = Summary(
+        1, 1, 1.0, None, None, 1.0, {}, {}, step_seconds=0.8, predicted=Prediction(predicted, 2**20)
+    )
+    (line,) = (line for line in training_summary_lines(summary) if line.startswith("a step"))
+    assert line.startswith(f"a step: 0.8 s, predicted {predicted} s and 1.0 MiB a rank")
+    assert (f"the prediction was wrong, {predicted / 0.8:.2g} times the step" in line) == is_wrong
 
 
 @pytest.mark.parametrize(
