@@ -183,10 +183,6 @@ def run_job(
         "other_cpu_seconds": sum(each.other_cpu_seconds for each in measures),
         **({} if warm_up else results_of_job(job, tool, out, log)),
     }  # fmt: skip
-    if job == "i":
-        # The neighbour itself.
-        others = record["other_cpu_seconds"] - record["wall_seconds"]
-        record["other_cpu_seconds"] = max(0.0, others)
     shutil.rmtree(out, ignore_errors=True)
     return record
 

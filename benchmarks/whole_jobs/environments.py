@@ -28,6 +28,10 @@ import importlib.metadata, json
 found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
 print(json.dumps(dict(sorted(found.items()))))
 """
+_PRINT_SOURCE = """
+import importlib.util, os
+print(os.path.dirname(importlib.util.find_spec("ortlaunch").origin))
+"""
 _IMPORT_VISION = "import torch\nimport torchvision"
 
 
@@ -78,11 +82,16 @@ def _remove_builds_for_other_torch(python: str, pip: list[str]) -> None:
 
 
 def installed_versions(python: Path) -> dict[str, str]:
-    """Return the version of every package of an environment."""
+    """Return the version of every package of an environment, and the commit of ortlaunch's."""
     versions: dict[str, str] = json.loads(
         # Isolated: the current folder, such as this repository, is not of the environment.
         subprocess.check_output([str(python), "-I", "-c", _LIST_PACKAGES], text=True)
     )
+    if "ortlaunch" in versions:
+        source = subprocess.check_output([str(python), "-I", "-c", _PRINT_SOURCE], text=True)
+        head = ["git", "-C", source.strip(), "describe", "--always", "--dirty", "--abbrev=10"]
+        commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout
+        versions["ortlaunch"] += f" ({commit.strip() or 'no commit'})"
     return versions
 
 

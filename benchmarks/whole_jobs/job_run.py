@@ -49,7 +49,7 @@ class Measured(NamedTuple):
     seconds_after_signal: float | None
     """From the signal to the end."""
     other_cpu_seconds: float
-    """Of the machine's other processes: whether the machine was quiet."""
+    """Of all other processes, but `other_process`: whether the machine was quiet."""
 
 
 class Stop(NamedTuple):
@@ -84,7 +84,7 @@ def run_and_measure(
         other_process: a child that does not belong to the command.
     """
     usage_before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    busy_before = _machine_busy_seconds()
+    busy_before = _machine_busy_seconds() - _cpu_seconds(other_process)
     begun = time.monotonic()
     with log.open("w") as output:
         runner = subprocess.Popen(
@@ -117,6 +117,7 @@ def run_and_measure(
         runner.kill()
         exit_status = runner.wait()
         _kill_and_reap_descendants(other_process)
+    busy_after = _machine_busy_seconds() - _cpu_seconds(other_process)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     user = usage.ru_utime - usage_before.ru_utime
     system = usage.ru_stime - usage_before.ru_stime
@@ -130,7 +131,7 @@ def run_and_measure(
         processes,
         _running_count(members),
         None if signalled is None else ended - signalled,
-        max(0.0, _machine_busy_seconds() - busy_before - user - system),
+        max(0.0, busy_after - busy_before - user - system),
     )
 
 
@@ -194,6 +195,14 @@ def _kill_and_reap_descendants(other_process: int | None) -> None:
         if not members:
             return
         time.sleep(0.05)
+
+
+def _cpu_seconds(process: int | None) -> float:
+    if process is None:
+        return 0.0
+    text = Path(f"/proc/{process}/stat").read_text()
+    user, system = text[text.rindex(")") + 2 :].split()[11:13]
+    return (int(user) + int(system)) / _TICKS
 
 
 def _machine_busy_seconds() -> float:
