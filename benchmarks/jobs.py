@@ -42,9 +42,7 @@ from whole_jobs import environments, job_run
 
 HERE = Path(__file__).with_name("whole_jobs")
 ENGINES = ("ort", "eager", "inductor", "default")
-# Of a run of (a) that a signal stops between two of Trainer's checkpoints.
 STOP_STEP = 105
-SAVE_STEPS = 30
 RATES = ("1e-4", "2e-4", "4e-4", "8e-4", "1e-3", "2e-3", "4e-3", "8e-3")
 # A run beside neighbours that took a larger share of a core is not a figure.
 NOISE = 0.05
@@ -108,10 +106,10 @@ def parts_of_job(job: str, tool: Tool, out: Path, warm_up: bool = False) -> list
     script = str(HERE / f"{tool.kind}_job.py")
     words = [script, JOBS[job].alike or job, str(out), *(["--steps=2"] if warm_up else [])]
     if job == "f":
-        words += ["--print-steps", f"--save-steps={SAVE_STEPS}"]
+        # It trains on for three seconds, saves, and ends as a whole training does.
+        words += ["--save-at-sigterm"]
         stop = job_run.Stop(rf"\bstep {STOP_STEP}/")
-        ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
-        return [Part([python, *words], stop, ended), Part([python, *words, "--resume"])]
+        return [Part([python, *words], stop), Part([python, *words, "--resume"])]
     if job == "g":
         torchrun = [str(tool.programs / "torchrun"), "--standalone", "--nproc-per-node=2"]
         return [Part([*torchrun, *words, "--micro-batch=8"])]

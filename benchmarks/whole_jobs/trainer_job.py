@@ -37,8 +37,9 @@ parser.add_argument("out")
 parser.add_argument("--learning-rate", type=float)
 parser.add_argument("--steps", type=int, help="only so many steps: a warm-up of the caches")
 parser.add_argument("--micro-batch", type=int, help="of each of several ranks")
-parser.add_argument("--save-steps", type=int)
-parser.add_argument("--print-steps", action="store_true", help="print each step's number")
+parser.add_argument(
+    "--save-at-sigterm", action="store_true", help="and print each step's number, for the sender"
+)
 parser.add_argument("--resume", action="store_true")
 options = parser.parse_args()
 folder, length, batch, learning_rate, steps = JOBS[options.job]
@@ -87,10 +88,6 @@ else:
         model = AutoModelForMaskedLM.from_pretrained(folder)
         collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
 extra |= {"max_steps": steps} if steps else {"num_train_epochs": 2}
-if options.save_steps:
-    extra |= {"save_strategy": "steps", "save_steps": options.save_steps, "save_total_limit": 3}
-else:
-    extra["save_strategy"] = "no"
 arguments = TrainingArguments(
     options.out,
     per_device_train_batch_size=options.micro_batch or batch,
@@ -102,6 +99,8 @@ arguments = TrainingArguments(
     logging_steps=10,
     use_cpu=True,
     report_to="none",
+    save_strategy="no",
+    enable_jit_checkpoint=options.save_at_sigterm,
     seed=42,
     disable_tqdm=True,
     dataloader_pin_memory=False,
@@ -130,7 +129,7 @@ trainer = Trainer(
     data_collator=collate,
     processing_class=tokenizer,
     compute_metrics=accuracy if options.job == "b" else None,
-    callbacks=[PrintSteps()] if options.print_steps else None,
+    callbacks=[PrintSteps()] if options.save_at_sigterm else None,
 )
 trainer.train(resume_from_checkpoint=options.resume or None)
 trainer.save_model(options.out + "/final")
