@@ -161,6 +161,7 @@ def run_job(
     parts = parts_of_job(job, tool, out, warm_up)
     at = time.strftime("%Y-%m-%d %H:%M:%S")
     measures = []
+    logs_of_parts = []
     with job_run.busy_neighbour() if job == "i" else contextlib.nullcontext() as neighbour:
         for number, part in enumerate(parts):
             log = logs / f"{name}-{number}.log"
@@ -171,6 +172,7 @@ def run_job(
                 words = " ".join(part.command)
                 raise Failed(f"{words} ended with {each.exit_status}:\n{log.read_text()[-2000:]}")
             measures.append(each)
+            logs_of_parts.append(log)
     record = {
         "job": job, "tool": tool.name, "at": at, "commands": [each._asdict() for each in measures],
         "wall_seconds": sum(each.wall_seconds for each in measures),
@@ -179,20 +181,25 @@ def run_job(
         "peak_resident_bytes": max(each.peak_resident_bytes for each in measures),
         "peak_proportional_bytes": max(each.peak_proportional_bytes for each in measures),
         "other_cpu_seconds": sum(each.other_cpu_seconds for each in measures),
-        **({} if warm_up else results_of_job(job, tool, out, log)),
+        **({} if warm_up else results_of_job(job, tool, out, logs_of_parts)),
     }  # fmt: skip
     shutil.rmtree(out, ignore_errors=True)
     return record
 
 
-def results_of_job(job: str, tool: Tool, out: Path, log: Path) -> dict[str, Any]:
-    """Return loss and accuracy, and of ours the seconds of each part of the last command."""
+def results_of_job(job: str, tool: Tool, out: Path, logs: list[Path]) -> dict[str, Any]:
+    """Return loss and accuracy, and of ours the seconds of each part of the last command.
+
+    The loss of several trials is the lowest.
+    """
     if tool.kind == "llama-factory":
         history = json.loads((out / "trainer_state.json").read_text())["log_history"]
         return {"loss": [entry["loss"] for entry in history if "loss" in entry][-1]}
     if tool.kind not in ENGINES:
-        last = re.findall(r"^RESULT (.*)$", log.read_text(), re.M)[-1]
-        return {name: values[-1] for name, values in json.loads(last).items() if values}
+        lines = [re.findall(r"^RESULT (.*)$", log.read_text(), re.M)[-1] for log in logs]
+        results = [json.loads(line) for line in (lines if job == "h" else lines[-1:])]
+        best = min(results, key=lambda result: result["loss"][-1:])
+        return {name: values[-1] for name, values in best.items() if values}
     if job == "h":
         # The trials' own parts, together.
         summaries = [json.loads(path.read_text()) for path in out.glob("trials/*/summary.json")]
