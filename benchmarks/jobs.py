@@ -41,7 +41,7 @@ import finetune
 from whole_jobs import environments, job_run
 
 HERE = Path(__file__).with_name("whole_jobs")
-ENGINES = ("ort", "eager", "inductor", "default")
+ENGINES = ("ort", "eager", "inductor", "auto", "default")
 STOP_STEP = 105
 RATES = ("1e-4", "2e-4", "4e-4", "8e-4", "1e-3", "2e-3", "4e-3", "8e-3")
 # A run beside neighbours that took a larger share of a core is not a figure.
@@ -318,7 +318,7 @@ def results_table(record: dict[str, Any]) -> str:
             turns = [f"{run['wall_seconds']:.1f}{'*' * is_noisy(run)}" for run in found]
             cpu = median(found, "user_seconds") + median(found, "system_seconds")
             rows.append([
-                label, tool, f"{wall:.1f}", " ".join(turns),
+                label, tool_with_engines(tool, found), f"{wall:.1f}", " ".join(turns),
                 f"{wall / fastest:.2f}" if fastest else "",
                 f"{cpu:.0f} ({median(found, 'system_seconds'):.0f})",
                 f"{median(found, 'peak_resident_bytes') / 2**20:,.0f}",
@@ -329,6 +329,13 @@ def results_table(record: dict[str, Any]) -> str:
             # The title once for a job.
             label = ""
     return markdown(rows)
+
+
+def tool_with_engines(tool: str, runs: list[dict[str, Any]]) -> str:
+    """Return the name with the engines that ran, where it does not name them."""
+    engines = dict.fromkeys(run["engine"] for run in runs if "engine" in run)
+    others = [engine for engine in engines if not tool.endswith(f"-{engine}")]
+    return f"{tool} ({', '.join(others)})" if others else tool
 
 
 def parts_table(record: dict[str, Any]) -> str:

@@ -118,6 +118,9 @@ def test_tables_and_picture_compare_with_the_fastest_peer(jobs: ModuleType) -> N
     table = jobs.results_table(record)
     assert "| ours-ort | 12.0 | 10.0 30.0 12.0* | 2.00 | 4 (1) | 1 | 0 | 1.5000 |  |" in table
     assert "| trl | 40.0 | 40.0 | 6.67 |" in table
+    runs = [{"engine": "ort"}, {"engine": "eager"}]
+    assert jobs.tool_with_engines("ours-auto", runs) == "ours-auto (ort, eager)"
+    assert jobs.tool_with_engines("ours-ort", runs[:1]) == "ours-ort"
     assert jobs.means_lines(record) == (
         "ours-ort: 1.00 times as fast as the fastest peer (geometric mean of 2 jobs; 0.50 to 2.00)"
     )
