@@ -138,7 +138,10 @@ class RankEndRecorder:
     def write_record_of_silent_end(self, pid: int, description: str, end: ObservedEnd) -> None:
         """Record the end of a rank that recorded nothing itself."""
         log_end = self._last_100_error_log_lines_text_or_empty()
-        last_lines = "\n".join(log_end.splitlines()[-20:])
+        lines = log_end.splitlines()
+        # The stack of a crash is whole, because its first frames are the cause.
+        crash_lines = [n for n, line in enumerate(lines) if line.startswith("Fatal Python error")]
+        last_lines = "\n".join(lines[max(0, min([len(lines) - 20, *crash_lines[-1:]])) :])
         full_disk_note = self._full_disk_note_or_empty() if end.signal is None else ""
         cause, detail = _cause_and_line_of_unrecorded_end(end.signal, last_lines, full_disk_note)
         if cause is Cause.CRASH:

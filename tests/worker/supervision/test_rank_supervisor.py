@@ -483,3 +483,12 @@ def test_a_pod_that_ends_for_anothers_fault(
     elif others:
         write_text_atomically(run.checkpoint_folder(3) / "COMPLETE", "")
     assert guarded(run, life, ORTLAUNCH_JOB=f"kubernetes:default/{job}/x").status == status
+
+
+def test_the_stack_of_a_crash_is_whole(run: RunDir) -> None:
+    """The record of a crash below many calls begins with the cause, as a short one does."""
+    life = "def call(depth):\n    call(depth - 1) if depth else ctypes.string_at(0)\ncall(30)"
+    record = guarded(run, life).record
+    assert record is not None
+    assert record["traceback"].startswith("Fatal Python error: Segmentation fault")
+    assert record["traceback"].count(" in call") == 31
