@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ortlaunch.base import module_start
 from ortlaunch.base.errors import RunError
+from ortlaunch.base.forked_process import ForkedProcess
+from ortlaunch.launch.prepared import PreparedProcess
 from ortlaunch.launch.processes import command_prefix_to_end_with_parent
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder import lock
@@ -39,7 +41,8 @@ def start_detached_and_await_job_file_or_raise(
     extra_environ: Mapping[str, str],
     returns_once_run_is_locked: bool = False,
     ends_with_caller: bool = False,
-) -> subprocess.Popen[bytes]:
+    prepared_process: PreparedProcess | None = None,
+) -> subprocess.Popen[bytes] | ForkedProcess:
     """Start an `ortlaunch` command in a session of its own; return once its job.json is written.
 
     Args:
@@ -48,6 +51,7 @@ def start_detached_and_await_job_file_or_raise(
         extra_environ: variables beside those of this process.
         returns_once_run_is_locked: whether the run folder's lock is enough.
         ends_with_caller: whether it gets SIGTERM when this process ends, also after kill -9.
+        prepared_process: the process that forks it, unless it refuses to.
 
     Raises:
         RunError: the command ended with an error before that.
@@ -55,25 +59,33 @@ def start_detached_and_await_job_file_or_raise(
     run.path.mkdir(parents=True, exist_ok=True)
     previous_write_time = _write_time_ns(run.job)
     argv = [*module_start.module_command("ortlaunch"), *command_arguments]
-    with run.output.open("ab") as output:
-        # No signal of a terminal or of a notebook's kernel reaches another session.
-        process = subprocess.Popen(
-            [*command_prefix_to_end_with_parent(), argv[0], *argv] if ends_with_caller else argv,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **extra_environ},
-            start_new_session=True,
-        )
-    # Without it the ended command would be a zombie of this process.
-    threading.Thread(target=process.wait, daemon=True).start()
+    environ = {**os.environ, **extra_environ}
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
+    if prepared_process is not None:
+        process = prepared_process.fork_command_or_record_refusal(argv[2:], environ, run.output)
+    if process is None:
+        with run.output.open("ab") as output:
+            # No signal of a terminal or of a notebook's kernel reaches another session.
+            process = subprocess.Popen(
+                [*command_prefix_to_end_with_parent(), argv[0], *argv]
+                if ends_with_caller
+                else argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,
+            )
+        # Without it the ended command would be a zombie of this process.
+        threading.Thread(target=process.wait, daemon=True).start()
     while process.poll() is None and _write_time_ns(run.job) == previous_write_time:
         command = lock.process_that_last_locked_run(run)
         if returns_once_run_is_locked and command is not None and command.pid == process.pid:
             break
         time.sleep(_POLL_SECONDS)
-    if process.poll() and _write_time_ns(run.job) == previous_write_time:
-        raise RunError(last_output_lines(run), process.returncode)
+    status = process.poll()
+    if status and _write_time_ns(run.job) == previous_write_time:
+        raise RunError(last_output_lines(run), status)
     return process
 
 

@@ -25,6 +25,8 @@ from ortlaunch.api.inputs import (
 from ortlaunch.api.plan import resolve_loaded_recipe
 from ortlaunch.api.runs import Run
 from ortlaunch.base.errors import InputError, PlanError, RunError
+from ortlaunch.base.forked_process import ForkedProcess
+from ortlaunch.launch.prepared import PreparedProcess
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import dump_recipe_yaml
@@ -77,8 +79,8 @@ def train(
     if wait:
         run.wait(progress)
         # A command that ended before it took over an existing run has left that run's record.
-        if process.wait() not in (0, EXIT_SAVED):
-            raise RunError(last_output_lines(RunDir(run.path)), process.returncode)
+        if (status := process.wait()) not in (0, EXIT_SAVED):
+            raise RunError(last_output_lines(RunDir(run.path)), status)
     return run
 
 
@@ -141,12 +143,14 @@ def check_and_start_detached_run_in_new_folder(
     requested_folder: Path | None,
     resume_options: ResumeOptions = AUTOMATIC_RESUME,
     environ_if_ends_with_caller: Mapping[str, str] | None = None,
-) -> tuple[Run, subprocess.Popen[bytes]]:
+    prepared_process: PreparedProcess | None = None,
+) -> tuple[Run, subprocess.Popen[bytes] | ForkedProcess]:
     """Start a run; errors are those of `train`.
 
     Args:
         environ_if_ends_with_caller: variables beside those of this process, of a trial of a sweep; such a run also ends
             with this process.
+        prepared_process: forks the command if it can.
 
     Returns:
         The run, and the process of its command.
@@ -179,12 +183,21 @@ def check_and_start_detached_run_in_new_folder(
         *(f"--allow={name}" for name in resume_options.allow),
     ]
     measures_engine = resolved_run.recipe_file.recipe.engine.name == "auto"
+    extra_environ = {**variables, **(environ_if_ends_with_caller or {})}
+    if prepared_process is not None:
+        recipe_of_run = resolved_run.recipe_file.recipe
+        prepared_process.start_unless_running(
+            {**os.environ, **extra_environ, **recipe_of_run.launch.env},
+            dump_recipe_yaml(recipe_of_run),
+            resolved_run.plan,
+        )
     process = start_detached_and_await_job_file_or_raise(
         arguments,
         folder,
-        {**variables, **(environ_if_ends_with_caller or {})},
+        extra_environ,
         measures_engine,
         ends_with_caller=environ_if_ends_with_caller is not None,
+        prepared_process=prepared_process,
     )
     return Run(folder.path), process
 

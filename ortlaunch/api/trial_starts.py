@@ -14,7 +14,9 @@ from ortlaunch.api.submit import Submission
 from ortlaunch.api.train import check_and_start_detached_run_in_new_folder
 from ortlaunch.base import machine
 from ortlaunch.base.errors import PlanError
+from ortlaunch.base.forked_process import ForkedProcess
 from ortlaunch.base.units import count_with_noun
+from ortlaunch.launch.prepared import PreparedProcess
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.hosts import Host, filter_hosts_by_include_or_exclude, read_hostfile
 from ortlaunch.planning.world import LaunchOptions
@@ -61,6 +63,9 @@ class QueuedTrial:
         return 0
 
 
+TrialProcess = subprocess.Popen[bytes] | ForkedProcess | QueuedTrial
+
+
 def queued_trial_of(run: RunDir) -> QueuedTrial | None:
     """Return the job of a trial, which may have ended; None if there is none."""
     record = JobRecord.read_or_none_refusing_damaged(run)
@@ -68,8 +73,11 @@ def queued_trial_of(run: RunDir) -> QueuedTrial | None:
 
 
 def start_or_queue_trial(
-    loaded: LoadedRecipe, trial_resources: TrialResources, run: RunDir
-) -> subprocess.Popen[bytes] | QueuedTrial:
+    loaded: LoadedRecipe,
+    trial_resources: TrialResources,
+    run: RunDir,
+    prepared_process: PreparedProcess,
+) -> TrialProcess:
     """Start a trial, or queue it; errors are those of `train` and `submit`."""
     if not trial_resources.options.declared:
         return check_and_start_detached_run_in_new_folder(
@@ -77,6 +85,7 @@ def start_or_queue_trial(
             trial_resources.options,
             run.path,
             environ_if_ends_with_caller=trial_resources.environ,
+            prepared_process=prepared_process,
         )[1]
     Submission(resolve_loaded_recipe(loaded, trial_resources.options), run, run.path).queue_job()
     return QueuedTrial(run)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from dataclasses import dataclass
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.runs import Run
 from ortlaunch.api.trial_starts import (
-    QueuedTrial,
+    TrialProcess,
     TrialResources,
     queued_trial_of,
     start_or_queue_trial,
 )
 from ortlaunch.base.errors import InputError, OrtlaunchError, RunError
 from ortlaunch.base.units import number_or_none
+from ortlaunch.launch.prepared import PreparedProcess
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe.space import trial_overrides
@@ -35,7 +35,7 @@ from ortlaunch.search.study import Study
 from ortlaunch.started_runs import requests
 
 Objective = Callable[[Run], float]
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.2
 # Failed trials, and no complete one, after which a sweep ends: the fault is not the values'.
 _FIRST_FAILURES = 3
 # Trials in a row with values of earlier ones, after which a sweep ends.
@@ -50,7 +50,7 @@ class _RunningTrial:
     trial_number: int
     slot: int
     """The number of its share, from 0."""
-    process: subprocess.Popen[bytes] | QueuedTrial
+    process: TrialProcess
     starts: int
     """Starts since its newest checkpoint."""
     saved_step: int
@@ -78,6 +78,7 @@ class TrialRunner:
         hours = study.sweep.hours
         self._deadline_seconds = time.monotonic() + 3600 * hours if hours else None
         self._running = list[_RunningTrial]()
+        self._prepared_process = PreparedProcess()
 
     def run_trials_until_limit_terminating_them_on_error(self) -> None:
         """Start trials until a limit, and wait for their ends.
@@ -105,6 +106,7 @@ class TrialRunner:
                 trial.process.terminate()
             for trial in self._running:
                 trial.process.wait()
+            self._prepared_process.end()
 
     def _may_draw_trial(self) -> bool:
         all_trials = self._study.read_trials()
@@ -177,7 +179,9 @@ class TrialRunner:
                 ),
                 is_file=False,
             )
-            process = job or start_or_queue_trial(loaded, self._shares[slot], run)
+            process = job or start_or_queue_trial(
+                loaded, self._shares[slot], run, self._prepared_process
+            )
         except OrtlaunchError as error:
             # Killed before its record was written.
             killed = isinstance(error, RunError) and _was_killed(error.exit_status)

@@ -28,26 +28,24 @@ def request_signal_at_parent_end_or_exit_if_ended(signal_number: int, parent_pid
         os._exit(128 + signal_number)
 
 
-def set_pid_variable_and_execute_ending_with_parent(
-    parent_pid: str, pid_variable_name: str, pid_namespace: str, *command: str
+def end_with_parent_and_set_pid_variable(
+    parent_pid: int, pid_variable_name: str, pid_namespace: str
 ) -> None:
-    """Execute the command, which gets SIGTERM when the parent ends, and its process id in a
-    variable.
+    """Let this process get SIGTERM when its parent ends, and put its process id into a variable.
 
     Args:
         parent_pid: the process id of the parent.
         pid_variable_name: the name of the environment variable.
         pid_namespace: the namespace of process ids, which precedes the id in the variable.
-        command: program and arguments.
     """
-    request_signal_at_parent_end_or_exit_if_ended(signal.SIGTERM, int(parent_pid))
+    request_signal_at_parent_end_or_exit_if_ended(signal.SIGTERM, parent_pid)
     # Schedulers send these signals as a notice, which would end torchrun. An ignored signal stays
     # ignored after exec until the program handles it.
     for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signal_number, signal.SIG_IGN)
     os.environ[pid_variable_name] = f"{pid_namespace} {os.getpid()}"
-    os.execv(command[0], command[1:])
 
 
 if __name__ == "__main__":
-    set_pid_variable_and_execute_ending_with_parent(*sys.argv[1:])
+    end_with_parent_and_set_pid_variable(int(sys.argv[1]), *sys.argv[2:4])
+    os.execv(sys.argv[4], sys.argv[5:])

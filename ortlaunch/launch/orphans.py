@@ -32,6 +32,8 @@ class DescendantReaper:
     def set_launcher(self, launcher_pid: int) -> None:
         """Set the process with which the job began."""
         self._launcher = launcher_pid
+        # A fork that waited for its command is older than the job.
+        self._before.discard(launcher_pid)
         self._launchers.add(launcher_pid)
 
     def reap_ended_and_map_is_root_by_living_pid(self) -> dict[int, bool]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from ortlaunch.base import die_with_parent, machine
+from ortlaunch.base import die_with_parent, forked_process, machine
 from ortlaunch.base.errors import LaunchError
+from ortlaunch.base.forked_process import ForkedProcess
 from ortlaunch.base.process import (
     Process,
     living_descendant_pids,
@@ -72,7 +73,7 @@ class Job:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: subprocess.Popen[bytes] | ForkedProcess,
         orphans: DescendantReaper,
         request: LaunchRequest,
     ) -> None:
@@ -128,10 +129,13 @@ def write_files_and_start_job(request: LaunchRequest, output_path: Path | None =
     }
     environ = {**outer_variables, **dict(request.env)}
     orphans = DescendantReaper()
-    with open(output_path, "ab") if output_path else contextlib.nullcontext() as sink:
-        process = subprocess.Popen(
-            argv, env=environ, start_new_session=True, stdout=sink, stderr=sink
-        )
+    fork = None if output_path else forked_process.start_by_fork
+    process: subprocess.Popen[bytes] | ForkedProcess | None = fork and fork(request.argv, environ)
+    if process is None:
+        with open(output_path, "ab") if output_path else contextlib.nullcontext() as sink:
+            process = subprocess.Popen(
+                argv, env=environ, start_new_session=True, stdout=sink, stderr=sink
+            )
     orphans.set_launcher(process.pid)
     return Job(process, orphans, request)
 

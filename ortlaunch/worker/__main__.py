@@ -7,14 +7,19 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ortlaunch.base.errors import FileError, InputError, LaunchError, escape_control_characters
 from ortlaunch.base.file_errors import explain_errors_on_run_folder_or_cache_files
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe
+from ortlaunch.worker.engine.allocator import (
+    make_malloc_keep_memory_and_describe,
+    map_pages_of_files_as_before_fork,
+)
 from ortlaunch.worker.engine.binding import (
+    RankCoreBinding,
     bind_process_and_set_openmp_threads_unless_user_does,
     format_cpu_list,
     set_openmp_wait_policy_unless_set,
@@ -29,6 +34,9 @@ from ortlaunch.worker.supervision.rank_process import make_oom_killer_prefer_thi
 from ortlaunch.worker.supervision.rank_supervisor import fork_and_supervise_rank_then_end_alike
 from ortlaunch.worker.supervision.stall_rules import MEETING
 from ortlaunch.worker.supervision.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ortlaunch.recipe import Recipe
 
 
 def supervise_rank_of_run_folder() -> int:
@@ -63,6 +71,34 @@ def silence_no_gpu_warning_on_cpu(device_type: str) -> None:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
+def set_up_process_and_import_engine(
+    recipe: Recipe, plan: Plan, rank: Rank
+) -> tuple[RankCoreBinding, str | None]:
+    """Bind this process, set the variables that libraries read when they load, and load the engine.
+
+    Returns:
+        The binding, and on a CPU what happens to freed memory, for engine.json.
+    """
+    map_pages_of_files_as_before_fork()
+    core_binding = bind_process_and_set_openmp_threads_unless_user_does(
+        recipe.launch.binding, plan, rank, os.environ
+    )
+    set_openmp_wait_policy_unless_set(os.environ)
+    # Otherwise DeepSpeed guesses the device, and warns.
+    os.environ["DS_ACCELERATOR"] = plan.device
+    freed_memory_text = (
+        make_malloc_keep_memory_and_describe(os.environ) if plan.device == "cpu" else None
+    )
+    silence_no_gpu_warning_on_cpu(plan.device)
+    if recipe.engine.name == "ort":
+        from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
+
+        # Imports ORTModule, which replaces functions. This must precede transformers, which keeps
+        # references to them.
+        import_ortmodule_with_settings(recipe.engine)
+    return core_binding, freed_memory_text
+
+
 def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     """Read recipe and plan, join the world, build the session, run the task; return its status."""
     progress = Progress(rank.rank, watchdog.shared_progress)
@@ -81,25 +117,10 @@ def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     # ortlaunch's own torchrun has no such port.
     if not plan.started_by.is_ours:
         require_free_rendezvous_port_on_rank_0(rank, os.environ)
-    core_binding = bind_process_and_set_openmp_threads_unless_user_does(
-        recipe.launch.binding, plan, rank, os.environ
-    )
-    plan = replace(plan, threads=core_binding.threads or plan.threads)
-    set_openmp_wait_policy_unless_set(os.environ)
-    # Otherwise DeepSpeed guesses the device, and warns.
-    os.environ["DS_ACCELERATOR"] = plan.device
-    freed_memory_text = (
-        make_malloc_keep_memory_and_describe(os.environ) if plan.device == "cpu" else None
-    )
-    silence_no_gpu_warning_on_cpu(plan.device)
     if plan.traits.may_exhaust_memory:
         make_oom_killer_prefer_this_process()
-    if recipe.engine.name == "ort":
-        from ortlaunch.worker.engine.ort_settings import import_ortmodule_with_settings
-
-        # Imports ORTModule, which replaces functions. This must precede transformers, which keeps
-        # references to them.
-        import_ortmodule_with_settings(recipe.engine)
+    core_binding, freed_memory_text = set_up_process_and_import_engine(recipe, plan, rank)
+    plan = replace(plan, threads=core_binding.threads or plan.threads)
 
     from ortlaunch.worker import tasks
     from ortlaunch.worker.data import LoadedData

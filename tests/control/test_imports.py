@@ -40,6 +40,7 @@ GROUND = {
     "base.module_start",
     "tables.tasks",
     "base.die_with_parent",
+    "base.forked_process",
     "base.installed",
 }
 # Modules that the worker may import beside itself: the ground floor, and the modules
@@ -98,6 +99,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "base.module_start": (set(), set()),
     "base.process": (set(), set()),
     "base.die_with_parent": (set(), set()),
+    "base.forked_process": ({"base.process"}, set()),
     "base.units": (set(), set()),
     "base.installed": (set(), set()),
     "tables.launchers": (set(), set()),

@@ -7,8 +7,11 @@ process keeps freed blocks of up to 32 MiB.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import platform
+from array import array
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -22,6 +25,14 @@ _LARGEST = 32 << 20
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 # glibc reads it as an unsigned integer, which is more than any process can hold.
 _NEVER_TRIM = -1
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# The kernel maps so many pages of a file at once.
+_PAGES_MAPPED_TOGETHER = 16
+# From <linux/mman.h>, since Linux 5.14; older kernels refuse it.
+_MADV_POPULATE_READ = 22
+# Addresses of pages of library files that were in memory before this process was forked; empty in a
+# process that was executed.
+_file_page_addresses = list[int]()
 _REPORTING = Path("/sys/module/page_reporting/parameters/page_reporting_order")
 # The kernel's value is 2^32 - 1 until a balloon driver enables the reports.
 _LARGEST_ORDER = 64
@@ -85,3 +96,29 @@ def trim_heap() -> None:
     """Trim the heap, after work that training does not repeat: an export, a comparison."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def remember_mapped_pages_of_files() -> None:
+    """Keep the addresses of the pages of files in memory, for `map_pages_of_files_as_before_fork`."""
+    # Some kernels have no such file. A fork then counts less memory than it uses.
+    with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb") as page_map:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            address_range, _, _, _, inode, *_ = line.split()
+            start, end = (int(address, 16) // _PAGE_BYTES for address in address_range.split("-"))
+            page_map.seek(start * 8)
+            entries = array("Q", page_map.read((end - start) * 8 if inode != "0" else 0))
+            # The highest bit of an entry: the page is in memory.
+            _file_page_addresses.extend(
+                (start + page) * _PAGE_BYTES
+                for page in range(0, len(entries), _PAGES_MAPPED_TOGETHER)
+                if entries[page] >> 63
+            )
+
+
+def map_pages_of_files_as_before_fork() -> None:
+    """Map the pages of library files again, which count in plans and records of memory.
+
+    A fork has its parent's memory, but pages of files only once it uses them.
+    """
+    for address in _file_page_addresses:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), _PAGE_BYTES, _MADV_POPULATE_READ)

@@ -37,7 +37,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     def plant(does: Plan) -> list[str]:
         starts = list[str]()
 
-        def start(loaded: Any, share: Any, run: RunDir) -> Any:
+        def start(loaded: Any, share: Any, run: RunDir, prepared: Any) -> Any:
             path = run.path
             path.mkdir(parents=True, exist_ok=True)
             run.recipe.write_text(dump_recipe_yaml(loaded.file.recipe))
