@@ -78,6 +78,14 @@ def native_crash_cause_and_detail(error_log_tail: str) -> tuple[Cause, str]:
     )
 
 
+def last_lines_and_whole_crash_stack_text(error_log_tail: str, line_count: int) -> str:
+    """Return the last lines of a log; more of them where Python's fault handler has begun earlier."""
+    lines = error_log_tail.splitlines()
+    # The first frames of the stack are the cause.
+    crash_starts = [n for n, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    return "\n".join(lines[max(0, min([len(lines) - line_count, *crash_starts[-1:]])) :])
+
+
 def is_lost_peer_message(text: str) -> bool:
     """Return whether the text of an exception means that a peer rank has ended."""
     return re.search(_PEER_IS_GONE, text) is not None

@@ -29,6 +29,7 @@ from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record_or_
 from ortlaunch.run_folder.folder import RunDir, is_disk_nearly_full, json_text
 from ortlaunch.run_folder.library_messages import (
     is_lost_peer_message,
+    last_lines_and_whole_crash_stack_text,
     match_cause_in_text,
     native_crash_cause_and_detail,
 )
@@ -138,10 +139,7 @@ class RankEndRecorder:
     def write_record_of_silent_end(self, pid: int, description: str, end: ObservedEnd) -> None:
         """Record the end of a rank that recorded nothing itself."""
         log_end = self._last_100_error_log_lines_text_or_empty()
-        lines = log_end.splitlines()
-        # The stack of a crash is whole, because its first frames are the cause.
-        crash_lines = [n for n, line in enumerate(lines) if line.startswith("Fatal Python error")]
-        last_lines = "\n".join(lines[max(0, min([len(lines) - 20, *crash_lines[-1:]])) :])
+        last_lines = last_lines_and_whole_crash_stack_text(log_end, 20)
         full_disk_note = self._full_disk_note_or_empty() if end.signal is None else ""
         cause, detail = _cause_and_line_of_unrecorded_end(end.signal, last_lines, full_disk_note)
         if cause is Cause.CRASH:
