@@ -210,9 +210,14 @@ def _choice_by_earlier_runs_or_none(resolved_run: ResolvedRun, step_count: int) 
         resolved_run.workload.batch,
         step_count,
     )
-    if len(seconds_by_engine) < 2:
+    # Another environment that shares the cache may have ONNX Runtime.
+    fastest_first = [
+        name
+        for name in sorted(seconds_by_engine, key=lambda name: seconds_by_engine[name])
+        if _can_run_engine(resolved_run, name)
+    ]
+    if len(fastest_first) < 2:
         return None
-    fastest_first = sorted(seconds_by_engine, key=lambda name: seconds_by_engine[name])
     figures = ", ".join(f"{name} {seconds_by_engine[name]:.3g} s" for name in fastest_first)
     return Choice(
         "auto", fastest_first[0], f"by earlier runs, for {step_count:,} steps: {figures}", {}
@@ -239,14 +244,16 @@ def _raise_if_measurement_outweighs_run(resolved_run: ResolvedRun, variant_job: 
 
 def _ort_or_eager_choice_without_measurement(resolved_run: ResolvedRun, reason: str) -> Choice:
     """Return the recipe's default engine, or eager where it cannot run, for this reason."""
-    can_run_ort = (
-        resolve_variant_or_record_refusal(Variant(ENGINES[0], ()), resolved_run).resolved_run
-        is not None
-    )
+    can_run_ort = _can_run_engine(resolved_run, ENGINES[0])
     bench_hint = f"`ortlaunch bench {resolved_run.command.recipe_path}` measures for all later runs"
     return Choice(
         "auto", ENGINES[0] if can_run_ort else "eager", f"not measured: {reason}; {bench_hint}", {}
     )
+
+
+def _can_run_engine(resolved_run: ResolvedRun, engine_name: str) -> bool:
+    variant = resolve_variant_or_record_refusal(Variant(engine_name, ()), resolved_run)
+    return variant.resolved_run is not None
 
 
 def apply_cached_engine_or_note_later_measurement(resolved_run: ResolvedRun) -> ResolvedRun:
