@@ -201,7 +201,7 @@ def _cached_or_short_run_choice_and_source(resolved_run: ResolvedRun) -> tuple[C
 
 
 def _choice_by_earlier_runs_or_none(resolved_run: ResolvedRun, step_count: int) -> Choice | None:
-    """Return the engine whose own earlier runs say that this run is shortest; None if one is known."""
+    """Return the engine with the shortest run by its own earlier runs; None without two engines."""
     world = resolved_run.world
     seconds_by_engine = run_seconds_by_engine_of_earlier_runs(
         resolved_run.recipe_file.recipe,

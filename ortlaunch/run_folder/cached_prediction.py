@@ -15,7 +15,7 @@ from ortlaunch.base.cache import (
     cache_file_path_by_hashed_key,
     create_private_cache_folder_or_refuse,
 )
-from ortlaunch.base.errors import FileError
+from ortlaunch.base.errors import DamagedFile, FileError
 from ortlaunch.base.json_types import Json
 from ortlaunch.base.machine import hardware_record, threads_per_rank
 from ortlaunch.launch_plan import BatchPlan, Plan
@@ -147,4 +147,9 @@ def cache_prediction_record(recipe: Recipe, plan: Plan, entries: Json) -> None:
 
 
 def _record_or_empty(record_path: Path) -> Json:
-    return read_json_or_raise_damaged(record_path) if record_path.exists() else {}
+    """Return a record of the cache; a damaged one is printed and forgotten, for no run needs it."""
+    try:
+        return read_json_or_raise_damaged(record_path) if record_path.exists() else {}
+    except DamagedFile as error:
+        print(f"{error}; forgotten", flush=True)
+        return {}

@@ -46,7 +46,7 @@ class _Libraries:
         self.cpus = os.sched_getaffinity(0)
         self.settings: tuple[object, ...] = ()
 
-    def import_for_rank_and_explain_unfit_fork_or_empty(
+    def import_libraries_and_return_reason_against_forks_or_empty(
         self, recipe: str, plan: str, modules: Sequence[str]
     ) -> str:
         """Import what a rank of this recipe and plan does, and further modules.
@@ -159,7 +159,7 @@ def serve_requests_and_run_command_in_each_fork() -> None:
         request_id, request = json.loads(line)
         result: Any
         if "modules" in request:
-            result = imported.import_for_rank_and_explain_unfit_fork_or_empty(**request)
+            result = imported.import_libraries_and_return_reason_against_forks_or_empty(**request)
         elif "pid" in request:
             result = exit_status_of_child_or_none(request["pid"])
         elif (result := os.fork()) == 0:

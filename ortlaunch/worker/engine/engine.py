@@ -39,8 +39,8 @@ from ortlaunch.worker.engine.optimizer import (
 )
 from ortlaunch.worker.engine.ort_engine import (
     build_and_probe_ort_module_or_fall_back,
-    few_rows_or_none,
     first_and_last_error_line,
+    first_two_rows_or_none,
     onnxruntime_report_so_far,
     unapplied_repair_and_export_notes,
     wrap_model_in_ortmodule,
@@ -227,7 +227,7 @@ def build_engine(
             batch = loss_weight.batch_without_weight_key_with_counted_label(batch)
             return _move_and_cast_batch(batch, group.device, dtype)
 
-        few_rows = few_rows_or_none(sample_batch)
+        few_rows = first_two_rows_or_none(sample_batch)
         module, witness, fallback, whole_batch_reason, export_seconds = (
             build_and_probe_ort_module_or_fall_back(
                 recipe,
@@ -238,8 +238,7 @@ def build_engine(
             )
         )
         engine_name = "eager" if fallback else "ort"
-        # Not in ZeRO 3, which gathers the weights of a graph for ORTModule alone.
-        if not fallback and (recipe.zero is None or recipe.zero.stage < 3):
+        if not fallback:
             evaluation_seconds = EvaluationSeconds(export_seconds)
     if engine_name == "inductor":
         # A profile needs marks in the kernels that inductor writes for a CPU.
@@ -302,7 +301,10 @@ def build_engine(
         *built_optimizer.notes,
         *(unapplied_repair_and_export_notes() if witness else ()),
         *(
-            [f"the export ran a whole micro batch and not a few rows: {whole_batch_reason}"]
+            [
+                "the export ran a whole micro batch and not a few rows: "
+                f"{first_and_last_error_line(whole_batch_reason)}"
+            ]
             if whole_batch_reason
             else []
         ),

@@ -152,8 +152,8 @@ def _first_reason_of_ranks_or_empty(group: DistributedContext, reason: str) -> s
     return next((text for text in group.gather(reason) if text), "")
 
 
-def few_rows_or_none(batch: TensorBatch) -> TensorBatch | None:
-    """Return the first rows of a batch; None unless every value has one row a sample.
+def first_two_rows_or_none(batch: TensorBatch) -> TensorBatch | None:
+    """Return the first two rows of a batch; None unless every value has one row a sample.
 
     A batch that has no more rows is returned itself.
     """

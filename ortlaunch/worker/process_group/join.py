@@ -114,7 +114,8 @@ def replace_gloo_timeout_by_missing_connections_error() -> Iterator[None]:
         port_range = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         # gloo's own words would make this the effect of another rank's end.
         raise LaunchError(
-            "the ranks' first message timed out: connections among them are missing; ranks listen "
+            "the ranks' first message timed out: a rank is late, or connections among them are "
+            "missing; ranks listen "
             f"at ports of net.ipv4.ip_local_port_range ({'-'.join(port_range)} here), and all hosts "
             "must reach these of each other"
         ) from None

@@ -256,7 +256,7 @@ def _step_duration_lines(summary: Summary) -> list[str]:
             ""
             if 1 / _WRONG_RATIO < ratio < _WRONG_RATIO
             else f"; the prediction was wrong, {ratio:.2g} times the step: this run or the measurement for it "
-            "had other work beside it (again: ortlaunch plan --predict)"
+            "probably had other work beside it (again: ortlaunch plan --predict)"
         )
         return [
             f"{line}, predicted {prediction.step_seconds:.3g} s and {human_bytes(prediction.memory)} a rank{doubt}"

@@ -241,6 +241,21 @@ def test_a_wrong_prediction_is_named(predicted: float, is_wrong: bool) -> None:
     assert (f"the prediction was wrong, {predicted / 0.8:.2g} times the step" in line) == is_wrong
 
 
+def test_a_damaged_record_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that has trained must not end with an error of the cache."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    plan = makers.plan(RECIPE)
+    path = cached_prediction_path(RECIPE, plan)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    cache_measured_seconds_if_writable(RECIPE, plan, "ort", 0.5, 1.0)
+    assert str(path) in capsys.readouterr().out
+    kept = run_seconds_by_engine_of_earlier_runs(RECIPE, "cpu", 2, plan.batch, 10)
+    assert kept == {"ort": pytest.approx(6.0)}
+
+
 @pytest.mark.parametrize(
     ("curve", "is_wrong"),
     [
