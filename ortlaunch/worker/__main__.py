@@ -26,6 +26,7 @@ from ortlaunch.worker.engine.binding import (
 )
 from ortlaunch.worker.engine.garbage import (
     collect_freeze_and_restore_threshold,
+    exclude_libraries_from_collections,
     raise_garbage_threshold,
 )
 from ortlaunch.worker.process_group.rendezvous_port import require_free_rendezvous_port_on_rank_0
@@ -135,6 +136,7 @@ def join_ranks_and_run_task(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     )
     from ortlaunch.worker.session import load_data_and_build_session
 
+    exclude_libraries_from_collections()
     # The user's modules may draw random numbers while they are imported.
     seed_all_random_generators(recipe.seed)
     for field, name in (

@@ -7,6 +7,7 @@ import weakref
 
 from ortlaunch.worker.engine.garbage import (
     collect_freeze_and_restore_threshold,
+    exclude_libraries_from_collections,
     raise_garbage_threshold,
 )
 
@@ -24,6 +25,9 @@ def test_garbage_of_the_start_is_collected_and_what_stays_is_left_out() -> None:
     try:
         raise_garbage_threshold()
         assert gc.get_threshold()[0] > 10 * usual[0]
+        library = Cycle()
+        exclude_libraries_from_collections()
+        assert not any(one is library for one in gc.get_objects())
         gone = weakref.ref(Cycle())
         stays = Cycle()
         collect_freeze_and_restore_threshold()
