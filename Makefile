@@ -97,11 +97,11 @@ nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -m nightly --page nightly-proof ortmodule/tests tests/e2e tests/launch \
 	    tests/cluster tests/worker/data $(PROOF)
 
-# Which layers and models train on engine ort as in eager: zoo-proof/page.md, the next docs/models.md.
+# Which layers and models train on engine ort as in eager: zoo-proof/page.md, the next docs/evidence/models.md.
 zoo: $(INSTALLED)
 	$(BIN)/python -m pytest -m zoo --page zoo-proof tests/zoo $(PROOF)
 
-# What runs on a CUDA device, at full size, and how fast: gpu-proof/page.md; goes on where it was stopped (docs/gpu.md).
+# What runs on a CUDA device, at full size, and how fast: gpu-proof/page.md; goes on where it was stopped (docs/evidence/gpu.md).
 # The short runs of part smoke share the GPU, AT_ONCE at a time; all else runs alone.
 gpu: $(INSTALLED)
 	-$(GPU) -k smoke: --numprocesses $(AT_ONCE)

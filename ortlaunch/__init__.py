@@ -1,6 +1,6 @@
 """One recipe, one command: train a PyTorch model on ONNX Runtime from a laptop to a cluster.
 
-The names of `__all__` are the public Python API (docs/python.md). Each is imported at its first
+The names of `__all__` are the public Python API (docs/reference/python.md). Each is imported at its first
 use, so that `import ortlaunch` takes no time; importing none of them loads torch.
 """
 

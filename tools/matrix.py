@@ -1,4 +1,4 @@
-"""Test which versions of torch and transformers engine ort runs on; write docs/matrix.md.
+"""Test which versions of torch and transformers engine ort runs on; write docs/evidence/versions.md.
 
 `make matrix`, or `python tools/matrix.py --torch 2.8.0` for one row. Every pair is installed and
 trained against eager. There is one environment for each torch in the cache folder, deleted when its
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "matrix.md"
+TABLE = ROOT / "docs" / "evidence" / "versions.md"
 TORCH = ("2.4.1", "2.6.0", "2.8.0", "2.10.0", "2.13.0", "2.15.0")
 TRANSFORMERS = ("4.52.4", "5.23.0")
 CHECKS = {

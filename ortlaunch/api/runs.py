@@ -52,7 +52,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run folder; docs/run-folder.md describes its files."""
+        """The run folder; docs/reference/run-folder.md describes its files."""
         return self._folder.path
 
     def status(self) -> Status:

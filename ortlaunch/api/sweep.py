@@ -44,7 +44,7 @@ class Sweep:
 
     @property
     def path(self) -> Path:
-        """The folder; docs/sweep.md describes its files."""
+        """The folder; docs/guides/sweep.md describes its files."""
         return self._folder.path
 
     def trials(self) -> list[Trial]:

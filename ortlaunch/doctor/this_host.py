@@ -21,7 +21,7 @@ from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
 THIS_HOST = "localhost"
-_OLDEST_TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
+_OLDEST_TORCH = (2, 6)  # the oldest that both recipes train on: docs/evidence/versions.md
 
 
 def check_this_host_and_recipe_packages(

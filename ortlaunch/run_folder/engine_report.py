@@ -240,7 +240,7 @@ class OnnxRuntime:
     """The settings of ONNX Runtime and counts of its work, on rank 0."""
 
     repairs: list[str]
-    """Repairs of ORTModule that are applied (docs/repairs.md)."""
+    """Repairs of ORTModule that are applied (docs/ortmodule/repairs.md)."""
     repairs_not_applied: dict[str, str]
     """Repairs that are not applied, each with its reason."""
     settings: dict[str, Any]

@@ -1,6 +1,6 @@
 """Size and CRC-32 of files that a resumed run trusts, recorded when their contents are on the disk.
 
-The checksum detects accidents (a cut file, a flipped bit), but no attacks: docs/trust.md. Standard
+The checksum detects accidents (a cut file, a flipped bit), but no attacks: docs/concepts/trust.md. Standard
 library only.
 """
 

@@ -1,6 +1,6 @@
 """Every path of a run folder, with atomic writing and tolerant reading of its files.
 
-The rows of RunDir are the table of the files: a row gives a path, and a line of docs/run-folder.md.
+The rows of RunDir are the table of the files: a row gives a path, and a line of docs/reference/run-folder.md.
 Standard library only.
 """
 

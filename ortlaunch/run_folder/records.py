@@ -1,6 +1,6 @@
 """Types of the records in a run folder: memory.json, summary.json, metrics.jsonl and more.
 
-The text under a field is its manual: docs/run-folder.md is generated from it (`ortlaunch schema
+The text under a field is its manual: docs/reference/run-folder.md is generated from it (`ortlaunch schema
 --run-folder`). A field with a default is left out of the file if it has no value. Standard library
 only.
 """
@@ -396,7 +396,7 @@ class Evaluation:
     model (`evaluate MODEL --json`)."""
     samples: int
     """Samples evaluated; each counts once."""
-    # Fields of the file by their own names: docs/run-folder.md lists them from METRICS.
+    # Fields of the file by their own names: docs/reference/run-folder.md lists them from METRICS.
     metrics: dict[str, float]
     """Metrics by name."""
     own: dict[str, float] | None = None

@@ -1,4 +1,4 @@
-"""Generate docs/run-folder.md: the files of a run, and every field of its records.
+"""Generate docs/reference/run-folder.md: the files of a run, and every field of its records.
 
 The page is generated from the types of the records, so it always matches the files.
 """
@@ -26,7 +26,7 @@ from ortlaunch.tables.metrics import METRICS
 _HEAD = """\
 # The run folder, field by field
 
-Made by `ortlaunch schema --run-folder > docs/run-folder.md`; a test holds it to the code.
+Made by `ortlaunch schema --run-folder > docs/reference/run-folder.md`; a test holds it to the code.
 
 {folder}
 A field whose value may be absent is left out of the file where it does not apply. Sizes are in bytes, times in seconds.

@@ -25,7 +25,7 @@ class BuiltInMetric:
     """One row of the table."""
 
     manual: str
-    """Description for docs/run-folder.md."""
+    """Description for docs/reference/run-folder.md."""
     better: str
     """`min` or `max`."""
     shown: str

@@ -15,7 +15,9 @@ from tests.ort import needs_ort
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+# docs/ortmodule is a link, which `**` does not follow.
+PAGES_OF_DOCS = sorted(path for form in ("*.md", "*/*.md") for path in (ROOT / "docs").glob(form))
+DOCS = "\n".join(path.read_text(encoding="utf-8") for path in PAGES_OF_DOCS)
 # They take half a minute or more. ortmodule/tests/ortmodule_tests/native/test_extensions.py,
 # tests/launch/test_bench.py and tests/worker/engine/test_prediction.py run them.
 NOT_RUN = ("setup", "bench")
@@ -114,7 +116,7 @@ def test_the_tree_of_contributing_exists() -> None:
     assert not missing
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = [*sorted(ROOT.glob("*.md")), *PAGES_OF_DOCS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

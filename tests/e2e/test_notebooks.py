@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.runs import environment
 from tests.ort import INSTALLED
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "start"
 
 
 @pytest.mark.slow

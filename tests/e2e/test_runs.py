@@ -98,7 +98,7 @@ def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
 
 
 def test_metrics_are_of_their_declared_forms(full: Run) -> None:
-    """Every line is one of a step or of an evaluation, as in docs/run-folder.md."""
+    """Every line is one of a step or of an evaluation, as in docs/reference/run-folder.md."""
     # Names of other metrics depend on the task, and are not fields of the record.
     metrics = {f"evaluation_{name}" for name in METRICS if name != "loss"}
     for record in full.records():

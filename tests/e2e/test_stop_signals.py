@@ -1,4 +1,4 @@
-"""Runs that are ended by every signal, at every moment, under every launcher, as in docs/ends.md.
+"""Runs that are ended by every signal, at every moment, under every launcher, as in docs/concepts/ends.md.
 
 A case is one run: the signal is sent to its target at its moment, then the run's end is checked.
 Lost steps are those that were done before the signal and are not in the newest checkpoint. KILL is

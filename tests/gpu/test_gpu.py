@@ -1,4 +1,4 @@
-"""Tests of ortlaunch on a GPU, the most valuable parts first: `make gpu` (docs/gpu.md).
+"""Tests of ortlaunch on a GPU, the most valuable parts first: `make gpu` (docs/evidence/gpu.md).
 
 `--device cpu` rehearses every part at a tiny size. A case is one or more commands with a judge.
 """

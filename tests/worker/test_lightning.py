@@ -288,8 +288,8 @@ def test_batches_of_any_form() -> None:
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module and the recipe of docs/lightning.md train, on engine eager here."""
-    page = (Path(__file__).parents[2] / "docs/lightning.md").read_text(encoding="utf-8")
+    """The module and the recipe of docs/guides/lightning.md train, on engine eager here."""
+    page = (Path(__file__).parents[2] / "docs/guides/lightning.md").read_text(encoding="utf-8")
     module, text = (
         re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
         for language in ("python", "yaml")

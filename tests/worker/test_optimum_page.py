@@ -1,4 +1,4 @@
-"""docs/optimum.md names every argument of transformers' Trainer, and existing recipe keys."""
+"""docs/ortmodule/optimum.md names every argument of transformers' Trainer, and existing recipe keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from ortlaunch.importers.renamed_keys import is_recipe_key
 from ortlaunch.recipe.fields.field_lookup import keys_accepted_by_section
 
-PAGE = (Path(__file__).parents[2] / "docs/optimum.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/ortmodule/optimum.md").read_text(encoding="utf-8")
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
 
 

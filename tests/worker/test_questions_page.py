@@ -1,4 +1,4 @@
-"""The example of docs/questions.md with class weights is code that trains as one whole batch."""
+"""The example of docs/guides/questions.md with class weights is code that trains as one whole batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 from tests.training import train_here
 
-PAGE = (Path(__file__).parents[2] / "docs/questions.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/guides/questions.md").read_text(encoding="utf-8")
 
 
 def test_class_weights_add_up_over_micro_batches(tmp_path: Path) -> None:

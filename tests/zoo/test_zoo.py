@@ -1,6 +1,6 @@
 """Layers and models that train on engine ort as in eager PyTorch.
 
-`make zoo` writes the page of results (docs/models.md).
+`make zoo` writes the page of results (docs/evidence/models.md).
 
 Each case runs three steps of SGD on a CPU, on engine `ort` and in eager PyTorch, with the same
 weights and inputs. Losses and all gradients of each step, and buffers at the end, are equal to 1e-5
@@ -46,7 +46,7 @@ TITLES = {
 }
 # Kinds of which attention is tried as in long sequences; in others it is written out.
 LONG = {"layers", "causal-lm", "speech-seq2seq", "ctc"}
-# Families that do not train on engine ort today (docs/models.md gives the reasons).
+# Families that do not train on engine ort today (docs/evidence/models.md gives the reasons).
 KNOWN = {
     *((task, "reformer") for task in ("masked-lm", "causal-lm", "sequence-classification")),
     *((task, "phimoe") for task in ("causal-lm", "sequence-classification")),
@@ -84,7 +84,7 @@ def made(kind: str) -> dict[str, Callable[[], Any]]:
 
 def parameters() -> list[Any]:
     """Return every case; those that are known to fail carry the mark xfail."""
-    known = pytest.mark.xfail(reason="docs/models.md")
+    known = pytest.mark.xfail(reason="docs/evidence/models.md")
     return [
         pytest.param(kind, name, id=f"{kind}: {name}", marks=known if (kind, name) in KNOWN else ())
         for kind in TITLES

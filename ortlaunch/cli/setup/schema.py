@@ -7,11 +7,11 @@ import typer
 
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="The same as a page: docs/recipe.md.")
+        bool, typer.Option("--markdown", help="The same as a page: docs/reference/recipe.md.")
     ] = False,
     run_folder: Annotated[
         bool,
-        typer.Option("--run-folder", help="Files of a run, field by field: docs/run-folder.md."),
+        typer.Option("--run-folder", help="Files of a run, field by field: docs/reference/run-folder.md."),
     ] = False,
     doctor: Annotated[
         bool, typer.Option("--doctor", help="Schema of `ortlaunch doctor --json`.")

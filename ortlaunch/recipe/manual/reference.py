@@ -1,4 +1,4 @@
-"""Make docs/recipe.md: each field's type, bounds, default and text, in the recipe's order.
+"""Make docs/reference/recipe.md: each field's type, bounds, default and text, in the recipe's order.
 
 Made from the JSON schema, so it has the texts that editors show. The schema is still unsorted,
 which keeps the recipe's order.
@@ -15,7 +15,7 @@ from ortlaunch.recipe.manual.schema import recipe_schema_with_descriptions
 _HEAD = """\
 # The recipe, field by field
 
-Made by `ortlaunch schema --markdown > docs/recipe.md`; a test holds it to the code. The JSON schema has the same texts
+Made by `ortlaunch schema --markdown > docs/reference/recipe.md`; a test holds it to the code. The JSON schema has the same texts
 (`ortlaunch schema`), and editors show them while you type.
 
 A recipe is a YAML file. Any field can be set on the command line by its dotted path: `train.max_steps=50`,

@@ -1,6 +1,6 @@
 """Rules by which a run counts as stalled, and which ranks the others wait for.
 
-These are pure functions from heartbeats to a verdict; watchdog.py ends the ranks. docs/ends.md has
+These are pure functions from heartbeats to a verdict; watchdog.py ends the ranks. docs/concepts/ends.md has
 the table of limits for users.
 """
 

@@ -48,7 +48,7 @@ from ortlaunch.worker.training.metrics_writer import (
 )
 from ortlaunch.worker.training.summary import print_outcome_and_copy_late_modules
 
-# Predictions of a quiet machine are within 20 % (docs/measuring.md); beside other work twice as long and more.
+# Predictions of a quiet machine are within 20 % (docs/evidence/measuring.md); beside other work twice as long and more.
 _WRONG_RATIO = 2
 
 

@@ -131,7 +131,7 @@ def test_a_node_that_is_not_counted(environ: dict[str, str], said: str) -> None:
         require_node_index_in_environ(2, environ)
 
 
-DOCS = Path(__file__).parents[3] / "docs" / "cluster.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guides" / "clusters.md"
 SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NUM_GPUS_PER_NODE": "1",
@@ -151,7 +151,7 @@ DSTACK = {
 def test_the_examples_of_the_docs(
     begins: str, variables: dict[str, str], number_of: str, tmp_path: Path
 ) -> None:  # fmt: skip
-    """The SkyPilot and dstack examples of docs/cluster.md start the ranks of two nodes."""
+    """The SkyPilot and dstack examples of docs/guides/clusters.md start the ranks of two nodes."""
     text = next(
         block for block in DOCS.read_text().split("```yaml\n") if block.startswith(begins)
     ).partition("```")[0]

@@ -51,7 +51,7 @@ def schema() -> dict[str, Any]:
 
 @functools.cache
 def page() -> list[str]:
-    """Return the lines of docs/recipe.md."""
+    """Return the lines of docs/reference/recipe.md."""
     return recipe_manual_page_markdown().splitlines()
 
 
@@ -130,8 +130,8 @@ def test_each_row_of_the_manual_has_four_cells() -> None:
 
 
 def test_the_reference_is_up_to_date() -> None:
-    """docs/recipe.md is the output of `ortlaunch schema --markdown`."""
-    assert (RECIPES.parent / "docs" / "recipe.md").read_text(
+    """docs/reference/recipe.md is the output of `ortlaunch schema --markdown`."""
+    assert (RECIPES.parent / "docs" / "reference" / "recipe.md").read_text(
         encoding="utf-8"
     ) == recipe_manual_page_markdown()
 

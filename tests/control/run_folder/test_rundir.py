@@ -198,14 +198,14 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
 
 
 def test_the_page_of_the_run_folder_is_current() -> None:
-    """docs/run-folder.md is current: `ortlaunch schema --run-folder` prints the same page."""
-    # To be regenerated, with `> docs/run-folder.md`, after every change of a run's files.
-    page = Path(__file__).parents[3] / "docs" / "run-folder.md"
+    """docs/reference/run-folder.md is current: `ortlaunch schema --run-folder` prints the same page."""
+    # To be regenerated, with `> docs/reference/run-folder.md`, after every change of a run's files.
+    page = Path(__file__).parents[3] / "docs" / "reference" / "run-folder.md"
     assert page.read_text(encoding="utf-8") == run_folder_manual_page_markdown()
 
 
 def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
-    """A field without a value is null, empty or absent, as docs/run-folder.md documents it."""
+    """A field without a value is null, empty or absent, as docs/reference/run-folder.md documents it."""
     # `onnxruntime` is present for every engine, so that a reader can look up keys in it.
     written = engine_report("eager").to_json()
     assert (written["attention"], written["onnxruntime"], written["unused_parameters"]) == (

@@ -31,7 +31,7 @@ IDS = torch.arange(24).reshape(3, 8) * 5 % 64
 FIRST = torch.tensor(4)
 # Operators without a CUDA kernel in the graphs below. They compute only int64 sizes, on the CPU,
 # from values that are there. A result of 8 to 64 bytes is copied to the GPU in each step, without
-# a wait (docs/gpu.md).
+# a wait (docs/evidence/gpu.md).
 ON_CPU = {"BroadcastGradientArgs"}
 # The largest relative error of bfloat16 gradients.
 ROUNDING = 2e-2

@@ -231,7 +231,7 @@ class _TracedGraphTranslator:
                 return attention.write_fused_cpu_attention_call(
                     context, call.traced_input_values(), inputs
                 )
-            # The kernels for GPUs are called with torch's derivative (docs/gpu.md).
+            # The kernels for GPUs are called with torch's derivative (docs/evidence/gpu.md).
             stays_torch = True
         if self._follows_table:
             stays_torch = stays_torch or table_lets_torch_compute_call(

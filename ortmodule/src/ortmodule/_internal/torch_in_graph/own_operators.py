@@ -3,7 +3,7 @@
 GELU in its tanh form (torch's operator takes the form's name, and ORT passes no text); the gradient
 of torch.gather (torch has no operator for it); the gradients of a convolution and of a GroupNorm
 (some of their results may be missing). All but the last are for CPUs, where ONNX Runtime's own
-kernels are slower: docs/measuring.md. The module does not depend on ORTModule.
+kernels are slower: docs/evidence/measuring.md. The module does not depend on ORTModule.
 """
 
 from __future__ import annotations
