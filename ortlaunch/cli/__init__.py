@@ -61,6 +61,7 @@ VERBS = (
     schema.schema,
     shipped.constraints,
     shipped.hostfile,
+    shipped.docs,
 )
 
 app = typer.Typer(

@@ -97,7 +97,7 @@ PortsOption = Annotated[
 ]
 FindingsAsJson = Annotated[
     bool,
-    typer.Option("--json", help="All results as JSON; its schema: `ortlaunch schema --doctor`."),
+    typer.Option("--json", help="All results as JSON; its schema: `ortlaunch schema --output doctor`."),
 ]
 AllowOption = Annotated[
     list[str] | None,

@@ -59,6 +59,7 @@ _GROUPS = {
             "Convert another tool's config into a recipe.",
             "args.json data.train=python-docs",
         ),
+        "docs": ("Print a page of the documentation.", "engines"),
         "schema": ("Print the recipe's JSON schema.", "> schema.json"),
         "constraints": ("Print a tested set of versions for pip.", "> constraints.txt"),
     },

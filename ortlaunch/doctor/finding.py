@@ -77,7 +77,7 @@ def summarize_findings(findings: Sequence[Finding]) -> str:
 
 
 def findings_json(findings: Sequence[Finding]) -> str:
-    """Return all findings as JSON; `ortlaunch schema --doctor` prints its schema."""
+    """Return all findings as JSON; `ortlaunch schema --output doctor` prints its schema."""
     return json.dumps([asdict(finding) for finding in findings], indent=2)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
 from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import aligned_table_lines
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
@@ -12,25 +15,51 @@ from ortlaunch.resolve.shipped import shipped_recipe_names, shipped_recipe_path_
 _GPU_COUNTS = (1, 8)
 
 
-def shipped_recipe_lines_with_planned_gpu_memory() -> list[str]:
-    """Return the lines of a table of all shipped recipes, under a header.
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A row of `ortlaunch recipes list`."""
 
-    Memory is the plan's, in GiB on each of 1 and of 8 GPUs; `-` where a plan cannot count it, or
-    the batch does not split.
-    """
-    rows: list[tuple[str, ...]] = [("recipe", "model", "method", "engine", "1 GPU", "8 GPUs")]
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    recipe: str
+    """The name that `train`, `recipes show` and `recipes copy` take."""
+    model: str
+    """The pretrained model, the type of a new one, or the factory of an own one."""
+    method: str
+    """`new weights`, `all weights` or `LoRA`."""
+    engine: str
+    """The recipe's `engine.name`."""
+    gibibytes_of_1_gpu: float | None
+    """Memory by the plan, in GiB, on one GPU; null: not known before a run."""
+    gibibytes_of_8_gpus: float | None
+    """The same on each of 8 GPUs; null also where the batch does not split."""
+
+
+def shipped_recipes_with_memory() -> list[ShippedRecipe]:
+    """Return a row for every shipped recipe, sorted by name."""
+    rows = []
     for recipe_name in shipped_recipe_names():
         recipe = load_recipe(shipped_recipe_path_or_refuse(recipe_name)).recipe
-        memory_texts = (_gpu_gibibytes_text_or_dash(recipe, ranks) for ranks in _GPU_COUNTS)
+        memory = (_gpu_gibibytes_or_none(recipe, ranks) for ranks in _GPU_COUNTS)
         rows.append(
-            (
+            ShippedRecipe(
                 recipe_name,
                 _model_name(recipe),
                 _method_name(recipe),
                 recipe.engine.name,
-                *memory_texts,
+                *memory,
             )
         )
+    return rows
+
+
+def shipped_recipe_table_lines(recipes: Sequence[ShippedRecipe]) -> list[str]:
+    """Return the lines of a table of recipes, under a header; `-` for unknown memory."""
+    rows = [("recipe", "model", "method", "engine", "1 GPU", "8 GPUs")]
+    for recipe in recipes:
+        *texts, gibibytes_of_1_gpu, gibibytes_of_8_gpus = astuple(recipe)
+        memory = ("-" if x is None else f"{x:.1f}" for x in (gibibytes_of_1_gpu, gibibytes_of_8_gpus))
+        rows.append((*texts, *memory))
     return [
         *aligned_table_lines(rows),
         "1 GPU, 8 GPUs: GiB on each, by `ortlaunch plan`; -: not known before a run",
@@ -48,7 +77,7 @@ def _method_name(recipe: Recipe) -> str:
     return "all weights" if recipe.model.pretrained else "new weights"
 
 
-def _gpu_gibibytes_text_or_dash(recipe: Recipe, rank_count: int) -> str:
+def _gpu_gibibytes_or_none(recipe: Recipe, rank_count: int) -> float | None:
     try:
         memory = estimate_rank_memory_or_none(
             recipe,
@@ -57,7 +86,7 @@ def _gpu_gibibytes_text_or_dash(recipe: Recipe, rank_count: int) -> str:
             "cuda",
         )
     except PlanError:
-        return "-"
+        return None
     if memory is None:
-        return "-"
-    return f"{dict(memory.by_stage)[memory.chosen].total / 2**30:.1f}"
+        return None
+    return dict(memory.by_stage)[memory.chosen].total / 2**30

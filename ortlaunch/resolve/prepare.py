@@ -130,7 +130,7 @@ def set_aside_and_write_run_files_and_print_plan_unless_restart(
         if reason := reason_others_can_write_or_empty(run.path):
             first_lines.append(
                 f"run folder: {reason}: users who can write there can run code as this user "
-                "while the ranks start (docs/concepts/trust.md)"
+                "while the ranks start (`ortlaunch docs trust`)"
             )
     print_lines(first_lines)
     return request

@@ -1,4 +1,4 @@
-"""Files shipped with the code: recipes, constraints, host files.
+"""Files shipped with the code: recipes, constraints, host files, pages of the documentation.
 
 In a checkout they are in folders of these names, in an installation under share/ortlaunch. Printing
 them needs the standard library only, so that `ortlaunch constraints` runs before the dependencies
@@ -12,7 +12,7 @@ import os
 import re
 import site
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ortlaunch.base.errors import InputError, RecipeError
 from ortlaunch.run_folder.folder import write_text_atomically
@@ -72,18 +72,32 @@ def shipped_recipe_path_or_refuse(recipe_name: str) -> Path:
 
 
 def read_shipped_text(folder_name: str, file_name: str) -> str:
-    """Return the contents of a file of `constraints` or `hostfiles`.
+    """Return the contents of a file of `constraints`, `hostfiles` or `docs`, by its name.
 
     Raises:
         InputError: no file has that name.
     """
-    files = {
-        path.name.removesuffix(".txt"): path
-        for path in sorted(shipped_folder_or_refuse(folder_name).iterdir())
-    }
     return _file_by_name_or_refuse_with_suggestion(
-        folder_name.removesuffix("s"), file_name.removesuffix(".txt"), files
+        "page" if folder_name == "docs" else folder_name.removesuffix("s"),
+        PurePath(file_name).stem if file_name.endswith((".md", ".txt")) else file_name,
+        _shipped_texts(folder_name),
     ).read_text(encoding="utf-8")
+
+
+def documentation_page_lines() -> list[str]:
+    """Return `name: title` for each page of docs/, folder by folder."""
+    pages = sorted(_shipped_texts("docs").values())
+    return [
+        f"{path.parent.name + '/' + path.stem:<28} {path.read_text(encoding='utf-8').partition(chr(10))[0].strip('# ')}"
+        for path in pages
+    ]
+
+
+def _shipped_texts(folder_name: str) -> dict[str, Path]:
+    """Return the files by name, without ending; those of docs/ are in its folders."""
+    folder = shipped_folder_or_refuse(folder_name)
+    form = "*/*.md" if folder_name == "docs" else "*"
+    return {path.name.removesuffix(".txt").removesuffix(".md"): path for path in sorted(folder.glob(form))}
 
 
 def _file_by_name_or_refuse_with_suggestion(

@@ -32,13 +32,22 @@ _SKIPPED_OFTEN = 0.5
 class Diagnosis:
     """Why a run ended, with the evidence and advice."""
 
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
     run: str
+    """The run folder."""
     state: str
+    """As in `status`, or `pruned` for a trial that its sweep ended."""
     exit_status: int | None
+    """Exit status of the run's command; null before its end."""
     kind: str
+    """The cause by name, such as `out-of-memory`."""
     verdict: str
+    """Why the run ended, for a person."""
     advice: tuple[str, ...]
+    """What to try, the most useful first."""
     evidence: tuple[str, ...]
+    """Lines of logs and records that show it."""
 
     def to_json(self) -> str:
         """Return one JSON object."""

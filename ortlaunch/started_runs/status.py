@@ -52,36 +52,46 @@ _FORMAT_BY_METRIC = {
 class Status:
     """The state of a run at one moment; unknown values are None."""
 
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}
+
     run: str
-    # `train`, `parity`, `evaluate`, ..., or `trial` for a run of a sweep.
+    """The run folder."""
     purpose: str
+    """`train`, `parity`, `evaluate`, ..., or `trial` for a run of a sweep."""
     state: JobState
-    # As recorded, with the verdict that its command would have written.
+    """`pending`, `running`, `preempted` (saved; run it again), `cancelled`, `succeeded` or `failed`."""
     job: JobRecord
-    # False if its process is on another host; `state` is then the last recorded one.
+    """job.json, with the verdict that its command would have written."""
     certain: bool
-    # From the start until now, or until the end.
+    """False if its process is on another host; `state` is then the last recorded one."""
     seconds: float | None
+    """From the start until now, or until the end."""
     ranks: int | None
+    """Ranks of the plan."""
     ranks_begun: int
+    """Ranks whose process has begun."""
     hosts: int | None
+    """Hosts of the plan."""
     step: int | None
+    """The last logged step."""
     steps: int | None
-    # Since the newest metrics of this start.
+    """Steps of the whole training."""
     logged_seconds_ago: float | None
-    # The newest value of each name.
+    """From the newest metrics of this start until now."""
     metrics: Json
-    # Processes on this host that have not ended, although the run has.
+    """The newest value of each name."""
     alive: tuple[int, ...]
-    # Names of processes of a running run on this host that SIGSTOP or Ctrl-Z has stopped, by id.
+    """Processes on this host that have not ended, although the run has."""
     stopped: Mapping[int, str]
-    # Errors of damaged files, which were left out.
+    """Names of processes of a running run on this host that SIGSTOP or Ctrl-Z has stopped, by id."""
     unreadable: tuple[str, ...] = ()
-    # Why another engine than the requested one runs, as a sentence.
+    """Errors of damaged files, which were left out."""
     fallback: str | None = None
-    # Of a training that succeeded, as in summary.json.
+    """Why another engine than the requested one runs, as a sentence."""
     best: Json | None = None
+    """Of a training that succeeded, as in summary.json."""
     stopped_early: Json | None = None
+    """The same, where it stopped early."""
 
     def to_json(self) -> str:
         """Return the status as one JSON object."""

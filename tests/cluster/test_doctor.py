@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from ortlaunch.doctor.schema import findings_json_schema_text
+from ortlaunch.api.json_outputs import output_json_schema
 from tests.cluster.lab import LOGIN, Lab
 from tests.cluster.test_faults import RECIPE, SQUATTER
 from tests.e2e.runs import COMMAND, environment
@@ -45,7 +45,7 @@ def doctor(
     )
     assert ended.stdout.startswith("["), ended.stderr
     findings: list[dict[str, Any]] = json.loads(ended.stdout)
-    jsonschema.validate(findings, json.loads(findings_json_schema_text()))
+    jsonschema.validate(findings, output_json_schema("doctor"))
     assert ended.returncode == any(one["verdict"] == "failed" for one in findings)
     return findings
 

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from ortlaunch.doctor.schema import findings_json_schema_text
+from ortlaunch.api.json_outputs import output_json_schema
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import COMMAND
 from tests.launch.tiny import MODULE
@@ -123,7 +123,7 @@ def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
     assert took < 15
     print(f"{said.strip()} -> {took:.1f} s")
     findings = json.loads(seen.stdout)
-    jsonschema.validate(findings, json.loads(findings_json_schema_text()))
+    jsonschema.validate(findings, output_json_schema("doctor"))
     if case.doctor is not None:
         # Columns 23 to 36 of a line of `train` contain the name of the check.
         assert {one["check"] for one in findings if one["verdict"] == "failed"} == {

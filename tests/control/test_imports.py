@@ -199,7 +199,6 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     # The source of this module is sent to the hosts: it imports json_types for type checkers only.
     "doctor.probe": ({"base.json_types"}, set()),
-    "doctor.schema": ({"doctor"}, {"pydantic"}),
     "bench": (
         {
             *GROUND,
@@ -289,6 +288,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {"tqdm", "pandas"},
     ),
     "api.protocols": (set(), {"torch"}),  # for type checkers alone
+    "api.json_outputs": (
+        {"base.errors", "doctor", "resolve", "started_runs"},
+        {"pydantic"},
+    ),
     "cli": (
         {
             "__init__",
@@ -307,6 +310,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "cli.options": ({"base.errors", "tables.launchers", "planning", "resolve"}, {"typer"}),
     "cli.hints": ({"base.errors", "recipe", "cli"}, {"typer"}),
     "cli.cluster.doctor": ({"doctor", "run", "cli"}, {"typer"}),
+    "cli.reference": ({"api", "cli"}, {"typer"}),
     "cli.cluster.ranks": ({"base.errors", "rank"}, {"typer"}),
     "cli.results.evaluate": (
         {"api", "base.errors", "base.output", "run_folder", "cli"},
@@ -328,6 +332,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "resolve",
             "run_folder",
             "base.units",
+            "api",
             "cli",
         },
         {"typer"},

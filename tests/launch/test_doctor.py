@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ortlaunch.doctor.schema import findings_json_schema_text
+from ortlaunch.api.json_outputs import output_json_schema
 from tests.launch.tiny import ortlaunch
 
 
@@ -19,7 +19,7 @@ def findings(folder: Path, hosts: str, *words: str) -> tuple[int, dict[str, dict
     ended = ortlaunch(folder, "doctor", *words, "--hostfile", "hosts", "--json")
     assert ended.stdout.startswith("["), ended.stderr
     rows = json.loads(ended.stdout)
-    jsonschema.validate(rows, json.loads(findings_json_schema_text()))
+    jsonschema.validate(rows, output_json_schema("doctor"))
     assert ended.returncode == any(row["verdict"] == "failed" for row in rows)
     return ended.returncode, {row["check"]: row for row in rows}
 

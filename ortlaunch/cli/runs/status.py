@@ -1,6 +1,7 @@
 """`ortlaunch status`, `compare`, `stop`, `checkpoint`, `restart` and `cancel`: query and control runs
 of other commands."""
 
+import json as texts  # the option of verbs is called json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -56,12 +57,19 @@ def status(
         raise typer.Exit(run_status.job.exit_status or 0)
 
 
-def compare(first: RunFolder, second: RunFolder) -> None:
+def compare(
+    first: RunFolder,
+    second: RunFolder,
+    json: Annotated[bool, typer.Option("--json", help="The lines as a JSON list.")] = False,
+) -> None:
     """Print what differs between two runs: recipe, world, data, code, packages, and the result.
 
     Each line is FIELD: FIRST -> SECOND. `ortlaunch plan --diff` compares runs before they start.
     """
     lines = ortlaunch.Run(first).compare(ortlaunch.Run(second))
+    if json:
+        typer.echo(texts.dumps(lines, indent=2))
+        return
     typer.echo("\n".join(lines) if lines else f"{second} is the same as {first}")
 
 

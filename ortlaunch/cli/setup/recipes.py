@@ -1,5 +1,7 @@
 """`ortlaunch recipes list`, `show` and `copy`."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +20,17 @@ Name = Annotated[
 
 
 @app.command("list", cls=Verb)
-def list_recipes() -> None:
+def list_recipes(
+    as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+) -> None:
     """List the shipped recipes: model, method, memory."""
-    from ortlaunch.resolve.catalog import shipped_recipe_lines_with_planned_gpu_memory
+    from ortlaunch.resolve.catalog import shipped_recipe_table_lines, shipped_recipes_with_memory
 
-    typer.echo("\n".join(shipped_recipe_lines_with_planned_gpu_memory()))
+    recipes = shipped_recipes_with_memory()
+    if as_json:
+        typer.echo(json.dumps([asdict(recipe) for recipe in recipes], indent=2))
+    else:
+        typer.echo("\n".join(shipped_recipe_table_lines(recipes)))
 
 
 @app.command("show", cls=Verb)

@@ -13,14 +13,23 @@ def schema(
         bool,
         typer.Option("--run-folder", help="Files of a run, field by field: docs/reference/run-folder.md."),
     ] = False,
-    doctor: Annotated[
-        bool, typer.Option("--doctor", help="Schema of `ortlaunch doctor --json`.")
+    commands: Annotated[
+        bool, typer.Option("--commands", help="All verbs and options: docs/reference/cli.md.")
     ] = False,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", metavar="VERB", help="Schema of what `VERB --json` prints."),
+    ] = None,
 ) -> None:
     """Print the recipe's JSON schema, for editors: every field with its manual."""
     # Only the module of the chosen page is imported.
-    if doctor:
-        from ortlaunch.doctor.schema import findings_json_schema_text as text
+    if output is not None:
+        from ortlaunch.api.json_outputs import output_json_schema_text
+
+        typer.echo(output_json_schema_text(output), nl=False)
+        return
+    if commands:
+        from ortlaunch.cli.reference import command_line_manual_page_markdown as text
     elif run_folder:
         from ortlaunch.run_folder.reference import run_folder_manual_page_markdown as text
     elif markdown:

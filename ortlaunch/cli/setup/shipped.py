@@ -1,4 +1,4 @@
-"""`ortlaunch constraints` and `ortlaunch hostfile`: files that come with the package."""
+"""`ortlaunch constraints`, `hostfile` and `docs`: files that come with the package."""
 
 from typing import Annotated
 
@@ -24,3 +24,18 @@ def hostfile(
     from ortlaunch.resolve.shipped import read_shipped_text
 
     typer.echo(read_shipped_text("hostfiles", name), nl=False)
+
+
+def docs(
+    topic: Annotated[
+        str, typer.Argument(help="Name of a page, such as engines; none: the list of all.")
+    ] = "",
+) -> None:
+    """Print a page of the documentation, or the list of its pages."""
+    from ortlaunch.resolve.shipped import documentation_page_lines, read_shipped_text
+
+    typer.echo(
+        read_shipped_text("docs", topic.rpartition("/")[2]).rstrip("\n")
+        if topic
+        else "\n".join(documentation_page_lines())
+    )

@@ -1,5 +1,7 @@
 """`ortlaunch validate`."""
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -18,6 +20,7 @@ def validate(
             help="For another machine: report missing files as notes, not errors.",
         ),
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Validity and problems as JSON.")] = False,
 ) -> None:
     """Check a recipe; all errors at once, each with its location.
 
@@ -26,4 +29,16 @@ def validate(
     """
     from ortlaunch.api.inputs import validate as check  # the verb has the same name
 
-    typer.echo(check(recipe, *(overrides or ()), elsewhere=elsewhere))
+    if not as_json:
+        typer.echo(check(recipe, *(overrides or ()), elsewhere=elsewhere))
+        return
+    from ortlaunch.api.json_outputs import RecipeCheck
+    from ortlaunch.base.errors import RecipeError
+
+    try:
+        notes = check(recipe, *(overrides or ()), elsewhere=elsewhere).notes
+        result = RecipeCheck(str(recipe), True, notes=notes)
+    except RecipeError as error:
+        result = RecipeCheck(str(recipe), False, error.problems)
+    typer.echo(json.dumps(asdict(result), indent=2))
+    raise typer.Exit(0 if result.valid else RecipeError.exit_status)

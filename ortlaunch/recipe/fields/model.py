@@ -70,7 +70,7 @@ class Model(Section, resume_rule=OTHER_MODEL):
     """`package.module:function` that returns the model when task is custom; its forward accepts a
     batch's keys and returns the loss (or an object, mapping or tuple that contains it). For task
     lightning it returns a LightningModule, or is its class: its training_step and validation_step
-    run (docs/guides/lightning.md). The module may be in the recipe's folder."""
+    run (`ortlaunch docs lightning`). The module may be in the recipe's folder."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
     attention: Annotated[

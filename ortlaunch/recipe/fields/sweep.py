@@ -86,7 +86,7 @@ SWEEP_ALONE = effect_rule("only `ortlaunch sweep` reads it")
 
 
 class Search(Section, resume_rule=SWEEP_ALONE):
-    """A search over fields of this recipe, for `ortlaunch sweep`; each trial is a run (docs/guides/sweep.md)."""
+    """A search over fields of this recipe, for `ortlaunch sweep`; each trial is a run (`ortlaunch docs sweep`)."""
 
     space: Annotated[dict[str, Parameter], Field(min_length=1)]
     """The fields and their values, by dotted path, as

@@ -275,7 +275,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "patience": _STOP_AFTER,
         "train.patience": _STOP_AFTER,
         "model.loss": "no: no loss has a name here: a model of your own (model.factory) returns its loss, and "
-        "ORTTrainer takes compute_loss_func (docs/ortmodule/optimum.md)",
+        "ORTTrainer takes compute_loss_func (`ortlaunch docs optimum`)",
         "output_dir": "the command line option --run-dir",
         "per_device_train_batch_size": "batch.micro_size",
         "per_device_eval_batch_size": _SAME_RESULT,

@@ -245,6 +245,6 @@ def wrap_lightning(model: nn.Module) -> LightningLoss:
         raise InputError(
             f"{module_class.__name__} has no training_step, or has {', '.join(uncalled_parts) or 'no other part'}, "
             f"which a run of ortlaunch never calls; it calls {', '.join(sorted(_HOOKS))}; "
-            "Lightning's own Trainer runs an ORTModule, too (docs/guides/lightning.md)"
+            "Lightning's own Trainer runs an ORTModule, too (`ortlaunch docs lightning`)"
         )
     return LightningLoss(model)

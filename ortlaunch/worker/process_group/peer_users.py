@@ -102,7 +102,7 @@ def require_peers_of_same_user_or_root(socket_inodes: set[int]) -> None:
                 f"{peer_text} is connected from port {_port_of_address(foreign_peer.local_address)} to port "
                 f"{_port_of_address(foreign_peer.remote_address)} of this rank, which is for ranks of this run only; "
                 "nothing was sent to it. Start the run again; if it happens again, ask that user "
-                "what runs there (docs/concepts/trust.md)"
+                "what runs there (`ortlaunch docs trust`)"
             )
         time.sleep(_PAUSE_SECONDS)
 

@@ -13,7 +13,7 @@ import yaml
 
 from ortlaunch.base.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.doctor.schema import findings_json_schema_text
+from ortlaunch.api.json_outputs import output_json_schema
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.restarts import (
     EndedAttempt,
@@ -254,7 +254,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_findings_have_a_schema() -> None:
     """Findings fit their schema; other verdicts and unknown fields do not."""
-    schema = json.loads(findings_json_schema_text())
+    schema = output_json_schema("doctor")
     good = {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""}
     jsonschema.validate([good], schema)
     for wrong in ({**good, "verdict": "good"}, {**good, "more": 1}):

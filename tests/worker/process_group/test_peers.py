@@ -87,7 +87,7 @@ def test_a_process_of_another_user_is_refused(listener: socket.socket) -> None:
     assert re.sub(r"from port \d+", "from port N", caught) == (
         f"a process of another user (uid {STRANGER}) is connected from port N to port {port} of "
         "this rank, which is for ranks of this run only; nothing was sent to it. Start the run "
-        "again; if it happens again, ask that user what runs there (docs/concepts/trust.md)"
+        "again; if it happens again, ask that user what runs there (`ortlaunch docs trust`)"
     )
 
 

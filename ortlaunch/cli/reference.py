@@ -1,0 +1,100 @@
+"""Make docs/reference/cli.md: every verb with its arguments, options and JSON output."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from ortlaunch.api.json_outputs import TYPE_BY_VERB, output_json_schema
+from ortlaunch.cli import app
+
+_HEAD = """\
+# The command line
+
+Made by `ortlaunch schema --commands > docs/reference/cli.md`; a test holds it to the code. `ortlaunch VERB --help` prints
+the same of one verb. Errors of the input end with status 2 and are printed all at once; a run's own status is
+[its end](../concepts/ends.md).
+
+`--json` prints one JSON value. `ortlaunch schema --output VERB` prints its JSON schema; the fields are listed here under each
+verb. `plan --json` is `plan.json`, `evaluate --json` the metrics of `evaluation.json`, and `data show --json` the audit, all in
+[the run folder](run-folder.md). `sweep export` prints the trials as JSON.
+"""
+
+
+# An argument or option that so many verbs share is described once, at the top.
+_SHARED_BY = 3
+
+
+def command_line_manual_page_markdown() -> str:
+    """Return the whole page."""
+    commands = dict(_commands_by_verb("", typer.main.get_command(app)))
+    counts = Counter(_line(each) for command in commands.values() for each in command.params)
+    shared_lines = [line for line, count in counts.items() if count >= _SHARED_BY]
+    verbs = [
+        line
+        for verb, command in commands.items()
+        for line in _verb_lines(verb, command, shared_lines)
+    ]
+    return "\n".join([_HEAD, "## Shared by several verbs\n", *sorted(shared_lines), "", *verbs])
+
+
+def _commands_by_verb(verb: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield verb, command
+        return
+    for name, sub_command in command.commands.items():
+        yield from _commands_by_verb(f"{verb} {name}".strip(), sub_command)
+
+
+def _verb_lines(verb: str, command: Any, shared_lines: list[str]) -> Iterator[str]:
+    parameters = [each for each in command.params if not getattr(each, "hidden", False)]
+    arguments = [_words(each) for each in parameters if each.param_type_name == "argument"]
+    yield f"## `{' '.join(['ortlaunch', verb, *arguments])}`\n"
+    yield re.sub(r"(?<!\n)\n(?!\n)", " ", (command.help or "").strip()) + "\n"
+    lines = list(dict.fromkeys(map(_line, parameters)))
+    own_lines = [line for line in lines if line not in shared_lines]
+    if own_lines:
+        yield "\n".join(own_lines) + "\n"
+    shared_options = [
+        f"`{each.opts[0]}`"
+        for each in parameters
+        if _line(each) in shared_lines and each.param_type_name == "option"
+    ]
+    if shared_options:
+        yield f"Also {', '.join(shared_options)}.\n"
+    if verb in TYPE_BY_VERB:
+        yield _output_text(verb) + "\n"
+
+
+def _line(parameter: Any) -> str:
+    return f"- `{_words(parameter)}`: {parameter.help}"
+
+
+def _words(parameter: Any) -> str:
+    """Return a parameter as it is typed."""
+    metavar = parameter.metavar or parameter.name.upper()
+    if parameter.param_type_name == "argument":
+        is_bare = parameter.required or metavar.startswith("[")
+        return metavar if is_bare else f"[{metavar}]"
+    names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    return names if parameter.is_flag else f"{names} {metavar}"
+
+
+def _output_text(verb: str) -> str:
+    """Return the fields of a verb's JSON as one sentence."""
+    schema = output_json_schema(verb)
+    is_list = schema.get("type") == "array"
+    item = schema["items"] if is_list else schema
+    type_name = item.get("$ref", "").rpartition("/")[2]
+    fields = schema.get("$defs", {}).get(type_name, item).get("properties", {})
+    if verb == "list":
+        return "`--json`: a list; each item is that of `status --json`."
+    if not fields:
+        return "`--json`: a list of the lines."
+    lines = [
+        f"- `{name}`: {' '.join(field.get('description', '').split())}"
+        for name, field in fields.items()
+    ]
+    return "\n".join([f"`--json`: {'a list; each item' if is_list else 'an object; it'} has\n", *lines])
