@@ -17,6 +17,7 @@ _TABLE_HEAD = (
     "samples/s",
     "tokens/s",
     "MFU",
+    "of vendor's peak",
     "memory",
     "first step",
     "parity",
@@ -44,7 +45,11 @@ def variant_result_rows_with_ratio_and_mfu(
         reference_row = _eager_or_first_row_that_ratio_refers_to(row, measured_rows)
         row["ratio"] = row["samples_per_second"] / reference_row["samples_per_second"]
         row["ratio_to"] = reference_row["name"]
-        row["mfu"] = _model_flops_utilization_or_none(row, measured_rows)
+        rate = _model_flops_per_second_of_rank_or_none(row)
+        peak = _highest_measured_peak_of_same_precision(row, measured_rows)
+        row["mfu"] = rate / peak if rate and peak else None
+        vendor_peak = row["vendor_peak_flops"]
+        row["mfu_of_vendor_peak"] = rate / vendor_peak if rate and vendor_peak else None
     return rows
 
 
@@ -87,6 +92,7 @@ def _measured_refused_or_failed_variant_row(
         "padding_share": padding / (tokens + padding) if tokens else None,
         "flops_per_token": variant_job.ready_answer["flops_per_token"],
         "peak_flops": variant_job.ready_answer["peak_flops"],
+        "vendor_peak_flops": variant_job.ready_answer["vendor_peak_flops"],
         # Peak bytes of each rank, over all turns.
         "memory": [
             max(turn["memory"][rank] for turn in variant_job.turns) for rank in range(rank_count)
@@ -132,34 +138,30 @@ def _eager_or_first_row_that_ratio_refers_to(
     return (rows_with_same_keys or eager_rows or list(measured_rows))[0]
 
 
-def _model_flops_utilization_or_none(
-    row: VariantRow, measured_rows: Sequence[VariantRow]
-) -> float | None:
-    """Return the model FLOPs utilization, from 0 to 1, or None if it is unknown.
+def _model_flops_per_second_of_rank_or_none(row: VariantRow) -> float | None:
+    """Return the operations per second that the formula counts for the tokens of one rank.
 
-    The peak is the highest rate that any variant of this precision measured: one scale for all of
-    them.
+    None: the model or its batch cannot be counted.
     """
-    # The model or its batch cannot be counted.
     if not row["flops_per_token"] or not row["tokens_per_second"]:
         return None
-    rows_of_same_precision = [
-        other_row
-        for other_row in measured_rows
-        if other_row["precision"] == row["precision"]
-        and other_row["matmul_precision"] == row["matmul_precision"]
-    ]
-    peak_flops = max(other["peak_flops"] or 0.0 for other in rows_of_same_precision)
-    return (
-        # Padding is computed, too.
-        float(
-            row["flops_per_token"]
-            * row["tokens_per_second"]
-            / (1 - (row["padding_share"] or 0.0))
-            / (peak_flops * row["ranks"])
-        )
-        if peak_flops
-        else None
+    # Padding is computed, too.
+    computed_tokens = row["tokens_per_second"] / (1 - (row["padding_share"] or 0.0))
+    return row["flops_per_token"] * computed_tokens / row["ranks"]
+
+
+def _highest_measured_peak_of_same_precision(
+    row: VariantRow, measured_rows: Sequence[VariantRow]
+) -> float:
+    """Return the highest rate of a matmul that any variant of this precision measured.
+
+    It is one scale for all of them; 0: none measured it.
+    """
+    return max(
+        other["peak_flops"] or 0.0
+        for other in measured_rows
+        if other["precision"] == row["precision"]
+        and other["matmul_precision"] == row["matmul_precision"]
     )
 
 
@@ -250,6 +252,7 @@ def _table_cells_of_measured_row(row: VariantRow) -> tuple[str, ...]:
         f"{row['samples_per_second']:,.1f}",
         f"{tokens:,.0f}" if tokens else "-",
         f"{mfu:.1%}" if mfu else "-",
+        f"{row['mfu_of_vendor_peak']:.1%}" if row["mfu_of_vendor_peak"] else "-",
         human_bytes(max(row["memory"])),
         f"{row['first_step']['since_launch']:.1f} s",
         _reference_or_difference_cell(row["parity"]),

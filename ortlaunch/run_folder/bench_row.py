@@ -30,6 +30,8 @@ class VariantRow(TypedDict, total=False):
     flops_per_token: float | None
     peak_flops: float | None
     """FLOP/s of one device at the most, measured on GPUs."""
+    vendor_peak_flops: float | None
+    """The same by the vendor's data sheet, for types of 16 bits."""
     memory: list[int]
     """Peak bytes of each rank."""
     first_step: dict[str, float]
@@ -44,4 +46,6 @@ class VariantRow(TypedDict, total=False):
     """Samples a second, relative to those of `ratio_to`."""
     ratio_to: str
     mfu: float | None
-    """Model FLOPs utilization, from 0 to 1."""
+    """Model FLOPs utilization, from 0 to 1, of the rate that was measured."""
+    mfu_of_vendor_peak: float | None
+    """The same of `vendor_peak_flops`."""

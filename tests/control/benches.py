@@ -33,6 +33,7 @@ def player(
     made.ready_answer = {
         "flops_per_token": None,
         "peak_flops": None,
+        "vendor_peak_flops": None,
         "engine": {},
         "first_step": {"since_launch": 3.0},
     }

@@ -158,12 +158,13 @@ def test_mfu_has_one_yardstick() -> None:
         one.variant = resolve_variant_or_record_refusal(
             Variant(name, ()), resolved(**BERT_ON_WORDS)
         )
-        one.ready_answer.update(flops_per_token=2.0, peak_flops=peak)
+        one.ready_answer.update(flops_per_token=2.0, peak_flops=peak, vendor_peak_flops=1024.0)
         # Padding is computed, and is no token.
         one.turns[0]["tokens"] = [192, 64]
         made.append(one)
     figures = [(row["mfu"], row["tokens_per_second"]) for row in rows(*made)]
     assert figures == [(2.0 * 256 / 400.0, 192)] * 2
+    assert {row["mfu_of_vendor_peak"] for row in rows(*made)} == {0.5}
 
 
 def test_mfu_is_against_the_rate_at_the_same_precision() -> None:

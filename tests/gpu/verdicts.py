@@ -205,6 +205,7 @@ def _row(variant: Row, folder: Path) -> Row:
         "samples_per_second": variant["samples_per_second"],
         "tokens_per_second": variant["tokens_per_second"],
         "mfu": variant["mfu"],
+        "mfu_of_vendor_peak": variant["mfu_of_vendor_peak"],
         "peak_flops": variant["peak_flops"],
         "memory": max(variant["memory"]),
         "planned": plan and plan["by_stage"][plan["chosen"]]["total"],

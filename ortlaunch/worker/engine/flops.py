@@ -7,6 +7,31 @@ import time
 import torch
 
 
+# Dense matrix products of 16 bits, in operations per second, by NVIDIA's data sheets. A name that holds another one is before it.
+_VENDOR_FLOPS_PER_SECOND = {
+    "B200": 2.25e15,
+    "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100": 9.89e14,
+    "A100": 3.12e14,
+    "L40S": 3.62e14,
+    "L4": 1.21e14,
+    "A10": 1.25e14,
+    "V100": 1.25e14,
+}
+
+
+def vendor_flops_per_second_or_none(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the rate of matrix products that the vendor states for a GPU.
+
+    None: a type of 32 bits, a CPU, or a GPU that the table does not have.
+    """
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    gpu_name = torch.cuda.get_device_name(device)
+    return next((rate for name, rate in _VENDOR_FLOPS_PER_SECOND.items() if name in gpu_name), None)
+
+
 def training_flops_per_token_or_none(
     model: torch.nn.Module, sequence_length: int | None
 ) -> float | None:

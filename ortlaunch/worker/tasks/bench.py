@@ -21,7 +21,11 @@ from ortlaunch.run_folder.folder import (
 )
 from ortlaunch.worker.engine.comparison import compare_passes_replaying_random_numbers_if_drawn
 from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
-from ortlaunch.worker.engine.flops import measure_peak_flops_per_second, wait_for_device
+from ortlaunch.worker.engine.flops import (
+    measure_peak_flops_per_second,
+    vendor_flops_per_second_or_none,
+    wait_for_device,
+)
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.model.returned_values import loss_of_engine_output
@@ -185,6 +189,7 @@ def _reset_peak_memory_and_report_engine_and_flops(session: Session) -> Json:
         "engine": engine.engine_report_so_far().to_json(),
         "flops_per_token": engine.flops_per_token,
         "peak_flops": peak,
+        "vendor_peak_flops": vendor_flops_per_second_or_none(group.device, dtype),
     }
 
 
