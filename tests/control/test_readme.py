@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +65,11 @@ def test_readme_and_make_train_name_the_activation():
 @needs_ort
 def test_the_commands_of_the_readme_work(tmp_path):
     """The commands in README and docs/ end with status 0; setup and bench are not run."""
-    (tmp_path / "my_model.py").write_text(_blocks("python")[0])
-    (tmp_path / "my_recipe.yaml").write_text(_blocks("yaml")[0])
+    own_model = (ROOT / "docs/start/own-model.md").read_text(encoding="utf-8")
+    (tmp_path / "my_model.py").write_text(_blocks("python", own_model)[0])
+    (tmp_path / "my_recipe.yaml").write_text(_blocks("yaml", own_model)[0])
+    # What the pages call my.yaml is a reader's own recipe.
+    shutil.copy(ROOT / "recipes/llama2-7b/tiny.yaml", tmp_path / "my.yaml")
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     commands = _commands()
     assert len(commands) >= 7
@@ -148,7 +152,7 @@ def test_the_readme_leads_to_every_page() -> None:
     assert {page.resolve() for page in PAGES} - seen == set()
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 230), ("CHANGELOG.md", 80)])
+@pytest.mark.parametrize(("page", "most"), [("README.md", 70), ("CHANGELOG.md", 80)])
 def test_a_page_stays_short(page: str, most: int) -> None:
     """README and CHANGELOG are short enough that a new user reads all of them."""
     assert (ROOT / page).read_text(encoding="utf-8").count("\n") <= most

@@ -106,10 +106,10 @@ def test_a_run_fails(here: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_page(here: Path) -> None:
     """The examples of docs/reference/python.md run in their order."""
-    readme = (ROOT / "README.md").read_text()
+    own_model = (ROOT / "docs/start/own-model.md").read_text()
     page = (ROOT / "docs/reference/python.md").read_text()
-    (here / "my_model.py").write_text(_blocks("python", readme)[0])
-    (here / "my_recipe.yaml").write_text(_blocks("yaml", readme)[0])
+    (here / "my_model.py").write_text(_blocks("python", own_model)[0])
+    (here / "my_recipe.yaml").write_text(_blocks("yaml", own_model)[0])
     (here / "page.py").write_text("\n".join(_blocks("python", page)))
     ended = subprocess.run(
         [sys.executable, "page.py"],

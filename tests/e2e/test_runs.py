@@ -51,7 +51,7 @@ def full(train: Train) -> Run:
 
 
 def test_the_run_folder(full: Run) -> None:
-    """A run folder has exactly the files that README lists."""
+    """A run folder has exactly these files."""
     board = {name for name in full.files() if name.startswith("tensorboard/")}
     # TensorBoard's event file has time and host in its name.
     assert len(board) == 1
@@ -428,7 +428,7 @@ def test_classes_on_onnx_runtime(train: Train) -> None:
     assert run.truth()["engine"]["used"] == "ort"
 
 
-# ------------------------------------------------------------ README
+# ------------------------------------------------------------ docs/start/own-model.md
 
 COMPARED = re.compile(r"^parity: step 1 in plain PyTorch: loss within \S+, gradients within \S+; "
                       r"took \d+\.\d s, once$", re.MULTILINE)  # fmt: skip
@@ -436,14 +436,14 @@ COMPARED = re.compile(r"^parity: step 1 in plain PyTorch: loss within \S+, gradi
 
 @needs_ort
 def test_a_model_of_your_own(home: Path, tmp_path: Path) -> None:
-    """README's example trains with README's command in an empty folder, and step 1 is compared."""
-    section = (ROOT / "README.md").read_text().split("## A model of your own")[1].split("\n## ")[0]
+    """The page's example trains with its command in an empty folder, and step 1 is compared."""
+    section = (ROOT / "docs/start/own-model.md").read_text().split("\n## ")[0]
     files = dict(re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", section, re.DOTALL))
     assert files.keys() == {"my_model.py", "my_recipe.yaml"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (command,) = re.findall(r"```sh\n(ortlaunch train .*?)\n```", section)
-    # README's command is `ortlaunch`, which must be the tested one.
+    # The page's command is `ortlaunch`, which must be the tested one.
     search = f"{COMMAND.parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         command.split(), cwd=tmp_path, env={**environment(home), "PATH": search}, capture_output=True, text=True,
