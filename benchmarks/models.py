@@ -11,8 +11,8 @@ is 2 to 4 layers. Contestants take turns, A B C D A B C D ..., each in a process
 `engine: auto` measures the model with empty caches, as a first run does; its choice is judged by
 the race. `predict` compares `plan --predict` with short runs. A contestant that fails stays in the
 table with its reason. FOLDER gets families.json, after each model, families.md and families.svg;
-docs/ has these files of the figures in README. Only a quiet machine gives figures: a model of which
-two turns differ much is listed, to measure it `--again`.
+docs/evidence has these files of README's figures. Only a quiet machine gives figures: a model of
+which two turns differ much is listed, to measure it `--again`.
 """
 
 from __future__ import annotations
