@@ -165,7 +165,7 @@ def test_the_examples_of_the_docs(
     (tmp_path / "python3").symlink_to(sys.executable)
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(DOCS.parents[1]),
+        "PYTHONPATH": str(DOCS.parents[2]),
         **variables,
     }
     said = [
