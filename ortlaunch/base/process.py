@@ -9,6 +9,7 @@ its start time of a process changes when the clock is set. Standard library only
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import socket
@@ -210,3 +211,12 @@ def signals_to_handle(signal_numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple(
         n for n in signal_numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
     )
+
+
+def user_name_or_number() -> str:
+    """Return the name of this user; in a container that does not know it, the number."""
+    try:
+        return getpass.getuser()
+    # Python 3.13 raises OSError.
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -5,7 +5,6 @@ sbatch queues the script; squeue, scontrol and sacct give the state.
 
 from __future__ import annotations
 
-import getpass
 import re
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.base.errors import LaunchError, MissingDependency
+from ortlaunch.base.process import user_name_or_number
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, run_scheduler_command
@@ -216,7 +216,7 @@ def write_files_and_queue_job(request: LaunchRequest) -> str:
 
 def queue_state_by_id_of_user_jobs() -> dict[str, QueueState]:
     """Return the states of this user's jobs that the queue still has, by their ids."""
-    user_option = f"--user={getpass.getuser()}"
+    user_option = f"--user={user_name_or_number()}"
     completed = run_scheduler_command(
         "squeue",
         "--noheader",

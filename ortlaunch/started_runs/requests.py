@@ -7,7 +7,6 @@ to the run's command makes the ranks read it at once.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import signal
 import socket
 import time
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from ortlaunch import recipe
 from ortlaunch.base.errors import InputError, LaunchError
+from ortlaunch.base.process import user_name_or_number
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch import JobState
 from ortlaunch.launch.stop import write_stop_request
@@ -129,7 +129,7 @@ def request_restart_and_wait(run: RunDir) -> str:
             f"{run}: launch.nodes is not {{min, max}}, so its hosts are fixed; to restart it, "
             "use `ortlaunch stop`, then `ortlaunch train` with this --run-dir"
         )
-    sender = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
+    sender = f"`ortlaunch restart` of {user_name_or_number()} on host {socket.gethostname()}"
     _write_request_file_or_refuse(run, run.restart_request, sender)
     # Without a signal, which would end the command, too. Rank 0 reads the file every half second.
     _write_request_file_or_refuse(run, run.stop_request, sender)
@@ -151,7 +151,7 @@ def _write_request_and_signal_command_on_this_host(
     # The signal saves up to half a second, the interval in which rank 0 reads requests.
     path = run.stop_request if command_verb == "stop" else run.save_request
     sender_text = (
-        f"`ortlaunch {command_verb}` of {getpass.getuser()} on host {socket.gethostname()}"
+        f"`ortlaunch {command_verb}` of {user_name_or_number()} on host {socket.gethostname()}"
     )
     _write_request_file_or_refuse(run, path, sender or sender_text)
     _signal_command_if_on_this_host(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from ortlaunch.base.process import (
     living_descendant_pids,
     read_process_stat_or_none,
     signals_to_handle,
+    user_name_or_number,
 )
 
 
@@ -61,3 +63,17 @@ def test_nohup_is_heeded(handler: signal.Handlers, expected: bool) -> None:
         assert signal.SIGTERM in signals_to_handle((signal.SIGTERM,))
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_user_without_a_name_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the user may have no entry in /etc/passwd; variables with names come first."""
+
+    def refuse(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", refuse)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert user_name_or_number() == str(os.getuid())
+    monkeypatch.setenv("USER", "ada")
+    assert user_name_or_number() == "ada"
