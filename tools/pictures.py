@@ -41,6 +41,11 @@ text { fill: #f0f6fc }
 }"""
 
 
+def _text(x: float, y: float, words: str, kind: str = "small", anchor: str = "middle") -> str:
+    """Return a line of text as SVG."""
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{html.escape(words)}</text>'
+
+
 class Box(NamedTuple):
     """A box with a title and small lines under it; all lengths in pixels."""
 
@@ -56,10 +61,9 @@ class Box(NamedTuple):
         """Return the box as SVG."""
         middle = self.left + self.width / 2
         first = self.top + self.height / 2 - 8 * len(self.lines) + 5
-        texts = [f'<text class="title" x="{middle:g}" y="{first:g}" text-anchor="middle">{html.escape(self.title)}</text>']
+        texts = [_text(middle, first, self.title, "title")]
         texts += [
-            f'<text class="small" x="{middle:g}" y="{first + 16 * number:g}" text-anchor="middle">{html.escape(line)}</text>'
-            for number, line in enumerate(self.lines, 1)
+            _text(middle, first + 16 * number, line) for number, line in enumerate(self.lines, 1)
         ]
         return (
             f'<rect class="{self.kind}" x="{self.left:g}" y="{self.top:g}" width="{self.width:g}" '
@@ -85,9 +89,7 @@ class Arrow(NamedTuple):
             (x0, y0), (x1, y1) = self.points[:2]
             shift = {"middle": (0, -6), "start": (7, 4), "end": (-7, 4)}[self.side]
             x, y = (x0 + x1) / 2 + shift[0], (y0 + y1) / 2 + shift[1]
-            lines.append(
-                f'<text class="small" x="{x:g}" y="{y:g}" text-anchor="{self.side}">{html.escape(self.words)}</text>'
-            )
+            lines.append(_text(x, y, self.words, anchor=self.side))
         return "\n".join(lines)
 
 
@@ -101,13 +103,14 @@ class Words(NamedTuple):
 
     def svg(self) -> str:
         """Return the text as SVG."""
-        return f'<text class="{self.kind}" x="{self.left:g}" y="{self.top:g}">{html.escape(self.text)}</text>'
+        return _text(self.left, self.top, self.text, self.kind, "start")
 
 
 def drawing(title: str, width: int, height: int, parts: Sequence[Box | Arrow | Words]) -> str:
     """Return an SVG of parts; the title is read by a screen reader."""
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img">',
         f"<title>{html.escape(title)}</title>",
         f"<style>{STYLE}\n</style>",
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">',
@@ -123,7 +126,12 @@ def drawing(title: str, width: int, height: int, parts: Sequence[Box | Arrow | W
 
 def life_of_a_run() -> str:
     """Draw the command, the run folder, the ranks and the verdict."""
-    rank_lines = ("its own supervisor watches it", "data, model, export", "step 1 beside PyTorch", "training, saves")
+    rank_lines = (
+        "its own supervisor watches it",
+        "data, model, export",
+        "step 1 beside PyTorch",
+        "training, saves",
+    )
     return drawing("The life of a run", 860, 400, [
         Box(20, 40, 180, 92, "ortlaunch train", ("reads the recipe,", "checks it, plans:", "ranks, batch, memory")),
         Arrow([(110, 132), (110, 172)], "a mistake", "start"),
@@ -164,7 +172,12 @@ def export() -> str:
     ]
     parts: list[Box | Arrow | Words] = [
         Words(20, 34, "import ortmodule", "code"),
-        Words(150, 34, "phases before import, after import and install; python -m ortmodule.export prints all repairs in their order"),
+        Words(
+            150,
+            34,
+            "phases before import, after import and install; "
+            "python -m ortmodule.export prints all repairs in their order",
+        ),
     ]
     for number, (title, lines, phase) in enumerate(phases):
         left = 16 + number * 168
@@ -172,9 +185,13 @@ def export() -> str:
         if number:
             parts.append(Arrow([(left - 12, 102), (left, 102)]))
         parts.append(Arrow([(left + 40, 172), (left + 40, 144)]))
-        parts += [Words(left + 22, 188 + 15 * row, text, "code") for row, text in enumerate(phase.split(", "))]
+        parts += [
+            Words(left + 22, 188 + 15 * row, text, "code")
+            for row, text in enumerate(phase.split(", "))
+        ]
     parts += [
-        Box(16, 254, 264, 74, "cannot be exported", ("the operator runs as torch inside the graph,", "or the run ends, with a remedy"), "other"),
+        Box(16, 254, 264, 74, "cannot be exported",
+            ("the operator runs as torch inside the graph,", "or the run ends, with a remedy"), "other"),
         Box(296, 254, 270, 74, "another call", ("another signature or mode:", "exported again, and recorded"), "other"),
         Box(582, 254, 262, 74, "agrees", ("every pass runs in ONNX Runtime;", "engine.json counts the passes"), "good"),
         Arrow([(820, 144), (820, 254)]),
@@ -232,7 +249,17 @@ def checkpoint() -> str:
         parts.append(Arrow([(x + 68, 192), (x + 68, 252)]))
     for rank in range(2):
         x = left + rank * width / 2
-        parts.append(Box(x, 252, width / 2 - 6, 48, f"rank {rank}: w[{rank * 500}:{rank * 500 + 500}]", (), "good"))
+        parts.append(
+            Box(
+                x,
+                252,
+                width / 2 - 6,
+                48,
+                f"rank {rank}: w[{rank * 500}:{rank * 500 + 500}]",
+                (),
+                "good",
+            )
+        )
     parts.append(Words(left + width / 2 - 10, 330, "or"))
     parts.append(Box(left, 350, width - 6, 48, "rank 0: w[0:1000]", (), "good"))
     return drawing("A checkpoint that another world reads", 860, 420, parts)

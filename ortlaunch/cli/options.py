@@ -97,7 +97,9 @@ PortsOption = Annotated[
 ]
 FindingsAsJson = Annotated[
     bool,
-    typer.Option("--json", help="All results as JSON; its schema: `ortlaunch schema --output doctor`."),
+    typer.Option(
+        "--json", help="All results as JSON; its schema: `ortlaunch schema --output doctor`."
+    ),
 ]
 AllowOption = Annotated[
     list[str] | None,

@@ -13,12 +13,11 @@ from ortlaunch.cli import app
 _HEAD = """\
 # The command line
 
-Made by `ortlaunch schema --commands > docs/reference/cli.md`; a test holds it to the code. `ortlaunch VERB --help` prints
-the same of one verb. Errors of the input end with status 2 and are printed all at once; a run's own status is
-[its end](../concepts/ends.md).
+Made by `ortlaunch schema --commands > docs/reference/cli.md`; a test holds it to the code. Errors of the input end
+with status 2 and are printed all at once; a run's own status is [its end](../concepts/ends.md).
 
-`--json` prints one JSON value. `ortlaunch schema --output VERB` prints its JSON schema; the fields are listed here under each
-verb. `plan --json` is `plan.json`, `evaluate --json` the metrics of `evaluation.json`, and `data show --json` the audit, all in
+`--json` prints one JSON value; `ortlaunch schema --output VERB` prints its JSON schema, whose fields are listed here.
+`plan --json` is `plan.json`, `evaluate --json` the metrics of `evaluation.json`, `data show --json` the audit, all in
 [the run folder](run-folder.md). `sweep export` prints the trials as JSON.
 """
 
@@ -97,4 +96,6 @@ def _output_text(verb: str) -> str:
         f"- `{name}`: {' '.join(field.get('description', '').split())}"
         for name, field in fields.items()
     ]
-    return "\n".join([f"`--json`: {'a list; each item' if is_list else 'an object; it'} has\n", *lines])
+    return "\n".join(
+        [f"`--json`: {'a list; each item' if is_list else 'an object; it'} has\n", *lines]
+    )

@@ -58,7 +58,9 @@ def shipped_recipe_table_lines(recipes: Sequence[ShippedRecipe]) -> list[str]:
     rows = [("recipe", "model", "method", "engine", "1 GPU", "8 GPUs")]
     for recipe in recipes:
         *texts, gibibytes_of_1_gpu, gibibytes_of_8_gpus = astuple(recipe)
-        memory = ("-" if x is None else f"{x:.1f}" for x in (gibibytes_of_1_gpu, gibibytes_of_8_gpus))
+        memory = (
+            "-" if x is None else f"{x:.1f}" for x in (gibibytes_of_1_gpu, gibibytes_of_8_gpus)
+        )
         rows.append((*texts, *memory))
     return [
         *aligned_table_lines(rows),

@@ -97,7 +97,10 @@ def _shipped_texts(folder_name: str) -> dict[str, Path]:
     """Return the files by name, without ending; those of docs/ are in its folders."""
     folder = shipped_folder_or_refuse(folder_name)
     form = "*/*.md" if folder_name == "docs" else "*"
-    return {path.name.removesuffix(".txt").removesuffix(".md"): path for path in sorted(folder.glob(form))}
+    return {
+        path.name.removesuffix(".txt").removesuffix(".md"): path
+        for path in sorted(folder.glob(form))
+    }
 
 
 def _file_by_name_or_refuse_with_suggestion(

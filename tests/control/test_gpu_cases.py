@@ -236,7 +236,8 @@ def variant(name: str, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     row = {
         "name": name, "engine": engine, "varied": [varied], "state": "measured", "precision": "fp32",
-        "seconds": {"median": 1.0}, "samples_per_second": 1.0, "tokens_per_second": 1.0, "mfu": 0.4, "mfu_of_vendor_peak": None, "memory": [100],
+        "seconds": {"median": 1.0}, "samples_per_second": 1.0, "tokens_per_second": 1.0, "mfu": 0.4,
+        "mfu_of_vendor_peak": None, "memory": [100],
         "peak_flops": 4e14 if varied.endswith("high") else 5e13, "first_step": {"since_launch": 1.0}, "truth": truth,
         "parity": {"verdict": "passes", "largest": 1e-6}, "folder": "bench/one",
     }  # fmt: skip

@@ -11,7 +11,9 @@ def schema(
     ] = False,
     run_folder: Annotated[
         bool,
-        typer.Option("--run-folder", help="Files of a run, field by field: docs/reference/run-folder.md."),
+        typer.Option(
+            "--run-folder", help="Files of a run, field by field: docs/reference/run-folder.md."
+        ),
     ] = False,
     commands: Annotated[
         bool, typer.Option("--commands", help="All verbs and options: docs/reference/cli.md.")

@@ -15,8 +15,8 @@ from ortlaunch.recipe.manual.schema import recipe_schema_with_descriptions
 _HEAD = """\
 # The recipe, field by field
 
-Made by `ortlaunch schema --markdown > docs/reference/recipe.md`; a test holds it to the code. The JSON schema has the same texts
-(`ortlaunch schema`), and editors show them while you type.
+Made by `ortlaunch schema --markdown > docs/reference/recipe.md`; a test holds it to the code. The JSON schema has the
+same texts (`ortlaunch schema`), and editors show them while you type.
 
 A recipe is a YAML file. Any field can be set on the command line by its dotted path: `train.max_steps=50`,
 `engine.name=eager`, `zero.stage=1`. What must be given is **required**, in a file that extends no other.

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-
-# Dense matrix products of 16 bits, in operations per second, by NVIDIA's data sheets. A name that holds another one is before it.
+# Dense matrix products of 16 bits, in operations per second, by NVIDIA's data sheets. A name that
+# holds another one is before it.
 _VENDOR_FLOPS_PER_SECOND = {
     "B200": 2.25e15,
     "H200": 9.89e14,

@@ -45,7 +45,9 @@ def test_every_name_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [*sorted((ROOT / "docs").glob("*/*.md")), ROOT / "README.md"], ids=lambda page: page.name
+    "page",
+    [*sorted((ROOT / "docs").glob("*/*.md")), ROOT / "README.md"],
+    ids=lambda page: page.name,
 )
 def test_the_documentation_imports_public_names(page: Path) -> None:
     """Examples import nothing but public names."""

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
+from ortlaunch.api.json_outputs import output_json_schema
 from ortlaunch.base.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.api.json_outputs import output_json_schema
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.restarts import (
     EndedAttempt,
