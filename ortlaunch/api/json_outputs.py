@@ -1,4 +1,4 @@
-"""What verbs print with `--json`: the records that are of no file, and the schema of each output."""
+"""Outputs of verbs with `--json`: the records that are of no file, and the schema of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RecipeCheck:
     problems: tuple[str, ...] = ()
     """Every error, as `file:line:column: key: problem; remedy`."""
     notes: tuple[str, ...] = ()
-    """What may be a mistake."""
+    """Possible mistakes."""
 
 
 @dataclass(frozen=True)

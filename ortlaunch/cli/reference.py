@@ -5,10 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
 from ortlaunch.api.json_outputs import TYPE_BY_VERB, output_json_schema
-from ortlaunch.cli import app
 
 _HEAD = """\
 # The command line
@@ -26,9 +23,9 @@ with status 2 and are printed all at once; a run's own status is [its end](../co
 _SHARED_BY = 3
 
 
-def command_line_manual_page_markdown() -> str:
-    """Return the whole page."""
-    commands = dict(_commands_by_verb("", typer.main.get_command(app)))
+def command_line_manual_page_markdown(root_command: Any) -> str:
+    """Return the whole page of a command with its verbs."""
+    commands = dict(_commands_by_verb("", root_command))
     counts = Counter(_line(each) for command in commands.values() for each in command.params)
     shared_lines = [line for line, count in counts.items() if count >= _SHARED_BY]
     verbs = [

@@ -45,7 +45,7 @@ class Diagnosis:
     verdict: str
     """Why the run ended, for a person."""
     advice: tuple[str, ...]
-    """What to try, the most useful first."""
+    """Remedies to try, the most useful first."""
     evidence: tuple[str, ...]
     """Lines of logs and records that show it."""
 

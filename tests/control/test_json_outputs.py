@@ -1,4 +1,4 @@
-"""What verbs print with `--json` has the schema that `ortlaunch schema --output` prints, and no other field."""
+"""The output of a verb with `--json` has the schema of `ortlaunch schema --output`, and no other field."""
 
 from __future__ import annotations
 

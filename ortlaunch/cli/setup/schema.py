@@ -6,6 +6,7 @@ import typer
 
 
 def schema(
+    context: typer.Context,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="The same as a page: docs/reference/recipe.md.")
     ] = False,
@@ -31,8 +32,12 @@ def schema(
         typer.echo(output_json_schema_text(output), nl=False)
         return
     if commands:
-        from ortlaunch.cli.reference import command_line_manual_page_markdown as text
-    elif run_folder:
+        from ortlaunch.cli.reference import command_line_manual_page_markdown
+
+        root_command = context.find_root().command
+        typer.echo(command_line_manual_page_markdown(root_command), nl=False)
+        return
+    if run_folder:
         from ortlaunch.run_folder.reference import run_folder_manual_page_markdown as text
     elif markdown:
         from ortlaunch.recipe.manual.reference import recipe_manual_page_markdown as text
