@@ -164,6 +164,15 @@ class Memory(NamedTuple):
     """Bytes of host memory for each rank."""
 
 
+class Mesh(NamedTuple):
+    """The axes of the ranks, with FSDP2: rank = copy x shard + place in the copy."""
+
+    replicate: int
+    """Copies of the model."""
+    shard: int
+    """Ranks that share a copy; they follow each other."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of one run; its file also has a `format` and the number of ranks, `world_size`."""
@@ -198,6 +207,8 @@ class Plan:
     """Memory of the run; null: a model that cannot be counted."""
     deepspeed: dict[str, Any] | None
     """DeepSpeed's config; null: the run trains without DeepSpeed."""
+    mesh: Mesh | None = None
+    """The axes of the ranks (`parallel`); null: without FSDP2."""
     grace_seconds: int = 60
     """Seconds between a requested stop and SIGKILL."""
     shown: str = "first"
@@ -275,6 +286,7 @@ class Plan:
                 "env": tuple((key, text) for key, text in value["env"].items()),
                 "forward": tuple(value["forward"]),
                 "memory": memory and _memory_from_json_values(memory),
+                "mesh": value["mesh"] and Mesh(**value["mesh"]),
             }
         )
         hints = get_type_hints(cls)
@@ -296,6 +308,7 @@ def _plan_as_mapping(plan: Plan) -> dict[str, object]:
     value["nodes"] = [node._asdict() for node in plan.nodes]
     value["batch"] = plan.batch._asdict()
     value["env"] = dict(plan.env)
+    value["mesh"] = plan.mesh and plan.mesh._asdict()
     if plan.memory:
         stages = {
             stage: {**bytes_._asdict(), "total": bytes_.total}

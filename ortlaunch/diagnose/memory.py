@@ -83,7 +83,12 @@ def _present_and_smaller_setting_rank_bytes_pairs(
 
     def total_bytes(changed_recipe: Recipe, micro_samples: int) -> int:
         planned_memory = estimate_rank_memory_or_none(
-            changed_recipe, micro_samples, plan.world_size, plan.device, process_bytes
+            changed_recipe,
+            micro_samples,
+            plan.world_size,
+            plan.device,
+            process_bytes,
+            plan.mesh.shard if plan.mesh else None,
         )
         assert planned_memory is not None  # the plan has one
         stage_bytes = dict(planned_memory.by_stage)[planned_memory.chosen]

@@ -8,10 +8,12 @@ from dataclasses import replace
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.deepspeed_config import deepspeed_config_or_none
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
+from ortlaunch.planning.mesh import mesh_of_ranks_or_none
 from ortlaunch.planning.workload import Workload, solve_batch_equation_or_refuse
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.tables.launchers import rendezvous_text
+from ortlaunch.tables.tasks import TASKS
 
 
 def make_plan(
@@ -60,6 +62,7 @@ def make_plan(
         deepspeed=deepspeed_config_or_none(
             recipe, batch.micro_samples, batch.accumulation_steps, world.rank_count
         ),
+        mesh=mesh_of_ranks_or_none(recipe, world.nodes, not TASKS[task_name].evaluates),
         grace_seconds=recipe.launch.grace_seconds,
         shown=recipe.log.ranks,
     )
@@ -74,7 +77,12 @@ def plan_with_batch_memory_and_deepspeed_of_recipe(recipe: Recipe, plan: Plan) -
     batch = solve_batch_equation_or_refuse(recipe, plan.world_size)
     rank_count = plan.world_size
     memory = plan.memory and estimate_rank_memory_or_none(
-        recipe, batch.micro_samples, rank_count, plan.device, plan.memory.process
+        recipe,
+        batch.micro_samples,
+        rank_count,
+        plan.device,
+        plan.memory.process,
+        plan.mesh.shard if plan.mesh else None,
     )
     return replace(
         plan,

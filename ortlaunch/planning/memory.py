@@ -118,6 +118,7 @@ def estimate_rank_memory_or_none(
     rank_count: int,
     device: str = "cpu",
     process_memory: ProcessMemory = USUAL_PROCESS,
+    shard_count: int | None = None,
 ) -> Memory | None:
     """Return the memory of a rank, for each sharding, on `rank_count` data-parallel ranks.
 
@@ -127,6 +128,7 @@ def estimate_rank_memory_or_none(
         rank_count: data-parallel ranks.
         device: cpu or cuda.
         process_memory: bytes of a rank's process beside its model.
+        shard_count: ranks that share a copy of the model with `parallel`; None: all.
 
     Returns:
         None for models that are not known here.
@@ -191,6 +193,16 @@ def estimate_rank_memory_or_none(
                 ),
             )
         )
+    if recipe.parallel is not None:
+        bytes_by_stage = [
+            *bytes_by_stage[:1],
+            (
+                "FSDP2",
+                _training_bytes_with_fsdp2(
+                    recipe, model_shape, bytes_by_stage[0][1], shard_count or rank_count
+                ),
+            ),
+        ]
     compared_bytes = 0
     if compared_step_count:
         eager_engine = recipe.engine.model_copy(update={"name": "eager", "memory_optimization": 0})
@@ -220,6 +232,8 @@ def estimate_rank_memory_or_none(
         for stage, stage_bytes in bytes_by_stage
     ]
     chosen_stage = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
+    if recipe.parallel is not None:
+        chosen_stage = "FSDP2"
     loss_chunk_rows = loss_chunk_rows_if_recipe_allows(
         recipe,
         micro_samples * sample_tokens(recipe, config),
@@ -346,6 +360,31 @@ def _training_bytes_without_deepspeed(
         4 * trainable_count,
         state_bytes_per_parameter(recipe) * trainable_count,
         activation_byte_count,
+    )
+
+
+def _training_bytes_with_fsdp2(
+    recipe: Recipe, model_shape: ModelShape, undivided: Bytes, shard_count: int
+) -> Bytes:
+    """Return the bytes of a rank that holds one of `shard_count` parts of everything.
+
+    Beside its parts it has gathered weights: of all that is in no layer, of the layer that it
+    computes and of the next one; and as many gradients, which are not divided yet.
+    """
+    layer_elements = max(
+        (
+            sum(a * b for _, a, b in layers.linear_layers) + sum(layers.vector_sizes)
+            for layers in model_shape.layer_groups
+        ),
+        default=0,
+    )
+    gathered_elements = 2 * (sum(model_shape.other_sizes) + 2 * layer_elements)
+    return Bytes(
+        weights=-(-undivided.weights // shard_count),
+        gradients=-(-undivided.gradients // shard_count),
+        optimizer=-(-undivided.optimizer // shard_count),
+        activations=undivided.activations,
+        buckets=_bytes_per_value(recipe) * gathered_elements if shard_count > 1 else 0,
     )
 
 

@@ -8,6 +8,7 @@ from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import USUAL_PROCESS, BatchPlan, Memory, ProcessMemory
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
+from ortlaunch.planning.mesh import mesh_of_ranks_or_none
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
@@ -23,7 +24,10 @@ class Workload(NamedTuple):
 
 
 def solve_batch_and_estimate_memory(
-    recipe: Recipe, world: World, process_memory: ProcessMemory = USUAL_PROCESS
+    recipe: Recipe,
+    world: World,
+    process_memory: ProcessMemory = USUAL_PROCESS,
+    trains: bool = True,
 ) -> Workload:
     """Return the workload of a run on these hosts.
 
@@ -33,6 +37,7 @@ def solve_batch_and_estimate_memory(
         recipe: the recipe.
         world: hosts and device.
         process_memory: bytes of a rank's process beside its model.
+        trains: whether the task of the ranks trains, so that `parallel` divides them.
 
     Raises:
         PlanError: the batch equation has no whole solution.
@@ -46,8 +51,14 @@ def solve_batch_and_estimate_memory(
                 f"launch.nodes is {recipe.launch.nodes}, and on {count_with_noun(host_count, 'host')}: {error}"
             ) from None
     batch = solve_batch_equation_or_refuse(recipe, world.rank_count)
+    mesh = mesh_of_ranks_or_none(recipe, world.nodes, trains)
     planned_memory = estimate_rank_memory_or_none(
-        recipe, batch.micro_samples, world.rank_count, world.device, process_memory
+        recipe,
+        batch.micro_samples,
+        world.rank_count,
+        world.device,
+        process_memory,
+        mesh.shard if mesh else None,
     )
     return Workload(batch, planned_memory, process_memory)
 

@@ -183,7 +183,10 @@ def resolve_loaded_recipe_file(
     typed_path, recipe_path, options, environ = command
     world = world or resolve_hosts_launcher_and_device(recipe, options, environ)
     planned_work = solve_batch_and_estimate_memory(
-        recipe, world, cached_or_usual_process_memory(recipe)
+        recipe,
+        world,
+        cached_or_usual_process_memory(recipe),
+        trains=not TASKS[options.task].evaluates,
     )
     resource_notes = (
         notes_or_refusal_for_crowding_of_this_host(world, planned_work, options.planned_only)

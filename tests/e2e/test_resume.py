@@ -83,14 +83,14 @@ class Way(NamedTuple):
     """The engine, sharding, optimizer and extras of a run."""
 
     engine: str
-    stage: int | None = None
-    """ZeRO's stage; None: without DeepSpeed."""
+    stage: int | str | None = None
+    """ZeRO's stage, or `fsdp`; None: without sharding."""
     optimizer: str = "adamw"
     beside: str = ""
     """`bf16`, `lora` or nothing."""
 
     def __str__(self) -> str:
-        stage = "none" if self.stage is None else f"zero {self.stage}"
+        stage = f"zero {self.stage}" if isinstance(self.stage, int) else self.stage or "none"
         return " ".join(filter(None, [self.engine, stage, self.optimizer, self.beside]))
 
     def recipe(self, size: int, dropout: float) -> dict[str, Any]:
@@ -118,7 +118,8 @@ class Way(NamedTuple):
             "schedule": {"name": "constant"},
             "precision": "bf16" if self.beside == "bf16" else "fp32",
             "engine": {"name": self.engine, **({"parity_steps": 0} if self.engine == "ort" else {})},
-            "zero": None if self.stage is None else {"stage": self.stage},
+            "zero": {"stage": self.stage} if isinstance(self.stage, int) else None,
+            "parallel": {} if self.stage == "fsdp" else None,
             "train": {"max_steps": 1},
             "checkpoint": {"every_minutes": None, "keep": None},
             "launch": {"forward": ["TAKEN"]},
@@ -168,6 +169,9 @@ SAME = [
     *(Way(engine, stage, optimizer) for engine in ("eager", "ort") for stage in (None, 1, 2)
       for optimizer in ("adamw", "fused_adam", "sgd", *(["lamb"] if stage is None else []))),
     Way("eager", 3),
+    *(Way(engine, "fsdp", optimizer) for engine in ("eager", "inductor") for optimizer in ("adamw", "sgd")),
+    Way("eager", "fsdp", "fused_adam", "bf16"),
+    Way("eager", "fsdp", "adamw", "lora"),
     Way("eager", None, "adamw", "bf16"),
     Way("eager", 1, "adamw", "bf16"),
     Way("eager", None, "adamw", "lora"),
@@ -240,15 +244,20 @@ ort none > eager 1 > ort 2
 eager none > ort none > eager 2
 eager 2 > ort 1 > ort none
 eager 3 > ort 2 > ort 1
+eager fsdp > eager none > eager fsdp
+eager fsdp > eager 2 > eager 3
+eager 3 > eager fsdp > eager fsdp
+eager fsdp > ort none > inductor fsdp
+eager none > eager fsdp > eager 1
 """
 
 
 def _way(text: str) -> Way:
     engine, stage = text.split()
-    return Way(engine, None if stage == "none" else int(stage))
+    return Way(engine, {"none": None, "fsdp": "fsdp"}.get(stage) if stage.isalpha() else int(stage))
 
 
-IN_CI = "ort none > eager 1 > ort 2"
+IN_CI = ("ort none > eager 1 > ort 2", "eager fsdp > eager none > eager fsdp")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +267,7 @@ IN_CI = "ort none > eager 1 > ort 2"
             line,
             marks=[
                 pytest.mark.nightly,
-                *([pytest.mark.slow, pytest.mark.ci] if line == IN_CI else []),
+                *([pytest.mark.slow, pytest.mark.ci] if line in IN_CI else []),
             ],
         )
         for line in OTHER.strip().splitlines()

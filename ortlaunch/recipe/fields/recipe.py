@@ -19,6 +19,7 @@ from ortlaunch.recipe.fields.launch import Launch
 from ortlaunch.recipe.fields.log import Log
 from ortlaunch.recipe.fields.model import Model
 from ortlaunch.recipe.fields.optimizer import Optimizer
+from ortlaunch.recipe.fields.parallel import Parallel
 from ortlaunch.recipe.fields.schedule import Schedule
 from ortlaunch.recipe.fields.section import (
     APPLIED,
@@ -76,6 +77,7 @@ class Recipe(Section):
     """Number format of the passes; weights keep a float32 copy."""
     engine: Engine = Engine()
     zero: Annotated[Zero | None, APPLIED] = None
+    parallel: Annotated[Parallel | None, APPLIED] = None
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     launch: Launch = Launch()
@@ -98,6 +100,13 @@ class Recipe(Section):
         ):
             if interval_epochs is not None:
                 yield name, interval_epochs
+
+    @property
+    def weight_sharding(self) -> str:
+        """The name of what leaves only a part of the weights on a rank; "" if nothing does."""
+        if self.parallel:
+            return "FSDP2"
+        return "ZeRO 3" if self.zero and self.zero.stage == 3 else ""
 
     @property
     def format(self) -> Precision:

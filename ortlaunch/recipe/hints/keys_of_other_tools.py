@@ -33,7 +33,8 @@ _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
 NO_MODEL_PARALLELISM = (
-    "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
+    "parallel or zero.stage, which divide the model over the ranks (there is no tensor, pipeline or "
+    "sequence parallelism)"
 )
 # Names of trainings with preferences or rewards, which other tools have as methods.
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "grpo", "ppo", "rl", "rlhf", "reward")
@@ -50,7 +51,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         (*PREFERENCES, "chosen_column", "rejected_column", "train.beta", "model.beta"),
         f"no: {NO_PREFERENCES}",
     ),
-    "torchtitan": dict.fromkeys(("parallel", "parallelism", "distributed"), NO_MODEL_PARALLELISM),
+    "torchtitan": dict.fromkeys(("parallelism", "distributed", "tensor"), NO_MODEL_PARALLELISM),
     "Megatron": {
         "global_batch_size": "batch.global_size",
         "train_iters": "train.max_steps",
@@ -92,7 +93,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "load_path": "model.pretrained, or --run-dir to continue a run",
         "eval_interval": "train.evaluate_every_steps",
         "t_warmup": "schedule.warmup_steps",
-        "fsdp_config": "zero.stage (DeepSpeed shards instead of FSDP)",
+        "fsdp_config": "parallel (FSDP2), or zero.stage",
         "loggers": "log.trackers",
         "algorithms": "train.max_grad_norm (for gradient_clipping; other algorithms have no place here)",
         "callbacks": "none: speed and memory are always recorded",
@@ -301,7 +302,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "resume_from_checkpoint": _RESUME,
         "data_seed": "seed",
         "deepspeed": _RAW_ZERO,
-        "fsdp": "zero.stage (DeepSpeed shards instead of FSDP)",
+        "fsdp": "parallel (FSDP2), or zero.stage",
         "report_to": "log.trackers",
         "run_name": "name",
         "eval_strategy": "train.evaluate_every_steps or train.evaluate_every_epochs",

@@ -89,6 +89,12 @@ def _engine_field_and_zero_3_rules(recipe: Recipe) -> Iterator[Problem]:
                 ),
             )
         return
+    if recipe.parallel:
+        yield (
+            ("parallel", "engine.name"),
+            "got parallel with engine ort: a graph of ONNX Runtime has its weights as a whole, and "
+            "FSDP2 gathers them layer by layer; use engine.name: eager, or zero: {stage: 2}",
+        )
     if recipe.zero and recipe.zero.stage == 3:
         yield (
             ("zero.stage", "engine.name"),
@@ -118,11 +124,11 @@ def _parity_field_rules(recipe: Recipe) -> Iterator[Problem]:
                 (f"engine.{key}", "engine.parity_steps"),
                 "has no effect without engine.parity_steps; set it as well",
             )
-    elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
+    elif engine.parity_steps != "auto" and recipe.weight_sharding:
         yield (
-            ("engine.parity_steps", "zero.stage"),
-            f"got {engine.parity_steps} with ZeRO 3, where no rank has all weights for the "
-            "comparison; use stage 2 for these steps",
+            ("engine.parity_steps", "parallel" if recipe.parallel else "zero.stage"),
+            f"got {engine.parity_steps} with {recipe.weight_sharding}, where no rank has all "
+            "weights for the comparison; use zero.stage: 2 for these steps",
         )
 
 
@@ -144,6 +150,11 @@ def _chunked_loss_rules(recipe: Recipe) -> Iterator[Problem]:
 
 def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
     """Yield the problems of settings that have no effect on the device."""
+    if device == "cpu" and recipe.parallel and recipe.parallel.offload:
+        yield (
+            ("parallel.offload", "launch.device"),
+            "has no effect on a CPU, where all is in host memory; leave it out",
+        )
     if device != "cpu" and recipe.engine.onednn is not None:
         yield (
             ("engine.onednn", "launch.device"),

@@ -29,8 +29,9 @@ def parity_step_count_and_reason(recipe: Recipe, model_type: str | None = None) 
         return ParityStepCount(requested_steps)
     if recipe.engine.name != "ort":
         return ParityStepCount(0)
-    if recipe.zero and recipe.zero.stage == 3:
-        return ParityStepCount(0, "under ZeRO 3 no rank has all weights for the comparison")
+    if recipe.weight_sharding:
+        reason = f"under {recipe.weight_sharding} no rank has all weights for the comparison"
+        return ParityStepCount(0, reason)
     if recipe.engine.postprocess:
         return ParityStepCount(1, "engine.postprocess changes the graph")
     if recipe.model.factory:

@@ -23,6 +23,9 @@ from ortlaunch.recipe.text.source_location import Problem
 from ortlaunch.tables.optimizers import OPTIMIZERS
 from ortlaunch.tables.tasks import TASKS
 
+# Their updates go element by element. On engines that FSDP2 has, fused_adam is torch's AdamW.
+_SHARDED_OPTIMIZERS = ("adamw", "fused_adam", "sgd")
+
 
 def broken_rule_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield every rule that the recipe breaks."""
@@ -239,6 +242,7 @@ def _optimizer_field_and_zero_rules(recipe: Recipe) -> Iterator[Problem]:
             ),
         )
     yield from _combined_optimizer_rules(optimizer)
+    yield from _parallel_rules(recipe)
     whole_tensor_optimizers = [
         name for name in optimizer.names if OPTIMIZERS[name].needs_whole_tensors
     ]
@@ -249,6 +253,29 @@ def _optimizer_field_and_zero_rules(recipe: Recipe) -> Iterator[Problem]:
             f"{whole_tensor_optimizers[0].upper()} computes an update from a "
             "whole tensor, and ZeRO splits tensors into flat pieces, so every update would be "
             "wrong; use fused_adam, or zero.stage: 0",
+        )
+
+
+def _parallel_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of FSDP2 beside other sections."""
+    if recipe.parallel is None:
+        return
+    if recipe.zero:
+        yield (
+            ("parallel", "zero"),
+            "FSDP2 and DeepSpeed's ZeRO both divide the model over the ranks; leave out one of them",
+        )
+    if recipe.model.traits.wrapper:
+        yield (
+            ("parallel", "model.task"),
+            f"was not tried with task {recipe.model.task}; leave it out, or use zero",
+        )
+    others = [name for name in recipe.optimizer.names if name not in _SHARDED_OPTIMIZERS]
+    if others:
+        yield (
+            ("parallel", "optimizer.name"),
+            f"got optimizer {others[0]}, whose update needs whole tensors or plain ones; with FSDP2 "
+            f"there can be {', '.join(_SHARDED_OPTIMIZERS)}",
         )
 
 

@@ -23,6 +23,7 @@ from ortlaunch.worker.checkpoint.tensor_file import (
     read_flat_elements,
     read_tensor_locations_and_metadata,
 )
+from ortlaunch.worker.model.fsdp import part_of_this_rank
 from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
     NamedState,
@@ -219,6 +220,7 @@ def _read_range_into_whole_tensor(
     whole_tensor: torch.Tensor,
 ) -> None:
     """Fill the part's range of `whole_tensor`, which has the shape of the master weights."""
+    whole_tensor = part_of_this_rank(whole_tensor)
     if whole_tensor.is_contiguous():
         checkpoint_tensors.read_range_into_flat_tensor(
             tensor_kind,

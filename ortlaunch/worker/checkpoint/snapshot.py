@@ -25,6 +25,7 @@ from ortlaunch.base.json_types import Json
 from ortlaunch.run_folder.file_sums import SizeAndChecksum
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.checkpoint.tensor_file import write_safetensors_and_checksum
+from ortlaunch.worker.model.fsdp import part_of_this_rank
 from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
     NamedState,
@@ -87,10 +88,8 @@ def snapshot_of_this_rank(
     Raises:
         CheckpointError: the optimizer or the model keeps a value that a checkpoint cannot hold.
     """
-    parts = (
-        _ranges_of_rank_in_replicated_parts(named_state.parts, group.rank, group.size)
-        if named_state.replicated
-        else named_state.parts
+    parts = _ranges_of_rank_in_replicated_parts(
+        named_state.parts, *(named_state.copy_and_count or (group.rank, group.size))
     )
     tensors: list[KeyShapeAndFlatTensor] = [
         *_entries_of_model_buffers_or_refuse_non_tensors(named_state)
@@ -167,7 +166,12 @@ def _ranges_of_rank_in_replicated_parts(
         if begin < end:
             shared_ranges.append(
                 ParameterRange(
-                    part.name, begin, end - begin, part.master, part.offset + begin, part.group
+                    part.name,
+                    part.start + begin,
+                    end - begin,
+                    part.master,
+                    part.offset + begin,
+                    part.group,
                 )
             )
         elements_before += part.count
@@ -178,7 +182,7 @@ def _key_shape_and_flat_tensor_of_range(
     tensor_kind: str, parameter_range: ParameterRange, tensor: torch.Tensor, named_state: NamedState
 ) -> KeyShapeAndFlatTensor:
     parameter_shape = named_state.shapes[parameter_range.name]
-    flat = tensor.detach().reshape(-1)[
+    flat = part_of_this_rank(tensor.detach()).reshape(-1)[
         parameter_range.offset : parameter_range.offset + parameter_range.count
     ]
     # The whole parameter keeps its shape; a range of it is flat.

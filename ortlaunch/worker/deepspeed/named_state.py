@@ -60,7 +60,7 @@ def named_state_of_deepspeed_engine(engine: Any, model: nn.Module, rank: int) ->
         list(find_ranges(optimizer, model, rank)),
         optimizer.optimizer,
         persistent_buffers_by_name(model),
-        replicated=optimizer_class == "FP16_UnfusedOptimizer",
+        copy_and_count=None if optimizer_class == "FP16_UnfusedOptimizer" else (0, 1),
         loss_scale=_dynamic_loss_scale_access_or_none(optimizer),
         refresh=lambda: refresh(optimizer),
     )

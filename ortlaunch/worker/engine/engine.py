@@ -17,6 +17,7 @@ from torch import nn
 
 from ortlaunch.base.installed import installed_version_by_package_name
 from ortlaunch.base.machine import threads_per_rank
+from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
@@ -45,9 +46,15 @@ from ortlaunch.worker.engine.ort_engine import (
     unapplied_repair_and_export_notes,
     wrap_model_in_ortmodule,
 )
-from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.engine.stepping import (
+    DeepSpeedStepper,
+    ShardedStepper,
+    Stepper,
+    TorchStepper,
+)
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from ortlaunch.worker.model.chunked_head import chunk_head_if_trial_agrees_and_describe
+from ortlaunch.worker.model.fsdp import shard_model_in_place
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import (
     measure_matmul_precision_record,
@@ -241,10 +248,19 @@ def build_engine(
         engine_name = "eager" if fallback else "ort"
         if not fallback:
             evaluation_seconds = EvaluationSeconds(export_seconds)
-    if engine_name == "inductor":
-        # A profile needs marks in the kernels that inductor writes for a CPU.
-        marks = {"cpp.enable_kernel_profile": True} if recipe.log.profile_steps else None
-        model.compile(dynamic=False, options=marks)
+    # A profile needs marks in the kernels that inductor writes for a CPU.
+    marks = {"cpp.enable_kernel_profile": True} if recipe.log.profile_steps else {}
+    unit_count = 0
+    if group.mesh is not None and recipe.parallel is not None:
+        unit_count = shard_model_in_place(
+            model,
+            recipe.parallel,
+            group,
+            narrow_dtype_or_none(recipe.precision),
+            marks if engine_name == "inductor" else None,
+        )
+    elif engine_name == "inductor":
+        model.compile(dynamic=False, options=marks or None)
     built_optimizer = build_optimizer(
         recipe.optimizer, module, engine_name, group.device, plan.deepspeed, group.size
     )
@@ -265,7 +281,7 @@ def build_engine(
         threads_per_rank=torch.get_num_threads(),
         parameters=sum(size for size, _ in sizes),
         trained_parameters=sum(size for size, is_trained in sizes if is_trained),
-        sharding=_sharding_name(recipe, group),
+        sharding=_sharding_name(recipe, group, unit_count),
         optimizer=OptimizerChoice(
             recipe.optimizer.name,
             built_optimizer.used,
@@ -378,7 +394,8 @@ def _create_deepspeed_or_torch_stepper(
         return DeepSpeedStepper(module, built_optimizer.optimizer, group, plan.deepspeed)
     steps = plan.batch.accumulation_steps
     norm = recipe.train.max_grad_norm
-    return TorchStepper(module, built_optimizer.optimizer, group, recipe.precision, steps, norm)
+    stepper_class = TorchStepper if group.mesh is None else ShardedStepper
+    return stepper_class(module, built_optimizer.optimizer, group, recipe.precision, steps, norm)
 
 
 def _chunk_head_on_all_ranks_or_none(
@@ -395,9 +412,14 @@ def _chunk_head_on_all_ranks_or_none(
     return ChunkedLoss(chunked_loss.asked, None, reason) if reason else chunked_loss
 
 
-def _sharding_name(recipe: Recipe, group: DistributedContext) -> str:
+def _sharding_name(recipe: Recipe, group: DistributedContext, unit_count: int) -> str:
     if recipe.zero:
         return f"DeepSpeed ZeRO {recipe.zero.stage}"
+    if mesh := group.mesh:
+        return (
+            f"FSDP2: {mesh.replicate} x the model, each on {count_with_noun(mesh.shard, 'rank')}, "
+            f"gathered in {count_with_noun(unit_count, 'layer')} and the rest"
+        )
     return "DistributedDataParallel" if group.size > 1 else "none"
 
 

@@ -21,11 +21,18 @@ from torch import nn
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
+from ortlaunch.launch_plan import Mesh
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.gradient_averaging import (
     GradientAveraging,
     UsedParameterRecorder,
     first_five_names_text,
+)
+from ortlaunch.worker.model.fsdp import (
+    free_gathered_weights_if_sharded,
+    part_of_this_rank,
+    ranges_of_this_rank,
+    replace_parts_by_whole_parameters,
 )
 from ortlaunch.worker.model.named_state import (
     NamedState,
@@ -111,7 +118,10 @@ class Stepper(Protocol):
         """
 
     def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
-        """Gather whole parameters on rank 0 while the context is open (collective)."""
+        """Gather whole parameters on rank 0 while the context is open (collective).
+
+        Under FSDP2 the model cannot be called afterwards.
+        """
 
 
 class TorchStepper:
@@ -132,7 +142,9 @@ class TorchStepper:
         self.accumulation = accumulation_steps
         self.max_norm = max_norm
         self.returned_values = ValueMeans()
-        self.averaging = GradientAveraging(model, group) if group.size > 1 else None
+        # FSDP2 averages gradients itself.
+        is_averaged = group.size > 1 and group.mesh is None
+        self.averaging = GradientAveraging(model, group) if is_averaged else None
         self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = narrow_dtype_or_none(precision)
         self.scaler = torch.amp.GradScaler(
@@ -234,6 +246,54 @@ class TorchStepper:
 
     def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+
+class ShardedStepper(TorchStepper):
+    """Steps of a model that FSDP2 has divided over the mesh of the group."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes of the ranks."""
+        assert self.group.mesh is not None
+        return self.group.mesh
+
+    def _clip_and_return_unclipped_norm(self) -> float:
+        gradients = [gradient for _, gradient in self.named_gradients() if gradient is not None]
+        # Each copy of the model has all gradients once.
+        own_squares = float(float64_sum_of_squares(gradients)) if gradients else 0.0
+        squares = self.group.sum_over_ranks(own_squares)
+        norm = math.sqrt(squares / self.mesh.replicate)
+        # As torch's clip_grad_norm_.
+        if self.max_norm is not None and norm > self.max_norm:
+            torch._foreach_mul_(gradients, self.max_norm / (norm + 1e-6))
+        return norm
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return (
+            (name, None if gradient is None else part_of_this_rank(gradient))
+            for name, gradient in super().named_gradients()
+        )
+
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        free_gathered_weights_if_sharded(self.model)
+        return ((name, part_of_this_rank(p.detach())) for name, p in super().trained_weights())
+
+    def named_state(self) -> NamedState:
+        free_gathered_weights_if_sharded(self.model)
+        return NamedState(
+            trained_parameter_shapes(self.model),
+            ranges_of_this_rank(self.model, self.optimizer),
+            self.optimizer,
+            persistent_buffers_by_name(self.model),
+            (self.group.rank // self.mesh.shard, self.mesh.replicate),
+            loss_scale=scaler_loss_scale_or_none(self.scaler),
+        )
+
+    @contextlib.contextmanager
+    def gather_whole_weights(self) -> Iterator[None]:
+        free_gathered_weights_if_sharded(self.model)
+        replace_parts_by_whole_parameters(self.model, keeps_values=self.group.rank == 0)
+        yield
 
 
 @contextlib.contextmanager

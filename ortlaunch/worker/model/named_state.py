@@ -60,8 +60,8 @@ class NamedState:
     parts: list[ParameterRange]
     optimizer: torch.optim.Optimizer
     buffers: dict[str, torch.Tensor]
-    replicated: bool = True
-    """Whether every rank holds the whole state; else each rank holds its own parts."""
+    copy_and_count: tuple[int, int] | None = None
+    """Of ranks that hold the same parts: the number of this one, and their count; None: all ranks."""
     loss_scale: LossScale | None = None
     refresh: Callable[[], None] = field(default=lambda: None)
     """Copies the master weights into the model's weights (collective)."""

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ortlaunch.base import machine
 from ortlaunch.base.errors import DeviceError, LaunchError, WorldError
 from ortlaunch.base.units import count_with_noun
-from ortlaunch.launch_plan import Plan
+from ortlaunch.launch_plan import Mesh, Plan
 from ortlaunch.rank import Rank, rank_and_launcher_name_or_none
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.process_group.flight_recorder import set_flight_recorder_variables_unless_set
@@ -41,6 +41,9 @@ from ortlaunch.worker.supervision.gpus import (
     set_visible_gpus_and_return_own_index,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 # Groups live as long as the process. A gloo group that is freed joins its threads while it holds
 # the GIL, and one of them may wait for the GIL. This deadlock occurred at the end of a run, when
 # DistributedDataParallel had the last reference.
@@ -52,7 +55,11 @@ _MAX_MESH_RANKS = 64
 class DistributedContext:
     """The process group of a run, seen from one rank."""
 
-    def __init__(self, rank: Rank, device: torch.device, channel: Any = None) -> None:
+    def __init__(
+        self, rank: Rank, device: torch.device, channel: Any = None, mesh: Mesh | None = None
+    ) -> None:
+        self.mesh = mesh
+        """The axes of the ranks, if FSDP2 divides the model over them."""
         self.rank = rank.rank
         self.size = rank.world_size
         self.local = rank
@@ -163,6 +170,16 @@ def create_cpu_group_of_all_ranks() -> dist.ProcessGroup:
     return new_group
 
 
+def build_device_mesh(group: DistributedContext) -> DeviceMesh:
+    """Make the groups of ranks along the axes of FSDP2, `replicate` and `shard` (collective)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    assert group.mesh is not None
+    device_mesh = init_device_mesh(group.device.type, group.mesh, mesh_dim_names=group.mesh._fields)
+    _KEPT.extend(device_mesh.get_all_groups())
+    return device_mesh
+
+
 @contextlib.contextmanager
 def join_process_group_until_end(
     plan: Plan, rank: Rank, run: RunDir
@@ -196,7 +213,7 @@ def join_process_group_until_end(
             _init_process_group_arguments(plan.node_of(rank.rank).devices, rank, device),
         )
         _set_rank_environment_variables(rank, device)
-        yield DistributedContext(rank, device)
+        yield DistributedContext(rank, device, mesh=plan.mesh if rank.world_size > 1 else None)
     # Skipped after an error, when other ranks may wait in a collective.
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()

@@ -25,6 +25,7 @@ from ortlaunch.worker.evaluation.evaluation import (
     metrics_with_evaluation_prefix,
     seed_and_evaluate_loss_and_metrics_unless_stopped,
 )
+from ortlaunch.worker.model.fsdp import free_gathered_weights_if_sharded
 from ortlaunch.worker.model.named_state import require_same_trained_parameters
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.process_group.agreement import RankAgreement, accept_save_and_stop_requests
@@ -284,6 +285,11 @@ def _create_checkpoint_saver_with_callbacks(
         [*((part.name, part.master) for part in named_state.parts), *named_state.buffers.items()]
     )
     trained_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def require_parameters_of_start() -> None:
+        free_gathered_weights_if_sharded(session.engine.plain)
+        require_same_trained_parameters(model, trained_parameters)
+
     return checkpoint.CheckpointSaver(
         session.run,
         session.recipe,
@@ -293,7 +299,7 @@ def _create_checkpoint_saver_with_callbacks(
         checkpoint.SaverInputs(
             best.kept_best_step_or_none(train_state.best),
             on_completed=notify_completed,
-            before_save=lambda: require_same_trained_parameters(model, trained_parameters),
+            before_save=require_parameters_of_start,
             steps_in_use=exports.steps_being_exported,
             completes_interval=lambda step: session.batches.does_step_complete_interval(
                 step, session.recipe.checkpoint.every_epochs

@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import human_bytes
-from ortlaunch.launch_plan import BatchPlan, Node, Plan
+from ortlaunch.launch_plan import BatchPlan, Mesh, Node, Plan
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
@@ -146,6 +146,7 @@ def test_every_field_is_in_the_json(field: str) -> None:
         "deepspeed": None,
         "task": "parity",
         "threads": 99,
+        "mesh": Mesh(2, 4),
         "grace_seconds": 99,
     }
     other |= {

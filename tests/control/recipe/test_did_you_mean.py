@@ -10,7 +10,7 @@ from ortlaunch.resolve import shipped
 
 STOP = "use train.stop_after: {metric: loss, evaluations: ...}"
 NONE = "there is no training with preferences or rewards here; TRL has it"
-WHOLE = "use zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence"
+WHOLE = "use parallel or zero.stage, which divide the model over the ranks (there is no tensor"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""FSDP2: the model's weights, gradients and optimizer state divided by torch's `fully_shard`.
+
+A parameter is divided along its first dimension: each rank that shares a copy of the model has its
+rows, as a DTensor. A layer's weights are gathered before its passes, and freed after them; gradients
+are averaged and divided in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from ortlaunch.base.errors import InputError
+from ortlaunch.recipe.fields.parallel import Parallel
+from ortlaunch.worker.model.named_state import ParameterRange
+from ortlaunch.worker.process_group.distributed import DistributedContext, build_device_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def shard_model_in_place(
+    model: nn.Module,
+    settings: Parallel,
+    group: DistributedContext,
+    dtype: torch.dtype | None,
+    compile_options: dict[str, Any] | None = None,
+) -> int:
+    """Divide the model over the ranks (collective); return the number of layers that are units.
+
+    Args:
+        model: the model that returns its loss, whole and on its device.
+        settings: the recipe's `parallel`.
+        group: all ranks, with their mesh.
+        dtype: the type of gathered weights; None: their own. Gradients are averaged in float32.
+        compile_options: torch.compile compiles each unit, with these options; None: nothing.
+
+    Raises:
+        InputError: the model has no such layers, or a parameter without a dimension.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    if scalars:
+        raise InputError(
+            f"parallel: FSDP2 cannot divide {scalars[0]}, which has no dimension; give it the shape (1,)"
+        )
+    device_mesh = build_device_mesh(group)
+    options: dict[str, Any] = {
+        "mesh": device_mesh if device_mesh["replicate"].size() > 1 else device_mesh["shard"],
+        # Autocast chooses the type of each operator, as without FSDP2.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=None if dtype is None else torch.float32,
+            cast_forward_inputs=False,
+        ),
+        **({"offload_policy": CPUOffloadPolicy()} if settings.offload else {}),
+    }
+    units = [*_layers_gathered_as_units(model, settings.blocks)]
+    # From the inside out: a unit has the parameters that no unit within it has.
+    for layer in reversed(units):
+        if compile_options is not None:
+            layer.compile(dynamic=False, options=compile_options or None)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return len(units)
+
+
+def free_gathered_weights_if_sharded(model: nn.Module) -> None:
+    """Leave only this rank's parts of the weights that no unit has.
+
+    torch does so in the backward pass, which an evaluation does not have.
+    """
+    reshard: Any = getattr(model, "reshard", None)
+    if reshard is not None:
+        reshard()
+
+
+def _layers_gathered_as_units(model: nn.Module, class_names: Sequence[str]) -> Iterator[Any]:
+    """Yield the layers of these classes, else those that transformers names, else those of lists."""
+    layers = [*model.modules()]
+    names = set(class_names) or {
+        name for layer in layers for name in getattr(layer, "_no_split_modules", None) or ()
+    }
+    units = [layer for layer in layers if type(layer).__name__ in names]
+    if missing := set(class_names) - {type(layer).__name__ for layer in units}:
+        repeated = Counter(type(layer).__name__ for layer in layers if [*layer.parameters()])
+        raise InputError(
+            f"parallel.blocks: the model has no layer of class {', '.join(sorted(missing))}; its "
+            f"classes are {', '.join(sorted(repeated))}"
+        )
+    if not units:
+        units = [
+            layer
+            for parent in layers
+            if isinstance(parent, (nn.ModuleList, nn.Sequential)) and len(parent) > 1
+            for layer in parent
+        ]
+    # A weight that is also used elsewhere, such as tied embeddings, is gathered with the rest.
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for layer in dict.fromkeys(units):
+        own = Counter(id(p) for _, p in layer.named_parameters(remove_duplicate=False))
+        if own and all(uses[key] == count for key, count in own.items()):
+            yield layer
+
+
+def part_of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a divided tensor, and any other tensor as it is."""
+    # DTensor is not imported: a model without FSDP2 does not need it, and it takes 0.1 s.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def ranges_of_this_rank(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ParameterRange]:
+    """Return this rank's rows of each trained parameter, as ranges of the flattened parameter."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    ranges = []
+    named_parts = cast("Iterable[tuple[str, DTensor]]", model.named_parameters())
+    for name, parameter in named_parts:
+        if not parameter.requires_grad:
+            continue
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        # A rank has no rows of a small parameter.
+        if count := math.prod(shape):
+            start = offset[0] * math.prod(parameter.shape[1:])
+            ranges.append(ParameterRange(name, start, count, parameter, 0, groups[id(parameter)]))
+    return ranges
+
+
+def replace_parts_by_whole_parameters(model: nn.Module, keeps_values: bool) -> None:
+    """Replace each divided parameter by a whole one in host memory, one after another (collective).
+
+    The model cannot be called afterwards.
+
+    Args:
+        keeps_values: whether this rank keeps the values; the others give theirs.
+    """
+    whole_by_part: dict[int, nn.Parameter] = {}
+    for layer in model.modules():
+        for name, parameter in [*layer._parameters.items()]:
+            if parameter is None or not hasattr(parameter, "full_tensor"):
+                continue
+            if id(parameter) not in whole_by_part:
+                whole = cast("DTensor", parameter.detach()).full_tensor()
+                values = whole.cpu() if keeps_values else whole.new_empty(0)
+                whole_by_part[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+            # Tied parameters stay one.
+            layer._parameters[name] = whole_by_part[id(parameter)]

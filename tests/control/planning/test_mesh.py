@@ -1,0 +1,73 @@
+"""The mesh of ranks that `parallel` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ortlaunch.base.errors import PlanError
+from ortlaunch.launch_plan import Mesh
+from ortlaunch.planning.mesh import mesh_of_ranks_or_none, mesh_text
+from tests.makers import bert, host, plan
+
+EAGER = {
+    "engine": {"name": "eager"},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "slots", "expected"),
+    [
+        ({}, (8,), Mesh(1, 8)),
+        ({}, (1,), Mesh(1, 1)),
+        # A copy within each host.
+        ({}, (8, 8, 8), Mesh(3, 8)),
+        # Hosts of other sizes: one copy over all.
+        ({}, (4, 2), Mesh(1, 6)),
+        ({"replicate": 1}, (8, 8), Mesh(1, 16)),
+        ({"replicate": 4}, (8, 8), Mesh(4, 4)),
+        ({"shard": 4}, (8, 8), Mesh(4, 4)),
+        ({"shard": 2, "replicate": 4}, (8,), Mesh(4, 2)),
+        (None, (8,), None),
+    ],
+)
+def test_the_axes(
+    parallel: dict[str, Any] | None, slots: tuple[int, ...], expected: Mesh | None
+) -> None:
+    """`auto` keeps a copy within a host; two numbers must multiply to the ranks."""
+    nodes = plan(
+        bert(), [host(f"host{n}", count) for n, count in enumerate(slots)], "torchrun"
+    ).nodes
+    recipe = bert(parallel=parallel, zero=None, **EAGER)
+    assert mesh_of_ranks_or_none(recipe, nodes, trains=True) == expected
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"shard": 3}, {"shard": 2, "replicate": 2}, {"replicate": 16}]
+)
+def test_ranks_that_do_not_split(parallel: dict[str, Any]) -> None:
+    """The error has the product, and the ranks."""
+    nodes = plan(bert(), [host("one", 8)], "torchrun").nodes
+    with pytest.raises(
+        PlanError, match=r"parallel: shard \d+ x replicate \d+ needs .*, and the run has 8"
+    ):
+        mesh_of_ranks_or_none(bert(parallel=parallel, zero=None, **EAGER), nodes, trains=True)
+
+
+def test_an_evaluation_shares_one_copy() -> None:
+    """It may have fewer ranks than the training."""
+    nodes = plan(bert(), [host("one", 2)], "torchrun").nodes
+    recipe = bert(parallel={"shard": 8}, zero=None, **EAGER)
+    assert mesh_of_ranks_or_none(recipe, nodes, trains=False) == Mesh(1, 2)
+
+
+def test_the_mesh_in_words() -> None:
+    """Each group of ranks that shares a copy, and whether one spans hosts."""
+    nodes = plan(bert(), [host("one", 8), host("two", 8)], "torchrun").nodes
+    assert mesh_text(Mesh(2, 8), nodes) == (
+        "mesh: 2 x the model, each shared by 8 ranks (FSDP2): 0-7, 8-15"
+    )
+    assert mesh_text(Mesh(1, 16), nodes).endswith("(FSDP2): 0-15; a copy spans hosts")
+    assert mesh_text(Mesh(8, 2), nodes).endswith(": 0-1, 2-3, 4-5, ..., 14-15")
