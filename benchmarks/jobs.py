@@ -207,7 +207,7 @@ def results_of_job(job: str, tool: Tool, out: Path, logs: list[Path]) -> dict[st
         return {"loss": min(each["loss"] for each in summaries), "parts": seconds}
     summary = json.loads((out / "summary.json").read_text())
     record = json.loads((out / "engine.json").read_text())["engine"]["used"]
-    accuracy = (summary.get("evaluation") or {}).get("accuracy")
+    accuracy = (summary.get("evaluation") or {}).get("classification_accuracy")
     return {
         "loss": summary["loss"], "parts": summary["seconds"], "engine": record,
         "step_seconds": summary.get("step_seconds"),

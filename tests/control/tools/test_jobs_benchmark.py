@@ -134,3 +134,13 @@ def test_tables_and_picture_compare_with_the_fastest_peer(jobs: ModuleType) -> N
     assert "e, trainer: 1.00 x" in dots
     # Without a peer there is nothing to compare with.
     assert "x" not in jobs.means_lines(record_of(jobs, {("c", "ours-ort"): [1.0]}))
+
+
+def test_the_page_has_the_recorded_figures(jobs: ModuleType) -> None:
+    """docs/evidence/speed.md and its picture are those of jobs.json."""
+    docs = Path(jobs.__file__).parents[1] / "docs" / "evidence"
+    record = json.loads((docs / "jobs.json").read_text())
+    page = (docs / "speed.md").read_text()
+    assert jobs.results_table(record) in page
+    assert all(line in page for line in jobs.means_lines(record).splitlines())
+    assert jobs.picture(record) == (docs / "jobs.svg").read_text()
