@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # How this machine reaches its indexes: names of files, and variables.
-_NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf", "/root/.config/pip/pip.conf", "/etc/xdg/pip/pip.conf")
+_NETWORK_FILES = (
+    "/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf", "/root/.config/pip/pip.conf", "/etc/xdg/pip/pip.conf",
+    "/etc/xdg/pip/constraints.txt",
+)  # fmt: skip
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _STEP_SECONDS = 1500
 
@@ -35,12 +38,15 @@ class Stage:
     entry_point: Sequence[str] = ()
 
 
-def build(file: Path, context: Path, target: str, folder: Path) -> Stage:
+def build(
+    file: Path, context: Path, target: str, folder: Path, arguments: Mapping[str, str]
+) -> Stage:
     """Run the steps of a target and of the stages that it needs; return the target's stage.
 
     Args:
         context: the folder that COPY reads, by its .dockerignore.
         folder: an empty folder for the root file systems of the stages.
+        arguments: values of ARG by name, as of `docker build --build-arg`.
     """
     steps = _steps(file.read_text())
     starts = [number for number, (word, _) in enumerate(steps) if word == "FROM"]
@@ -59,7 +65,14 @@ def build(file: Path, context: Path, target: str, folder: Path) -> Stage:
                 _run(["cp", "--archive", "--reflink=auto", str(source.root), str(root)])
                 built[name] = Stage(root, dict(source.environ), {}, source.folder, source.user)
             else:
-                _run(["debootstrap", "--variant=minbase", base.partition(":")[2].partition("-")[0], str(root)])
+                _run(
+                    [
+                        "debootstrap",
+                        "--variant=minbase",
+                        base.partition(":")[2].partition("-")[0],
+                        str(root),
+                    ]
+                )
                 _copy_network_settings(root)
                 built[name] = Stage(root)
             for step in own_steps:
@@ -69,12 +82,11 @@ def build(file: Path, context: Path, target: str, folder: Path) -> Stage:
     def take_step(stage: Stage, word: str, rest: str) -> None:
         if word == "ARG":
             name, _, value = rest.partition("=")
-            stage.arguments[name] = value.strip('"')
+            stage.arguments[name] = arguments.get(name, value.strip('"'))
         elif word == "ENV":
             for pair in shlex.split(rest):
                 name, _, value = pair.partition("=")
-                known = {**stage.environ, **stage.arguments}
-                stage.environ[name] = re.sub(r"\$(\w+)", lambda match: known.get(match[1], ""), value)
+                stage.environ[name] = _with_values(value, {**stage.environ, **stage.arguments})
         elif word == "WORKDIR":
             stage.folder = rest
             (stage.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
@@ -87,7 +99,12 @@ def build(file: Path, context: Path, target: str, folder: Path) -> Stage:
             other = re.match(r"--from=(\S+)", rest)
             source_root = stage_by_name(other[1]).root if other else context
             for source in sources:
-                _copy(source_root / source.lstrip("/"), stage.root / destination.lstrip("/"), stage, not other)
+                _copy(
+                    source_root / source.lstrip("/"),
+                    stage.root / destination.lstrip("/"),
+                    stage,
+                    not other,
+                )
         else:
             assert word == "RUN", word
             run_in(stage, ["sh", "-ec", rest], {**stage.arguments, **_network_variables(stage)})
@@ -114,6 +131,7 @@ def run_in(
                          "sh", "-c", 'cd "$0" && exec "$@"', stage.folder, *command])  # fmt: skip
     script = "\n".join([
         "set -e", "mount --bind $ROOT $ROOT", "mount -t proc proc $ROOT/proc", "mount --rbind /dev $ROOT/dev",
+        "mount --rbind /sys $ROOT/sys",
         *(f"mkdir -p $ROOT{folder} && mount --bind {folder} $ROOT{folder}" for folder in _local_indexes()
           if not mounts),
         *mounts, f"exec chroot --userspec={user or '0:0'} $ROOT {inside}",
@@ -124,13 +142,21 @@ def run_in(
     )
 
 
+def _with_values(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\$(\w+)", lambda match: values.get(match[1], ""), text)
+
+
 def _steps(text: str) -> list[tuple[str, str]]:
     lines = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", " ").splitlines()
-    return [(word, rest.strip()) for line in lines if line for word, _, rest in [line.partition(" ")]]
+    return [
+        (word, rest.strip()) for line in lines if line for word, _, rest in [line.partition(" ")]
+    ]
 
 
 def _copy(source: Path, destination: Path, stage: Stage, is_context: bool) -> None:
-    destination = stage.root / stage.folder.lstrip("/") if destination == stage.root / "." else destination
+    destination = (
+        stage.root / stage.folder.lstrip("/") if destination == stage.root / "." else destination
+    )
     if not is_context:
         _run(["cp", "--archive", str(source), str(destination)])
         return
@@ -155,23 +181,35 @@ def _copy_network_settings(root: Path) -> None:
 
 def _network_variables(stage: Stage) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    certificates = dict.fromkeys(("SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE"), "/tmp/certificates.crt")
+    certificates = dict.fromkeys(
+        ("SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE"), "/tmp/certificates.crt"
+    )
     return {**kept, **certificates} if (stage.root / "tmp/certificates.crt").exists() else kept
 
 
 def _local_indexes() -> list[str]:
     """Return folders of this machine that pip's settings name."""
     texts = [*map(str, os.environ.values())]
-    texts += [Path(name).read_text() for name in _NETWORK_FILES if "pip" in name and Path(name).exists()]
+    texts += [
+        Path(name).read_text() for name in _NETWORK_FILES if "pip" in name and Path(name).exists()
+    ]
     names = re.findall(r"(?:file://|(?<=[\s=]))(/[\w./-]+)", "\n".join(texts))
     names += [value for name, value in os.environ.items() if name == "PIP_FIND_LINKS"]
-    roots = {"/" + "/".join(name.split("/")[1:3]) for name in names if name.startswith("/opt/") and Path(name).exists()}
+    roots = {
+        "/" + "/".join(name.split("/")[1:3])
+        for name in names
+        if name.startswith("/opt/") and Path(name).exists()
+    }
     return sorted(roots)
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=_STEP_SECONDS, check=False
     )
-    assert done.returncode == 0, f"{command[-1][-500:]}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"{command[-1][-500:]}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
     return done
