@@ -133,7 +133,7 @@ gpu-wheels: $(INSTALLED)
 
 # The wheels that tools/gpu_lease needs on a borrowed GPU, in gpu-lease/; an error where they and this tree exceed 64 MiB.
 gpu-lease: $(INSTALLED)
-	$(BIN)/python tools/gpu_wheels.py --out gpu-lease --without datasets $(TARGET) \
+	$(BIN)/python tools/gpu_wheels.py --out gpu-lease --without datasets pyarrow pandas $(TARGET) \
 	    --limit $$((64 - $$(git ls-files -z | xargs -0 du --total --block-size=1M | tail -1 | cut -f1)))
 
 # Python 3.11's own pip takes three times as long for its choice of versions. Modules are compiled by whoever imports

@@ -255,7 +255,7 @@ def _conclusion(options: argparse.Namespace, target: dict[str, Any]) -> int:
         return _refuse(
             f"{total:.0f} MiB, and {options.limit:g} are allowed; largest: {told}. Give "
             "--have, and the target's own "
-            "are not carried; or --without datasets, which the proof does not need",
+            "are not carried; or --without datasets pyarrow pandas, which the proof does not need",
             status=1,
         )
     print(f"there: python3 -m pip install --no-index --no-deps {options.out.name}/*.whl")
