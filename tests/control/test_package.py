@@ -291,6 +291,7 @@ def test_the_wheels_train_in_a_bare_environment(
     environ = {
         **os.environ,
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache" / "torchinductor"),
         "PATH": f"{programs}:{os.environ['PATH']}",
     }
     environ.pop("PYTHONPATH", None)
