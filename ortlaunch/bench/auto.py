@@ -487,6 +487,7 @@ def values_that_decide_fastest_engine(resolved_run: ResolvedRun) -> dict[str, ob
         ],
         "precision": recipe.precision,
         "zero": recipe_values["zero"],
+        "parallel": recipe_values["parallel"],
         "optimizer": recipe.optimizer.name,
         "engine": {
             name: value

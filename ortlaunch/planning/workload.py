@@ -31,7 +31,8 @@ def solve_batch_and_estimate_memory(
 ) -> Workload:
     """Return the workload of a run on these hosts.
 
-    An elastic run keeps its batch on every number of hosts that it may get.
+    An elastic run keeps its batch, and `parallel` divides its ranks, on every number of hosts that
+    it may get.
 
     Args:
         recipe: the recipe.
@@ -40,12 +41,13 @@ def solve_batch_and_estimate_memory(
         trains: whether the task of the ranks trains, so that `parallel` divides them.
 
     Raises:
-        PlanError: the batch equation has no whole solution.
+        PlanError: the batch equation has no whole solution, or `parallel` does not divide the ranks.
     """
     node_counts = recipe.launch.node_counts if recipe.launch.elastic else ()
     for host_count in (node_count for node_count in node_counts if node_count <= len(world.hosts)):
         try:
             solve_batch_equation_or_refuse(recipe, host_count * world.hosts[0].slots)
+            mesh_of_ranks_or_none(recipe, world.nodes[:host_count], trains)
         except PlanError as error:
             raise PlanError(
                 f"launch.nodes is {recipe.launch.nodes}, and on {count_with_noun(host_count, 'host')}: {error}"

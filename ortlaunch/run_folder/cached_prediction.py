@@ -42,6 +42,8 @@ def _record_path(recipe: Recipe, device: str, thread_count: int, batch: BatchPla
         recipe_values["data"],
         recipe_values["optimizer"],
         recipe.engine.chunked_loss,
+        # Not every engine has it.
+        recipe_values["parallel"],
     ]
     batch_values = [batch.micro_samples, batch.accumulation_steps]
     return cache_file_path_by_hashed_key("predictions", [rate_values, model_values, batch_values])

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from ortlaunch.base.errors import InputError
+from ortlaunch.launch_plan import Mesh
+from ortlaunch.recipe.fields.parallel import Parallel
+from ortlaunch.run_folder.cached_prediction import cached_prediction_path
+from ortlaunch.worker.engine.engine import (
+    _move_model_or_buffers_if_weights_are_divided,
+    _require_no_layerdrop,
+)
+from ortlaunch.worker.tasks.bench import compare_and_gather_worst_parity_verdict_json
 from tests.e2e.runs import (
     BERT,
     EAGER,
     FULL,
     SMALL,
+    TOY,
     TWO_RANKS,
     Run,
     Train,
@@ -22,6 +35,7 @@ from tests.e2e.runs import (
     exported_evaluation,
     merged,
 )
+from tests.makers import bert, plan
 
 FOUR_RANKS = ("--launcher=torchrun", "--nproc-per-node=4")
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -36,6 +50,33 @@ LLAMA = {
     "lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]},
 }
 DIVIDED = merged(WHOLE, {"parallel": {}})
+OWN = """
+import os
+import torch
+from torch import nn
+from toys import data
+
+class Ranked(nn.Module):
+    # Its first values depend on the rank; and it uses other layers there, if asked.
+    def __init__(self, uses):
+        super().__init__()
+        self.rank, self.uses = int(os.environ["RANK"]), uses
+        torch.manual_seed(self.rank)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.5)) for _ in "ab")
+        self.out = nn.Linear(8, 1)
+        self.register_buffer("marks", torch.full((2,), self.rank, dtype=torch.int16))
+
+    def forward(self, x, y):
+        if self.uses == "weights":
+            x = nn.functional.linear(x, self.layers[0][0].weight)
+        layers = self.layers if self.uses != "other" else [self.layers[self.rank % 2]]
+        for layer in layers:
+            x = x + layer(x)
+        return ((self.out(x) - y) ** 2).mean()
+
+def net(uses="same"):
+    return Ranked(uses)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +185,105 @@ def test_a_module_of_ones_own_is_divided_by_its_lists(train: Train, home: Path) 
     refused = train("own-wrong", {**recipe, "parallel": {"blocks": ["Linaer"]}}, *TWO_RANKS)
     assert refused.status == 2
     assert "parallel.blocks: the model has no layer of class Linaer; its classes are" in refused.err
+
+
+@pytest.fixture(scope="module")
+def ranked(home: Path) -> dict[str, Any]:
+    """The recipe of a module that differs from rank to rank."""
+    (home / "ranked.py").write_text(OWN)
+    evaluation = {
+        "format": "custom",
+        "factory": "toys:data",
+        "arguments": {"samples": 17, "seed": 1},
+    }
+    return merged(
+        TOY,
+        {
+            **EAGER,
+            "model": {"factory": "ranked:net"},
+            "data": {"evaluation": evaluation},
+            "train": {"max_steps": 4, "evaluate_every_steps": 2},
+        },
+    )
+
+
+def test_first_values_and_buffers_are_those_of_rank_0(
+    train: Train, home: Path, ranked: dict[str, Any]
+) -> None:
+    """Copies of a model begin with the same values, and are evaluated with the exported statistics."""
+    one = ended_well(train("ranked-one", ranked))
+    two = ended_well(train("ranked-two", {**ranked, "parallel": {"shard": 1}}, *TWO_RANKS))
+    # Batch statistics of micro batches, which both have in the same sizes.
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
+    evaluated = weights(two)
+    assert evaluated["marks"].tolist() == [0, 0]
+    # Plain PyTorch with the exported weights and statistics.
+    samples = runpy.run_path(str(home / "toys.py"))["data"](samples=17, seed=1)
+    x, y = (torch.stack([sample[name] for sample in samples]) for name in ("x", "y"))
+    for number in range(2):
+        layer = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+        prefix = f"layers.{number}."
+        layer.load_state_dict(
+            {k.removeprefix(prefix): v for k, v in evaluated.items() if k.startswith(prefix)}
+        )
+        x = x + layer(x)
+    x = nn.functional.linear(x, evaluated["out.weight"], evaluated["out.bias"])
+    assert two.values("evaluation_loss")[-1][1] == pytest.approx(
+        float(((x - y) ** 2).mean()), rel=1e-5
+    )
+
+
+def test_ranks_that_use_other_layers(train: Train, ranked: dict[str, Any]) -> None:
+    """Their gradients would be added up without an error: the first step ends with the names."""
+    recipe = {**merged(ranked, {"model": {"arguments": {"uses": "other"}}}), "parallel": {}}
+    run = train("ranked-other", recipe, *TWO_RANKS)
+    assert run.status == 1
+    assert not run.values("loss")
+    assert (
+        "the loss of this step uses model.layers.0.0.bias, model.layers.0.0.weight, "
+        "model.layers.0.1.bias, model.layers.0.1.weight, model.layers.1.0.bias and 3 more on some "
+        "ranks only"
+    ) in run.err
+
+
+@pytest.mark.slow
+def test_weights_that_are_used_outside_of_their_layer(train: Train, ranked: dict[str, Any]) -> None:
+    """The error has the setting, and not only an operator of torch."""
+    recipe = {**merged(ranked, {"model": {"arguments": {"uses": "weights"}}}), "parallel": {}}
+    run = train("ranked-weights", recipe, *TWO_RANKS)
+    assert run.status == 2
+    assert "give in parallel.blocks the classes of layers that are called as a whole" in run.err
+
+
+def test_layers_that_are_left_out_at_random() -> None:
+    """Each rank would leave out others, and wait for those that it has."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.layerdrop = 0.1  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"parallel: layerdrop is 0.1, .*: \{layerdrop: 0.0\}"):
+        _require_no_layerdrop(model)
+
+
+def test_the_whole_model_never_lies_on_a_device() -> None:
+    """FSDP2 moves one layer after another there; a device without memory for all is enough."""
+    group: Any = SimpleNamespace(mesh=Mesh(1, 2), device=torch.device("cuda"))
+    model = nn.Linear(2, 2)
+    _move_model_or_buffers_if_weights_are_divided(model, group, bert(zero=None))
+    assert model.weight.device.type == "cpu"
+
+
+def test_a_bench_compares_no_divided_weights() -> None:
+    """The verdict has the reason, and not the error of an operator."""
+    engine = SimpleNamespace(record=SimpleNamespace(engine=SimpleNamespace(used="inductor")))
+    session: Any = SimpleNamespace(engine=engine, group=SimpleNamespace(mesh=Mesh(1, 2)))
+    assert compare_and_gather_worst_parity_verdict_json(session) == {
+        "verdict": "not compared",
+        "why": "under FSDP2 no rank has all weights for the comparison",
+    }
+
+
+def test_measured_engines_are_not_those_of_whole_models() -> None:
+    """`engine: auto` would take engine ort from a run without `parallel`."""
+    recipe = bert(zero=None)
+    settled = plan(recipe)
+    divided = recipe.model_copy(update={"parallel": Parallel()})
+    assert cached_prediction_path(divided, settled) != cached_prediction_path(recipe, settled)

@@ -35,7 +35,7 @@ OTHERS = {"optimizer": {"name": "adamw", "learning_rate": 1.0}, "train": {"max_s
           "engine": {"name": "eager", "chunked_loss": "off"}}  # fmt: skip
 
 
-MOVE = engine._move_model_or_buffers_under_zero_3
+MOVE = engine._move_model_or_buffers_if_weights_are_divided
 
 
 class FirstRank(DistributedContext):
@@ -92,16 +92,16 @@ def count(sections: dict[str, Any]) -> dict[str, int]:
     sample = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("input_ids", "labels")}
     counted = Bytes()
 
-    def move(model: torch.nn.Module, device: torch.device, recipe: Recipe) -> None:
+    def move(model: torch.nn.Module, group: DistributedContext, recipe: Recipe) -> None:
         """Move as the engine does, to a device whose bytes are not the host's."""
         counted.restart()
-        MOVE(model, device, recipe)
+        MOVE(model, group, recipe)
         for parameter in () if recipe.zero and recipe.zero.stage == 3 else model.parameters():
             # A clone counts as a copy on the device. With ZeRO 3, DeepSpeed itself moves the
             # weights.
             parameter.data = parameter.data.clone()
 
-    engine._move_model_or_buffers_under_zero_3 = move
+    engine._move_model_or_buffers_if_weights_are_divided = move
     with FakeTensorMode(allow_non_fake_inputs=True), counted:
         built = seed_and_build_loss_module_on_cpu(recipe, NoData())  # type: ignore[arg-type]
         size = counted.now

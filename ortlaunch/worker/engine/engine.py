@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ortlaunch.base.errors import InputError
 from ortlaunch.base.installed import installed_version_by_package_name
 from ortlaunch.base.machine import threads_per_rank
 from ortlaunch.base.units import count_with_noun
@@ -222,7 +223,7 @@ def build_engine(
     if dtype is not None:
         # DeepSpeed would cast them later: on the device, and after an export.
         cast_floating_point_parameters_in_place(model, dtype)
-    _move_model_or_buffers_under_zero_3(model, group.device, recipe)
+    _move_model_or_buffers_if_weights_are_divided(model, group, recipe)
     require_trained_parameters(model, recipe.model.freeze or ())
     engine_name = recipe.engine.name
     fallback = whole_batch_reason = ""
@@ -252,6 +253,7 @@ def build_engine(
     marks = {"cpp.enable_kernel_profile": True} if recipe.log.profile_steps else {}
     unit_count = 0
     if group.mesh is not None and recipe.parallel is not None:
+        _require_no_layerdrop(model)
         unit_count = shard_model_in_place(
             model,
             recipe.parallel,
@@ -359,15 +361,29 @@ def cast_floating_point_parameters_in_place(model: torch.nn.Module, dtype: torch
             parameter.data = parameter.data.to(dtype)
 
 
-def _move_model_or_buffers_under_zero_3(
-    model: torch.nn.Module, device: torch.device, recipe: Recipe
+def _require_no_layerdrop(model: nn.Module) -> None:
+    """Check that the model leaves out no layers at random.
+
+    Raises:
+        InputError: it does.
+    """
+    for _, name, ratio in owner_name_and_ratio_of_active_dropouts(model):
+        if "layerdrop" in name:
+            raise InputError(
+                f"parallel: {name} is {ratio:g}, so that each rank leaves out other layers, and FSDP2 "
+                f"gathers a layer on all ranks; set it to 0 (model.config: {{{name}: 0.0}})"
+            )
+
+
+def _move_model_or_buffers_if_weights_are_divided(
+    model: torch.nn.Module, group: DistributedContext, recipe: Recipe
 ) -> None:
-    if recipe.zero is None or recipe.zero.stage < 3:
-        model.to(device)
+    if group.mesh is None and (recipe.zero is None or recipe.zero.stage < 3):
+        model.to(group.device)
         return
     # The device may have memory for pieces of the parameters only.
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
+        buffer.data = buffer.data.to(group.device)
 
 
 def _move_and_cast_batch(

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import re
+import zlib
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.base.errors import EngineError
+from ortlaunch.worker.model.fsdp import part_of_this_rank
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
@@ -141,6 +144,64 @@ class UsedParameterRecorder:
             hook.remove()
         used = set().union(*self._group.gather([*self._used]))
         return tuple(name for name in self._trained if name not in used)
+
+
+class UsedParameterComparison:
+    """Whether the losses of all ranks use the same trained parameters.
+
+    FSDP2 adds up the gradients that each rank has, layer by layer. If the ranks used other
+    parameters, it would add gradients of different ones, or wait without end.
+    """
+
+    def __init__(self, model: nn.Module, group: DistributedContext) -> None:
+        self.unused_names: tuple[str, ...] = ()
+        """Trained parameters that the last loss does not use."""
+        # Another group: the comparison does not wait for the device.
+        self._group = group.duplicate_on_new_cpu_group()
+        self._name_by_gathered_parameter: dict[torch.Tensor, str] = {}
+        for prefix, layer in model.named_modules():
+            if hasattr(layer, "unshard") and hasattr(layer, "reshard"):
+                layer.unshard()
+                # Of a unit within it the parameters are not gathered.
+                self._name_by_gathered_parameter |= {
+                    parameter: name
+                    for name, parameter in layer.named_parameters(prefix)
+                    if parameter.requires_grad and part_of_this_rank(parameter) is parameter
+                }
+                layer.reshard()
+
+    def require_same_on_all_ranks(self, loss: torch.Tensor) -> None:
+        """Compare before the backward pass of a loss (collective).
+
+        Raises:
+            EngineError: a rank uses parameters that another one does not use.
+        """
+        names = self._name_by_gathered_parameter
+        used = {names[leaf] for leaf in _leaves_of_graph(loss) if leaf in names}
+        self.unused_names = tuple(name for name in names.values() if name not in used)
+        checksums = self._group.gather_numbers([zlib.crc32(repr(self.unused_names).encode())])
+        if checksums.count(checksums[0]) < len(checksums):
+            unused_by_rank = [*map(set, self._group.gather(self.unused_names))]
+            differing = sorted(set.union(*unused_by_rank) - set.intersection(*unused_by_rank))
+            raise EngineError(
+                f"the loss of this step uses {first_five_names_text(differing)} on some ranks only, "
+                "and FSDP2 averages the gradients of parameters that all ranks use; use every "
+                "trained parameter in every forward pass (as 0 * parameter.sum(), in the layer that "
+                "has it), freeze it, or train without parallel"
+            )
+
+
+def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors whose gradients the backward pass of a loss computes."""
+    # The nodes are kept: a node that is freed could give its place to another one.
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {*nodes}
+    for node in nodes:
+        if hasattr(node, "variable"):
+            yield node.variable
+        following = {n for n, _ in getattr(node, "next_functions", ()) if n is not None} - seen
+        seen |= following
+        nodes += following
 
 
 def first_five_names_text(parameter_names: Collection[str]) -> str:

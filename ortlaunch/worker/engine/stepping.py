@@ -25,10 +25,12 @@ from ortlaunch.launch_plan import Mesh
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.gradient_averaging import (
     GradientAveraging,
+    UsedParameterComparison,
     UsedParameterRecorder,
     first_five_names_text,
 )
 from ortlaunch.worker.model.fsdp import (
+    copy_values_from_rank_0,
     free_gathered_weights_if_sharded,
     part_of_this_rank,
     ranges_of_this_rank,
@@ -145,6 +147,11 @@ class TorchStepper:
         # FSDP2 averages gradients itself.
         is_averaged = group.size > 1 and group.mesh is None
         self.averaging = GradientAveraging(model, group) if is_averaged else None
+        self.used_parameters = (
+            UsedParameterComparison(model, group)
+            if group.size > 1 and group.mesh is not None
+            else None
+        )
         self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = narrow_dtype_or_none(precision)
         self.scaler = torch.amp.GradScaler(
@@ -154,7 +161,7 @@ class TorchStepper:
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
-        return self.averaging.unused_names if self.averaging else ()
+        return getattr(self.averaging or self.used_parameters, "unused_names", ())
 
     @contextlib.contextmanager
     def _autocast_and_average_around_pass(self, is_last_of_step: bool) -> Iterator[None]:
@@ -189,6 +196,8 @@ class TorchStepper:
                 self.returned_values.add_values_and_return_loss(self.module(**batch), loss_factor),
                 loss_factor,
             )
+            if self.used_parameters is not None:
+                self.used_parameters.require_same_on_all_ranks(loss)
             # Inside the context: DistributedDataParallel decides in the backward pass whether to
             # average.
             self.scaler.scale(loss / self.accumulation).backward()
@@ -256,6 +265,25 @@ class ShardedStepper(TorchStepper):
         """The axes of the ranks."""
         assert self.group.mesh is not None
         return self.group.mesh
+
+    def run_micro_batch(
+        self, batch: TensorBatch, is_last_of_step: bool, loss_factor: float = 1.0
+    ) -> torch.Tensor:
+        try:
+            return super().run_micro_batch(batch, is_last_of_step, loss_factor)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise InputError(
+                "parallel: the model uses weights of a layer that is not called, and FSDP2 gathers "
+                "the weights of a layer when it is called; give in parallel.blocks the classes of "
+                "layers that are called as a whole"
+            ) from error
+
+    def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
+        # Such as BatchNorm's statistics: evaluations have those that are saved and exported.
+        copy_values_from_rank_0(self.model.buffers(), self.group.device)
+        return super().clip_step_and_clear_gradients(*learning_rates)
 
     def _clip_and_return_unclipped_norm(self) -> float:
         gradients = [gradient for _, gradient in self.named_gradients() if gradient is not None]

@@ -156,6 +156,7 @@ class Transcripts:
 
     def __init__(self, evaluated_model: EvaluatedModel) -> None:
         self._plain = evaluated_model.plain
+        self._has_mesh = evaluated_model.group.mesh is not None
         self._errors = _import_torchmetrics_quietly().text.WordErrorRate(sync_on_compute=False)
         # Nothing yet: else it warns on a rank that has no sample.
         self._errors.update([], [])
@@ -165,7 +166,7 @@ class Transcripts:
     def count_micro_batch(
         self, output: Any, batch: Mapping[str, torch.Tensor], is_counted: bool
     ) -> None:
-        """Let the model write, in plain PyTorch; collective where ZeRO 3 has split it."""
+        """Let the model write, in plain PyTorch; collective where ZeRO 3 or FSDP2 has split it."""
         tokenizer = self._plain.tokenizer
         # A model that does not write has no `generate`.
         model: Any = self._plain.model
@@ -175,8 +176,8 @@ class Transcripts:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         # A few places are for the decoder's start.
         max_length = min(labels.size(1) + 4, getattr(model.config, "max_target_positions", 1 << 20))
-        # ZeRO 3 has split the weights, so that all ranks write as long as one does.
-        is_split = hasattr(next(model.parameters()), "ds_id")
+        # The weights are split, so that all ranks write as long as one does.
+        is_split = self._has_mesh or hasattr(next(model.parameters()), "ds_id")
         written = model.generate(
             **inputs, max_length=max_length, use_cache=True, do_sample=False, synced_gpus=is_split
         )

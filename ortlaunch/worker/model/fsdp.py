@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.base.errors import InputError
@@ -50,6 +51,8 @@ def shard_model_in_place(
         raise InputError(
             f"parallel: FSDP2 cannot divide {scalars[0]}, which has no dimension; give it the shape (1,)"
         )
+    # The initial values may depend on the rank. DistributedDataParallel has those of rank 0, too.
+    copy_values_from_rank_0([*model.parameters(), *model.buffers()], group.device)
     device_mesh = build_device_mesh(group)
     options: dict[str, Any] = {
         "mesh": device_mesh if device_mesh["replicate"].size() > 1 else device_mesh["shard"],
@@ -69,6 +72,16 @@ def shard_model_in_place(
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return len(units)
+
+
+@torch.no_grad()
+def copy_values_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give every rank rank 0's values of these tensors, one after another (collective)."""
+    for tensor in tensors:
+        values = tensor.to(device).contiguous()
+        # As bytes: gloo does not have all types.
+        dist.broadcast(values.view(-1).view(torch.uint8), src=0)
+        tensor.copy_(values)
 
 
 def free_gathered_weights_if_sharded(model: nn.Module) -> None:

@@ -197,6 +197,11 @@ def compare_and_gather_worst_parity_verdict_json(session: Session) -> Json:
     """Compare loss and gradients with plain PyTorch; return the worst verdict (collective)."""
     if is_plain_pytorch(session.engine):
         return {"verdict": "reference"}
+    if session.group.mesh is not None:
+        return {
+            "verdict": "not compared",
+            "why": "under FSDP2 no rank has all weights for the comparison",
+        }
     try:
         rank_verdict = _loss_and_gradient_parity_json(
             _compare_first_micro_batch_with_pytorch(session),

@@ -112,7 +112,8 @@ def predict_seconds_and_memory_by_engine(
     seconds_spent = plain_pytorch_seconds_by_operator(step_work, seconds_per_unit_by_operator)
     other_bytes = step_work.peak_bytes - step_work.model_bytes
     prediction: Json = {}
-    for name in ENGINES:
+    # Engine ort has no FSDP2.
+    for name in (name for name in ENGINES if name != "ort" or recipe.parallel is None):
         engine_factors = _time_and_memory_factors_of_engine(recipe, device, name, model_type)
         memory_bytes = (1 + engine_factors.of_model) * step_work.model_bytes + (
             1 + engine_factors.of_others

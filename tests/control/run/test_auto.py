@@ -398,6 +398,7 @@ def test_a_bench_refreshes_what_auto_remembers(
         {"batch": {"micro_size": 2, "accumulation_steps": 2}},
         {"precision": "bf16"},
         {"zero": {"stage": 1}},
+        {"parallel": {}},
         {"optimizer": {"name": "adamw", "learning_rate": 0.1}},
         {"model": {"task": "custom", "factory": "mine:model", "arguments": {"width": 3}}},
         {

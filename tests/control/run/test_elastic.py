@@ -100,6 +100,11 @@ def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> No
             "launch.nodes is 1 to 3, and on 2 hosts: batch: global_size (12) is not a multiple",
         ),
         (
+            ("engine.name=eager", "optimizer.name=adamw", "parallel.shard=12"),
+            {},
+            "launch.nodes is 1 to 3, and on 1 host: parallel: shard 12 x replicate 1 needs 12 ranks",
+        ),
+        (
             ("launch.nodes.max=2",),
             {},
             "launch.nodes is 1 to 2, and there are 3 hosts; it must be one of these",

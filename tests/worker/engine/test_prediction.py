@@ -15,6 +15,7 @@ import transformers
 from ortlaunch.base import machine
 from ortlaunch.planning.prediction_table import engine_prediction_table_lines
 from ortlaunch.recipe import load_recipe
+from ortlaunch.recipe.fields.parallel import Parallel
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.cached_prediction import (
     cache_measured_seconds_if_writable,
@@ -139,6 +140,11 @@ def test_rates_cover_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = predict_seconds_and_memory_by_engine(RECIPE, "cpu", counted, rates, "llama")
     assert begun.keys() == {"eager", "inductor", "ort"}
     assert 0 < begun["eager"]["seconds"] < 10
+    divided = RECIPE.model_copy(update={"parallel": Parallel()})
+    assert predict_seconds_and_memory_by_engine(divided, "cpu", counted, rates, "llama").keys() == {
+        "eager",
+        "inductor",
+    }
     # A compared step on ort takes more memory; a GPU's allocator counts tensors alone.
     compared = RECIPE.model_copy(
         update={"engine": RECIPE.engine.model_copy(update={"parity_steps": 2})}

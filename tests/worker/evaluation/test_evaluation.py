@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from ortlaunch.base.errors import InputError
+from ortlaunch.launch_plan import Mesh
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.best import KeepBest
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
@@ -123,13 +124,16 @@ def test_the_word_error_rate() -> None:
 
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     written = torch.tensor([[1, 2, 3, 0, 0], [6, 5, 5, 4, 0], [0, 0, 0, 0, 0]])
+    asked: list[bool] = []
     model = SimpleNamespace(
-        generate=lambda input_features, **_: written[: len(input_features)],
+        generate=lambda input_features, synced_gpus, **_: (
+            asked.append(synced_gpus) or written[: len(input_features)]
+        ),
         parameters=lambda: iter([torch.zeros(1)]),
         config=SimpleNamespace(max_target_positions=8),
     )
     plain = SimpleNamespace(model=model, tokenizer=SimpleNamespace(decode=decode))
-    engine: Any = SimpleNamespace(plain=plain)
+    engine: Any = SimpleNamespace(plain=plain, group=alone)
     # No error; three, as "the" and "sat" are deleted and "mat" is inserted; two words deleted.
     meant = torch.tensor([[1, 2, 3, IGNORED, IGNORED], [1, 6, 5, 4, 3], [1, 2, *[IGNORED] * 3]])
     batch = {"labels": meant, "input_features": torch.zeros(3, 2, 2)}
@@ -137,6 +141,10 @@ def test_the_word_error_rate() -> None:
     measure.count_micro_batch(None, batch, is_counted=True)
     measure.count_micro_batch(None, batch, is_counted=False)
     assert measure.metrics_over_ranks(alone, 0.0) == {"word_error_rate": (0 + 3 + 2) / 10}
+    # Ranks that share weights write equally long.
+    alone.mesh = Mesh(1, 2)
+    Transcripts(engine).count_micro_batch(None, batch, is_counted=False)
+    assert asked == [False, False, True]
     plain.tokenizer = None
     unknown = Transcripts(engine)
     unknown.count_micro_batch(None, batch, is_counted=True)
