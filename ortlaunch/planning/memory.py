@@ -250,7 +250,11 @@ def estimate_rank_memory_or_none(
         loss_chunk_rows,
         compared_bytes,
         peak_device_bytes_before_first_step(
-            recipe, tensor_sizes, trainable_count, value_bytes, rank_count
+            recipe,
+            tensor_sizes,
+            trainable_count,
+            value_bytes,
+            (shard_count if recipe.parallel else None) or rank_count,
         ),
         planned_load_snapshot_and_offload_bytes_of_rank(
             recipe, parameter_count, trainable_count, value_bytes, rank_count, device

@@ -20,9 +20,10 @@ def peak_device_bytes_before_first_step(
 
     At that time the optimizer has no state yet. DeepSpeed 0.19 copies trained weights into a flat
     tensor in stages 1 and 2, on the device if both fit, else in the host's memory. Stage 3 shards
-    one tensor after another; it and stage 0 make float32 copies and gradients.
+    one tensor after another; it and stage 0 make float32 copies and gradients. FSDP2 shards one
+    layer after another, and counts as stage 3; `rank_count` is then the ranks that share a copy.
     """
-    stage = recipe.zero.stage if recipe.zero else None
+    stage = recipe.zero.stage if recipe.zero else 3 if recipe.parallel else None
     if stage == 3:
         is_offloaded = (
             recipe.zero is not None

@@ -88,7 +88,9 @@ def set_up_process_and_import_engine(
     # Otherwise DeepSpeed guesses the device, and warns.
     os.environ["DS_ACCELERATOR"] = plan.device
     freed_memory_text = (
-        make_malloc_keep_memory_and_describe(os.environ) if plan.device == "cpu" else None
+        make_malloc_keep_memory_and_describe(os.environ, plan.mesh is not None)
+        if plan.device == "cpu"
+        else None
     )
     silence_no_gpu_warning_on_cpu(plan.device)
     if recipe.engine.name == "ort":

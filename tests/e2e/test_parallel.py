@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +118,10 @@ def test_two_ranks_that_share_a_model_train_as_one(divided: Run, whole: Run) -> 
     for name in ("parameters", "trained_parameters"):
         assert divided.truth()[name] == whole.truth()[name]
     assert "mesh: 1 x the model, each shared by 2 ranks (FSDP2): 0-1" in divided.err + divided.out
+    # Half of weights, gradients and two moments.
+    measured = json.loads((divided.folder / "memory.json").read_text())["measured"]
+    assert measured["model"] == pytest.approx(divided.truth()["parameters"] * 4 * 4 / 2, rel=0.05)
+    assert "in blocks of up to 1 MiB" in divided.truth()["freed_memory"] or sys.platform != "linux"
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.worker.engine.memory_limits import process_status_bytes
 from ortlaunch.worker.engine.stepping import Stepper
+from ortlaunch.worker.model.fsdp import part_of_this_rank
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Before and after each of the first two steps: gradients exist before a step, and optimizer state
@@ -266,7 +267,7 @@ def _bytes_of_new_storages_and_add_them(
                 or tensor.device.type == "meta"
             ):
                 continue
-            storage = tensor.untyped_storage()
+            storage = part_of_this_rank(tensor.detach()).untyped_storage()
             address = storage.data_ptr()
         # Other kinds of fake tensors have no device or no address.
         except RuntimeError:

@@ -86,7 +86,7 @@ print(environ.get("THP_MEM_ALLOC_ENABLE"))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     words, asked = done.stdout.splitlines()
-    assert words.startswith(f"{KEPT_MEMORY_TEXT}; larger ones {said}")
+    assert words.startswith(f"{KEPT_MEMORY_TEXT} 32 MiB; larger ones {said}")
     assert asked == str(found)
 
 
