@@ -35,7 +35,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     # A real rank changes the allocator and the garbage collector of its process.
-    monkeypatch.setattr(rank_main, "make_malloc_keep_memory_and_describe", lambda _: None)
+    monkeypatch.setattr(rank_main, "make_malloc_keep_memory_and_describe", lambda *_: None)
     monkeypatch.setattr(
         "ortlaunch.worker.process_group.distributed.join_process_group_until_end",
         lambda *_: pytest.fail("the ranks met"),
