@@ -26,7 +26,9 @@ _SHARED_BY = 3
 def command_line_manual_page_markdown(root_command: Any) -> str:
     """Return the whole page of a command with its verbs."""
     commands = dict(_commands_by_verb("", root_command))
-    counts = Counter(_line(each) for command in commands.values() for each in command.params)
+    counts = Counter(
+        _manual_line(parameter) for command in commands.values() for parameter in command.params
+    )
     shared_lines = [line for line, count in counts.items() if count >= _SHARED_BY]
     verbs = [
         line
@@ -45,18 +47,24 @@ def _commands_by_verb(verb: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _verb_lines(verb: str, command: Any, shared_lines: list[str]) -> Iterator[str]:
-    parameters = [each for each in command.params if not getattr(each, "hidden", False)]
-    arguments = [_words(each) for each in parameters if each.param_type_name == "argument"]
+    parameters = [
+        parameter for parameter in command.params if not getattr(parameter, "hidden", False)
+    ]
+    arguments = [
+        _typed_form(parameter)
+        for parameter in parameters
+        if parameter.param_type_name == "argument"
+    ]
     yield f"## `{' '.join(['ortlaunch', verb, *arguments])}`\n"
     yield re.sub(r"(?<!\n)\n(?!\n)", " ", (command.help or "").strip()) + "\n"
-    lines = list(dict.fromkeys(map(_line, parameters)))
+    lines = list(dict.fromkeys(map(_manual_line, parameters)))
     own_lines = [line for line in lines if line not in shared_lines]
     if own_lines:
         yield "\n".join(own_lines) + "\n"
     shared_options = [
-        f"`{each.opts[0]}`"
-        for each in parameters
-        if _line(each) in shared_lines and each.param_type_name == "option"
+        f"`{parameter.opts[0]}`"
+        for parameter in parameters
+        if _manual_line(parameter) in shared_lines and parameter.param_type_name == "option"
     ]
     if shared_options:
         yield f"Also {', '.join(shared_options)}.\n"
@@ -64,11 +72,11 @@ def _verb_lines(verb: str, command: Any, shared_lines: list[str]) -> Iterator[st
         yield _output_text(verb) + "\n"
 
 
-def _line(parameter: Any) -> str:
-    return f"- `{_words(parameter)}`: {parameter.help}"
+def _manual_line(parameter: Any) -> str:
+    return f"- `{_typed_form(parameter)}`: {parameter.help}"
 
 
-def _words(parameter: Any) -> str:
+def _typed_form(parameter: Any) -> str:
     """Return a parameter as it is typed."""
     metavar = parameter.metavar or parameter.name.upper()
     if parameter.param_type_name == "argument":

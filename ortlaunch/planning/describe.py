@@ -10,7 +10,7 @@ from ortlaunch.planning.memory import (
     assumed_model_sizes_text_or_empty,
     reason_rank_memory_cannot_be_estimated,
 )
-from ortlaunch.planning.mesh import mesh_text
+from ortlaunch.planning.mesh import mesh_groups_line
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.recipe.rules.parity import parity_step_count_and_reason
@@ -23,7 +23,7 @@ def plan_description_text(plan: Plan, recipe: Recipe) -> str:
     """
     lines = [*_ranks_and_hosts_lines(plan), *_connection_and_restart_lines(plan, recipe)]
     if plan.mesh:
-        lines.append(mesh_text(plan.mesh, plan.nodes))
+        lines.append(mesh_groups_line(plan.mesh, plan.nodes))
     if plan.traits.evaluates:
         return "\n".join(lines)
     lines += [

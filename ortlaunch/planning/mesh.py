@@ -46,7 +46,7 @@ def mesh_of_ranks_or_none(recipe: Recipe, nodes: Sequence[Node], trains: bool) -
     return Mesh(replicate, shard)
 
 
-def mesh_text(mesh: Mesh, nodes: Sequence[Node]) -> str:
+def mesh_groups_line(mesh: Mesh, nodes: Sequence[Node]) -> str:
     """Return the groups of ranks that share a copy of the model, as one line."""
     groups = [
         f"{first}-{first + mesh.shard - 1}" if mesh.shard > 1 else str(first)

@@ -177,7 +177,7 @@ class UsedParameterComparison:
             EngineError: a rank uses parameters that another one does not use.
         """
         names = self._name_by_gathered_parameter
-        used = {names[leaf] for leaf in _leaves_of_graph(loss) if leaf in names}
+        used = {names[leaf] for leaf in _parameters_used_by_loss(loss) if leaf in names}
         self.unused_names = tuple(name for name in names.values() if name not in used)
         checksums = self._group.gather_numbers([zlib.crc32(repr(self.unused_names).encode())])
         if checksums.count(checksums[0]) < len(checksums):
@@ -191,7 +191,7 @@ class UsedParameterComparison:
             )
 
 
-def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+def _parameters_used_by_loss(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors whose gradients the backward pass of a loss computes."""
     # The nodes are kept: a node that is freed could give its place to another one.
     nodes: list[Any] = [loss.grad_fn]

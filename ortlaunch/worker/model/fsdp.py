@@ -49,7 +49,8 @@ def shard_model_in_place(
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     if scalars:
         raise InputError(
-            f"parallel: FSDP2 cannot divide {scalars[0]}, which has no dimension; give it the shape (1,)"
+            f"parallel: FSDP2 cannot divide {scalars[0]}, which has no dimension; use zero: {{stage: 3}}, "
+            "or give it the shape (1,) in a model of your own"
         )
     # The initial values may depend on the rank. DistributedDataParallel has those of rank 0, too.
     copy_values_from_rank_0([*model.parameters(), *model.buffers()], group.device)

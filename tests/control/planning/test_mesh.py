@@ -8,7 +8,7 @@ import pytest
 
 from ortlaunch.base.errors import PlanError
 from ortlaunch.launch_plan import Mesh
-from ortlaunch.planning.mesh import mesh_of_ranks_or_none, mesh_text
+from ortlaunch.planning.mesh import mesh_groups_line, mesh_of_ranks_or_none
 from tests.makers import bert, host, plan
 
 EAGER = {
@@ -66,8 +66,8 @@ def test_an_evaluation_shares_one_copy() -> None:
 def test_the_mesh_in_words() -> None:
     """Each group of ranks that shares a copy, and whether one spans hosts."""
     nodes = plan(bert(), [host("one", 8), host("two", 8)], "torchrun").nodes
-    assert mesh_text(Mesh(2, 8), nodes) == (
+    assert mesh_groups_line(Mesh(2, 8), nodes) == (
         "mesh: 2 x the model, each shared by 8 ranks (FSDP2): 0-7, 8-15"
     )
-    assert mesh_text(Mesh(1, 16), nodes).endswith("(FSDP2): 0-15; a copy spans hosts")
-    assert mesh_text(Mesh(8, 2), nodes).endswith(": 0-1, 2-3, 4-5, ..., 14-15")
+    assert mesh_groups_line(Mesh(1, 16), nodes).endswith("(FSDP2): 0-15; a copy spans hosts")
+    assert mesh_groups_line(Mesh(8, 2), nodes).endswith(": 0-1, 2-3, 4-5, ..., 14-15")
