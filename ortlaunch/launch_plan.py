@@ -61,7 +61,7 @@ class BatchPlan(NamedTuple):
     accumulation_steps: int
     """Passes of each rank in an optimizer step."""
     data_parallel_ranks: int
-    """Ranks with samples of their own: all ranks."""
+    """Groups of ranks with samples of their own: all ranks, but for `parallel.tensor`."""
     tokens_per_step: int | None
     """Tokens of an optimizer step; null: samples have no length."""
 
@@ -165,12 +165,19 @@ class Memory(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The axes of the ranks, with FSDP2: rank = copy x shard + place in the copy."""
+    """The axes of the ranks: rank = (copy x shard + part of the copy) x tensor + slice of the part."""
 
     replicate: int
     """Copies of the model."""
     shard: int
-    """Ranks that share a copy; they follow each other."""
+    """Parts of a copy, by FSDP2."""
+    tensor: int = 1
+    """Ranks that compute each layer together; they read the same samples, and follow each other."""
+
+    @property
+    def ranks_of_copy(self) -> int:
+        """Ranks that share a copy of the model; they follow each other."""
+        return self.shard * self.tensor
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def _present_and_smaller_setting_rank_bytes_pairs(
             plan.world_size,
             plan.device,
             process_bytes,
-            plan.mesh.shard if plan.mesh else None,
+            plan.mesh.ranks_of_copy if plan.mesh else None,
         )
         assert planned_memory is not None  # the plan has one
         stage_bytes = dict(planned_memory.by_stage)[planned_memory.chosen]

@@ -74,7 +74,7 @@ def plan_with_batch_memory_and_deepspeed_of_recipe(recipe: Recipe, plan: Plan) -
     Raises:
         PlanError: the batch equation has no whole solution on these ranks.
     """
-    batch = solve_batch_equation_or_refuse(recipe, plan.world_size)
+    batch = solve_batch_equation_or_refuse(recipe, plan.batch.data_parallel_ranks)
     rank_count = plan.world_size
     memory = plan.memory and estimate_rank_memory_or_none(
         recipe,
@@ -82,7 +82,7 @@ def plan_with_batch_memory_and_deepspeed_of_recipe(recipe: Recipe, plan: Plan) -
         rank_count,
         plan.device,
         plan.memory.process,
-        plan.mesh.shard if plan.mesh else None,
+        plan.mesh.ranks_of_copy if plan.mesh else None,
     )
     return replace(
         plan,

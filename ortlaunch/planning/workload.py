@@ -8,7 +8,7 @@ from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.launch_plan import USUAL_PROCESS, BatchPlan, Memory, ProcessMemory
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
-from ortlaunch.planning.mesh import mesh_of_ranks_or_none
+from ortlaunch.planning.mesh import data_parallel_rank_count, mesh_of_ranks_or_none
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
@@ -46,13 +46,15 @@ def solve_batch_and_estimate_memory(
     node_counts = recipe.launch.node_counts if recipe.launch.elastic else ()
     for host_count in (node_count for node_count in node_counts if node_count <= len(world.hosts)):
         try:
-            solve_batch_equation_or_refuse(recipe, host_count * world.hosts[0].slots)
-            mesh_of_ranks_or_none(recipe, world.nodes[:host_count], trains)
+            nodes = world.nodes[:host_count]
+            solve_batch_equation_or_refuse(recipe, data_parallel_rank_count(recipe, nodes, trains))
         except PlanError as error:
             raise PlanError(
                 f"launch.nodes is {recipe.launch.nodes}, and on {count_with_noun(host_count, 'host')}: {error}"
             ) from None
-    batch = solve_batch_equation_or_refuse(recipe, world.rank_count)
+    batch = solve_batch_equation_or_refuse(
+        recipe, data_parallel_rank_count(recipe, world.nodes, trains)
+    )
     mesh = mesh_of_ranks_or_none(recipe, world.nodes, trains)
     planned_memory = estimate_rank_memory_or_none(
         recipe,
@@ -60,7 +62,7 @@ def solve_batch_and_estimate_memory(
         world.rank_count,
         world.device,
         process_memory,
-        mesh.shard if mesh else None,
+        mesh.ranks_of_copy if mesh else None,
     )
     return Workload(batch, planned_memory, process_memory)
 

@@ -83,7 +83,9 @@ def _gpu_gibibytes_or_none(recipe: Recipe, rank_count: int) -> float | None:
     try:
         memory = estimate_rank_memory_or_none(
             recipe,
-            solve_batch_equation_or_refuse(recipe, rank_count).micro_samples,
+            solve_batch_equation_or_refuse(
+                recipe, rank_count // (recipe.parallel.tensor if recipe.parallel else 1)
+            ).micro_samples,
             rank_count,
             "cuda",
         )

@@ -43,7 +43,7 @@ DEEPSPEED_OWNED = {
 # Settings for tensor and pipeline parallelism. Here every rank computes the whole model, on its own
 # data.
 _REFUSED = {
-    "tensor_parallel": "is not supported: there is no tensor parallelism here; zero.stage shards over the "
+    "tensor_parallel": "is not supported here; parallel.tensor divides layers, and zero.stage shards over the "
     "ranks",
     "pipeline": "is not supported: there is no pipeline parallelism here; zero.stage shards over the "
     "ranks",

@@ -109,6 +109,13 @@ class Recipe(Section):
         return "ZeRO 3" if self.zero and self.zero.stage == 3 else ""
 
     @property
+    def output_layer_sharding(self) -> str:
+        """The name of what divides the weight of the output layer in its passes; "" if nothing does."""
+        if self.parallel and self.parallel.tensor > 1:
+            return "parallel.tensor"
+        return "ZeRO 3" if self.zero and self.zero.stage == 3 else ""
+
+    @property
     def format(self) -> Precision:
         """The precision's row in the table of precisions."""
         return PRECISIONS[self.precision]

@@ -33,8 +33,8 @@ _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
 NO_MODEL_PARALLELISM = (
-    "parallel or zero.stage, which divide the model over the ranks (there is no tensor, pipeline or "
-    "sequence parallelism)"
+    "parallel or zero.stage, which divide the model over the ranks (there is no pipeline or "
+    "sequence parallelism; parallel.tensor divides layers)"
 )
 # Names of trainings with preferences or rewards, which other tools have as methods.
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "grpo", "ppo", "rl", "rlhf", "reward")

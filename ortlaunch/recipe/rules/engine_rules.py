@@ -141,10 +141,10 @@ def _chunked_loss_rules(recipe: Recipe) -> Iterator[Problem]:
             f"has no effect with task {recipe.model.task}, which has no output layer over a "
             "vocabulary; leave it out",
         )
-    if recipe.zero and recipe.zero.stage == 3:
+    if sharding := recipe.output_layer_sharding:
         yield (
-            ("engine.chunked_loss", "zero.stage"),
-            "has no effect with ZeRO 3, which shards the weight of the output layer; leave it out",
+            ("engine.chunked_loss", "parallel.tensor" if recipe.parallel else "zero.stage"),
+            f"has no effect with {sharding}, which shards the weight of the output layer; leave it out",
         )
 
 

@@ -36,10 +36,9 @@ def loss_chunk_rows_if_recipe_allows(
 
     The model may not allow them either; the worker detects that (model/chunked_head.py).
     """
-    needs_all_logits = not recipe.model.traits.predicts or (recipe.zero and recipe.zero.stage == 3)
     return (
         0
-        if needs_all_logits
+        if not recipe.model.traits.predicts or recipe.output_layer_sharding
         else loss_chunk_rows_or_zero(
             recipe.engine.chunked_loss, token_count, vocabulary_size, device
         )

@@ -270,6 +270,13 @@ def _parallel_rules(recipe: Recipe) -> Iterator[Problem]:
             ("parallel", "model.task"),
             f"was not tried with task {recipe.model.task}; leave it out, or use zero",
         )
+    if recipe.parallel.tensor == 1:
+        for field_name in ("tensor_plan", "across_hosts"):
+            if getattr(recipe.parallel, field_name):
+                yield (
+                    (f"parallel.{field_name}", "parallel.tensor"),
+                    "has no effect without parallel.tensor; set it as well, or leave this out",
+                )
     others = [name for name in recipe.optimizer.names if name not in _SHARDED_OPTIMIZERS]
     if others:
         yield (

@@ -131,8 +131,8 @@ def _reason_loss_is_not_chunked_or_none(
         return "off"
     if not recipe.model.traits.predicts:
         return f"task {recipe.model.task} has no output layer over a vocabulary"
-    if recipe.zero and recipe.zero.stage == 3:
-        return "ZeRO 3 shards the weight of the output layer"
+    if recipe.output_layer_sharding:
+        return f"{recipe.output_layer_sharding} shards the weight of the output layer"
     if not {"labels", "input_ids"} <= sample_batch.keys():
         return "a batch has no input_ids and labels"
     get: Any = getattr(model, "get_output_embeddings", lambda: None)

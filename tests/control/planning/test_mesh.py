@@ -31,6 +31,12 @@ EAGER = {
         ({"shard": 4}, (8, 8), Mesh(4, 4)),
         ({"shard": 2, "replicate": 4}, (8,), Mesh(4, 2)),
         (None, (8,), None),
+        # Ranks of a tensor group are within a host.
+        ({"tensor": 2}, (8, 8), Mesh(2, 4, 2)),
+        ({"tensor": 8}, (8,), Mesh(1, 1, 8)),
+        ({"tensor": 2, "replicate": 1}, (8, 8), Mesh(1, 8, 2)),
+        ({"tensor": 2, "shard": 2}, (8,), Mesh(2, 2, 2)),
+        ({"tensor": 16, "across_hosts": True}, (8, 8), Mesh(1, 1, 16)),
     ],
 )
 def test_the_axes(
@@ -45,15 +51,37 @@ def test_the_axes(
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"shard": 3}, {"shard": 2, "replicate": 2}, {"replicate": 16}]
+    "parallel",
+    [
+        {"shard": 3},
+        {"shard": 2, "replicate": 2},
+        {"replicate": 16},
+        {"shard": 3, "tensor": 2},
+        {"replicate": 8, "tensor": 2},
+    ],
 )
 def test_ranks_that_do_not_split(parallel: dict[str, Any]) -> None:
     """The error has the product, and the ranks."""
     nodes = plan(bert(), [host("one", 8)], "torchrun").nodes
     with pytest.raises(
-        PlanError, match=r"parallel: shard \d+ x replicate \d+ needs .*, and the run has 8"
+        PlanError, match=r"parallel: shard \d+ x replicate \d+.* needs .*, and the run has 8"
     ):
         mesh_of_ranks_or_none(bert(parallel=parallel, zero=None, **EAGER), nodes, trains=True)
+
+
+def test_a_tensor_group_that_spans_hosts_is_refused() -> None:
+    """Its traffic is that of each layer."""
+    nodes = plan(bert(), [host("one", 6), host("two", 6)], "torchrun").nodes
+    with pytest.raises(PlanError, match=r"parallel.tensor is 4, and one has 6 ranks, .* of 6, or"):
+        mesh_of_ranks_or_none(bert(parallel={"tensor": 4}, zero=None, **EAGER), nodes, trains=True)
+
+
+def test_ranks_of_a_tensor_group_read_the_same_samples() -> None:
+    """The batch is divided by the groups."""
+    parallel = {"parallel": {"tensor": 2}, "batch": {"micro_size": 2}}
+    planned = plan(bert(zero=None, **EAGER, **parallel), [host("one", 8)], "torchrun")
+    assert planned.batch.data_parallel_ranks == 4
+    assert planned.batch.global_samples == 8
 
 
 def test_an_evaluation_shares_one_copy() -> None:
@@ -61,6 +89,8 @@ def test_an_evaluation_shares_one_copy() -> None:
     nodes = plan(bert(), [host("one", 2)], "torchrun").nodes
     recipe = bert(parallel={"shard": 8}, zero=None, **EAGER)
     assert mesh_of_ranks_or_none(recipe, nodes, trains=False) == Mesh(1, 2)
+    sliced = bert(parallel={"tensor": 4}, zero=None, **EAGER)
+    assert mesh_of_ranks_or_none(sliced, nodes, trains=False) == Mesh(1, 1, 2)
 
 
 def test_the_mesh_in_words() -> None:
@@ -70,4 +100,7 @@ def test_the_mesh_in_words() -> None:
         "mesh: 2 x the model, each shared by 8 ranks (FSDP2): 0-7, 8-15"
     )
     assert mesh_groups_line(Mesh(1, 16), nodes).endswith("(FSDP2): 0-15; a copy spans hosts")
+    assert mesh_groups_line(Mesh(2, 4, 2), nodes).endswith(
+        "(FSDP2), of which 2 that follow each other compute a layer together: 0-7, 8-15"
+    )
     assert mesh_groups_line(Mesh(8, 2), nodes).endswith(": 0-1, 2-3, 4-5, ..., 14-15")

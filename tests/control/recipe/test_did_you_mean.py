@@ -10,7 +10,7 @@ from ortlaunch.resolve import shipped
 
 STOP = "use train.stop_after: {metric: loss, evaluations: ...}"
 NONE = "there is no training with preferences or rewards here; TRL has it"
-WHOLE = "use parallel or zero.stage, which divide the model over the ranks (there is no tensor"
+WHOLE = "use parallel or zero.stage, which divide the model over the ranks (there is no pipeline"
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ WHOLE = "use parallel or zero.stage, which divide the model over the ranks (ther
         ("train.patience=2", STOP),
         ("early_stopping_patience=2", STOP),
         ("model.loss=focal", "no loss has a name here: a model of your own (model.factory)"),
-        ("parallel={tensor: 2}", WHOLE),
+        ("distributed={pipeline: 2}", WHOLE),
         ("distributed={strategy: fsdp2}", WHOLE),
         ("dpo={beta: 0.1}", NONE),
         ("model.task=dpo", f"got dpo; {NONE}"),
