@@ -38,9 +38,7 @@ def mesh_of_ranks_or_none(recipe: Recipe, nodes: Sequence[Node], trains: bool) -
     # Between the hosts only gradients travel.
     elif len({node.slots for node in nodes}) == 1:
         ranks_of_copy = nodes[0].slots
-    shard = (
-        max(1, ranks_of_copy // settings.tensor) if settings.shard == "auto" else settings.shard
-    )
+    shard = max(1, ranks_of_copy // settings.tensor) if settings.shard == "auto" else settings.shard
     replicate = (
         max(1, rank_count // (shard * settings.tensor))
         if settings.replicate == "auto"

@@ -368,7 +368,7 @@ class EngineReport:
     trained_parameters: int
     """Parameters that get gradients."""
     sharding: str
-    """`none`, `DistributedDataParallel` or `DeepSpeed ZeRO` and its stage."""
+    """`none`, `DistributedDataParallel`, `DeepSpeed ZeRO` and its stage, or `FSDP2` and its mesh."""
     optimizer: OptimizerChoice
     """The requested and the used optimizer."""
     chunked_loss: ChunkedLoss
@@ -398,6 +398,9 @@ class EngineReport:
     """torch.compile's part, with engine inductor."""
     parity: Parity | None = None
     """The comparison with plain PyTorch, if one was planned."""
+    tensor_slices: dict[str, int | None] | None = None
+    """The dimension along which the ranks of `parallel.tensor` slice each parameter; null for one
+    that each of them has whole."""
     plain_evaluations: int = 0
     """Evaluations of engine ort that plain PyTorch ran, because the export of a graph would have
     taken longer than the graph would have saved so far."""

@@ -74,7 +74,8 @@ class Session:
         """Read batches in advance while the context is open, as configured in the recipe."""
         # Batches are read in their usual order: the caller must use them in this order.
         return self.batches.read_rank_batches_ahead(
-            self.group.rank, read_ahead_settings_of_recipe(self.recipe, self.group.device.type)
+            self.group.data_parallel.rank,
+            read_ahead_settings_of_recipe(self.recipe, self.group.device.type),
         )
 
 
@@ -199,7 +200,7 @@ def load_data_and_build_session(
         plan,
         model,
         group,
-        batches.read_micro_batch_and_count_tokens(first_step, 0, group.rank),
+        batches.read_micro_batch_and_count_tokens(first_step, 0, group.data_parallel.rank),
     )
     # The checkpoint has the weights that the pretrained model lacks.
     dropped_notes = notes_on_weights_not_loaded(model.loaded) if start_checkpoint else ()

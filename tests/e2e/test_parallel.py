@@ -1,4 +1,4 @@
-"""FSDP2 on two and four ranks: the losses, evaluations and exports of one process."""
+"""FSDP2 and tensor parallelism on two and four ranks: losses, evaluations, exports of one process."""
 
 from __future__ import annotations
 
@@ -52,6 +52,30 @@ LLAMA = {
     "lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]},
 }
 DIVIDED = merged(WHOLE, {"parallel": {}})
+# Its embeddings are tied, and its norms of heads get a part of their gradient on each rank.
+QWEN = {
+    "task": "causal-lm",
+    "config": {
+        "model_type": "qwen3",
+        **SMALL,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
+# Its gates and ups are fused, and experts lie in one tensor.
+MIXTRAL = {
+    "task": "causal-lm",
+    "config": {"model_type": "mixtral", **SMALL, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+BERT_PLAN = {
+    **{
+        f"bert.encoder.layer.*.attention.self.{name}": "colwise"
+        for name in ("query", "key", "value")
+    },
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+}
 OWN = """
 import os
 import torch
@@ -293,3 +317,109 @@ def test_measured_engines_are_not_those_of_whole_models() -> None:
     settled = plan(recipe)
     divided = recipe.model_copy(update={"parallel": Parallel()})
     assert cached_prediction_path(divided, settled) != cached_prediction_path(recipe, settled)
+
+
+def with_model(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """The small recipe with another model, at a rate at which it does not amplify roundings."""
+    return merged({**WHOLE, "model": model}, {"optimizer": {"learning_rate": 1e-3}, **sections})
+
+
+@pytest.fixture(scope="module")
+def unsliced(train: Train) -> Run:
+    """A small Qwen in one process."""
+    return ended_well(train("unsliced", with_model(QWEN)))
+
+
+@pytest.fixture(scope="module")
+def sliced(train: Train) -> Run:
+    """The same on two ranks, which compute each layer together."""
+    return ended_well(train("sliced", with_model(QWEN, parallel={"tensor": 2}), *TWO_RANKS))
+
+
+def test_two_ranks_that_compute_each_layer_train_as_one(sliced: Run, unsliced: Run) -> None:
+    """They read the same samples; the record has the dimension of each slice."""
+    require_same_training(sliced, unsliced)
+    slices = sliced.truth()["tensor_slices"]
+    assert slices["model.embed_tokens.weight"] == 0
+    assert slices["model.layers.*.self_attn.o_proj.weight"] == 1
+    assert slices["model.layers.*.self_attn.q_norm.weight"] is None
+    assert [value for _, value in sliced.values("samples")] == [
+        value for _, value in unsliced.values("samples")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_checkpoint_of_slices_continues_in_other_worlds(
+    sliced: Run, train: Train, unsliced: Run, home: Path
+) -> None:
+    """Its export is the run's own, to the byte; and it goes on with ZeRO, and on 2 x 2 ranks."""
+    assert exported_again(sliced, home)
+    half = {"checkpoint": {"every_steps": 4}, "schedule": {"name": "constant"}}
+    whole = ended_well(train("constant", with_model(QWEN, **half)))
+    worlds: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"parallel": {"tensor": 2}}, TWO_RANKS),
+        ({"zero": {"stage": 1}}, TWO_RANKS),
+        ({"parallel": {"tensor": 2}, "batch": {"micro_size": 4}}, FOUR_RANKS),
+    ]
+    for number, (sections, launcher) in enumerate(worlds):
+        steps = {"train": {"max_steps": (3, 6, 8)[number]}}
+        run = ended_well(
+            train("lives", merged(with_model(QWEN, **half), {**sections, **steps}), *launcher)
+        )
+    assert [step for step, _ in run.values("loss")] == [step for step, _ in whole.values("loss")]
+    assert run.losses() == pytest.approx(whole.losses(), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "model", "changes", "launcher"),
+    [
+        ("experts", MIXTRAL, {"parallel": {"tensor": 2}, "batch": {"micro_size": 4}}, FOUR_RANKS),
+        ("copies", QWEN, {"parallel": {"tensor": 2, "shard": 1}, "batch": {"micro_size": 4}}, FOUR_RANKS),
+        ("adapters", {**LLAMA, "lora": {"r": 4, "target_modules": "all-linear"}}, {}, TWO_RANKS),
+        (
+            "whole-head",
+            {**LLAMA, "lora": {"r": 4, "target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head"]}},
+            {},
+            TWO_RANKS,
+        ),
+        ("compiled", QWEN, {"engine": {"name": "inductor"}}, TWO_RANKS),
+        ("planned", WHOLE["model"], {"parallel": {"tensor": 2, "tensor_plan": BERT_PLAN}}, TWO_RANKS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_every_sliced_form_is_that_of_one_process(
+    name: str,
+    model: dict[str, Any],
+    changes: dict[str, Any],
+    launcher: tuple[str, ...],
+    train: Train,
+) -> None:
+    """Fused experts, copies, adapters, compiled layers and a plan of the recipe train as one rank."""
+    one = ended_well(train(f"{name}-unsliced", with_model(model)))
+    sections = {"parallel": {"tensor": 2}, **changes}
+    two = ended_well(train(f"{name}-sliced", with_model(model, **sections), *launcher))
+    require_same_training(two, one)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_module_of_ones_own_is_sliced_by_its_names(train: Train) -> None:
+    """Names are exact, or have `*` for numbers; what does not fit is an error before step 1."""
+    recipe = merged(FULL, {"log": {"trackers": []}, "model": {"arguments": {"dropout": 0.0}}})
+    one = ended_well(train("named-one", recipe))
+    plan = {"layers.0": "colwise", "layers.3": "rowwise"}
+    parallel = {"parallel": {"tensor": 2, "tensor_plan": plan}}
+    two = ended_well(train("named-two", merged(recipe, parallel), *TWO_RANKS))
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-5)
+    for name, wrong_plan, message in (
+        ("none", {}, "transformers has no plan for Net; give parallel.tensor_plan"),
+        ("style", {"layers.0": "colwize"}, "got colwize for layers.0; a style is one of"),
+        ("layer", {"layer.0": "colwise"}, "no layer of the model is named layer.0; its linear layers are layers.*"),
+    ):  # fmt: skip
+        parallel = {"parallel": {"tensor": 2, "tensor_plan": wrong_plan}}
+        refused = train(f"named-{name}", merged(recipe, parallel), *TWO_RANKS)
+        assert refused.status == 2
+        assert message in refused.err

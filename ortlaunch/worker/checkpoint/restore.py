@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
     NamedState,
     ParameterRange,
+    Runs,
     counts_steps_by_group,
     optimizer_state_tensor_names,
     persistent_buffers_by_name,
@@ -42,31 +45,32 @@ class CheckpointTensors:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index = _read_index_of_known_format(folder)
-        self.pieces: dict[tuple[str, str], list[tuple[int, TensorLocation]]] = {}
+        # The saved ranges of a tensor in order, by the slice that they are of.
+        self.pieces: dict[tuple[str, str], dict[Runs | None, list[tuple[int, TensorLocation]]]] = {}
         self.scalars_by_kind: dict[str, dict[str, float]] = {}
         self.buffers: list[dict[str, TensorLocation]] = []
         for rank in range(self.index["ranks"]):
             self._index_tensors_buffers_and_scalars_of_rank(
                 *read_tensor_locations_and_metadata(folder / rank_file_name(rank))
             )
-        for pieces in self.pieces.values():
-            pieces.sort(key=lambda piece: piece[0])
+        for pieces_by_runs in self.pieces.values():
+            for pieces in pieces_by_runs.values():
+                pieces.sort(key=lambda piece: piece[0])
 
     def _index_tensors_buffers_and_scalars_of_rank(
         self, location_by_key: dict[str, TensorLocation], metadata: dict[str, str]
     ) -> None:
         buffers = {}
         for key, entry in location_by_key.items():
-            # KIND:NAME@START; a name may contain ":" and "@" itself.
-            (tensor_kind, _, name_and_start), (_, _, start) = (
-                key.partition(":"),
-                key.rpartition("@"),
-            )
-            name = name_and_start[: -len(start) - 1]
+            # A name may contain ":" and "@" itself.
+            tensor_kind, _, name_and_place = key.partition(":")
+            name, _, place = name_and_place.rpartition("@")
+            start, *runs = map(int, place.split(":"))
             if tensor_kind == BUFFER:
                 buffers[name] = entry
             else:
-                self.pieces.setdefault((tensor_kind, name), []).append((int(start), entry))
+                pieces_by_runs = self.pieces.setdefault((tensor_kind, name), {})
+                pieces_by_runs.setdefault(Runs(*runs) if runs else None, []).append((start, entry))
         self.buffers.append(buffers)
         for tensor_kind, scalars in json.loads(metadata.get("numbers", "{}")).items():
             self.scalars_by_kind.setdefault(tensor_kind, {}).update(scalars)
@@ -83,7 +87,15 @@ class CheckpointTensors:
         Raises:
             CheckpointError: some values are in no file.
         """
-        pieces = self.pieces.get((tensor_kind, parameter_range.name), [])
+        pieces_by_runs = self.pieces.get((tensor_kind, parameter_range.name), {})
+        runs = parameter_range.runs
+        if runs not in pieces_by_runs and pieces_by_runs:
+            # Saved in other slices.
+            whole = self._read_whole_flat_tensor(tensor_kind, parameter_range)
+            values = whole if runs is None else runs.view_of(whole).reshape(-1)
+            flat_tensor.copy_(values[parameter_range.start :][: parameter_range.count])
+            return
+        pieces = pieces_by_runs.get(runs, [])
         position = parameter_range.start
         end = parameter_range.start + parameter_range.count
         # Start with the last piece that begins at or before the part.
@@ -103,6 +115,31 @@ class CheckpointTensors:
                 f"{self.folder} lacks the {tensor_kind} of {parameter_range.name} from element {position:,} on"
             )
 
+    def _read_whole_flat_tensor(
+        self, tensor_kind: str, parameter_range: ParameterRange
+    ) -> torch.Tensor:
+        pieces_by_runs = self.pieces[tensor_kind, parameter_range.name]
+        (_, entry), *_ = next(iter(pieces_by_runs.values()))
+        whole = torch.empty(
+            math.prod(self.index["weights"][parameter_range.name]), dtype=entry.dtype
+        )
+        missing_count = whole.numel()
+        for runs in pieces_by_runs:
+            view = whole if runs is None else runs.view_of(whole)
+            values = torch.empty(view.numel(), dtype=entry.dtype)
+            self.read_range_into_flat_tensor(
+                tensor_kind,
+                replace(parameter_range, start=0, count=view.numel(), runs=runs),
+                values,
+            )
+            view.copy_(values.view(view.shape))
+            missing_count -= view.numel()
+        if missing_count:
+            raise CheckpointError(
+                f"{self.folder} lacks {missing_count:,} elements of the {tensor_kind} of {parameter_range.name}"
+            )
+        return whole
+
     def read_whole_tensor_as_saved(
         self, tensor_kind: str, parameter_range: ParameterRange
     ) -> torch.Tensor:
@@ -111,7 +148,7 @@ class CheckpointTensors:
         Raises:
             CheckpointError: some values are in no file.
         """
-        pieces = [entry for _, entry in self.pieces[tensor_kind, parameter_range.name]]
+        pieces = [entry for _, entry in self.pieces[tensor_kind, parameter_range.name][None]]
         if len(pieces) == 1:
             return read_flat_elements(pieces[0], 0, pieces[0].elements).view(pieces[0].shape)
         # A divided tensor has the parameter's shape.

@@ -3,7 +3,9 @@
     index.json             format, ranks, the loop's state, shapes of the trained parameters, loss
                            scale, optimizer
     rank_00000.safetensors one rank's share. KIND:NAME@START is a range of a flattened tensor;
-                           metadata: single values such as `step`
+                           KIND:NAME@START:FIRST:LENGTH:STRIDE one of a slice, in runs of LENGTH
+                           elements, each STRIDE after the one before; metadata: single values
+                           such as `step`
 
 KIND is weight, buffer, or the optimizer's own name. torch.distributed.checkpoint is not used: its
 metadata is a pickle, and its saving and planning are collective, while here each rank writes and
@@ -89,7 +91,8 @@ def snapshot_of_this_rank(
         CheckpointError: the optimizer or the model keeps a value that a checkpoint cannot hold.
     """
     parts = _ranges_of_rank_in_replicated_parts(
-        named_state.parts, *(named_state.copy_and_count or (group.rank, group.size))
+        [part for part in named_state.parts if part.is_saved],
+        *(named_state.copy_and_count or (group.rank, group.size)),
     )
     tensors: list[KeyShapeAndFlatTensor] = [
         *_entries_of_model_buffers_or_refuse_non_tensors(named_state)
@@ -165,13 +168,8 @@ def _ranges_of_rank_in_replicated_parts(
         end = min(end_element - elements_before, part.count)
         if begin < end:
             shared_ranges.append(
-                ParameterRange(
-                    part.name,
-                    part.start + begin,
-                    end - begin,
-                    part.master,
-                    part.offset + begin,
-                    part.group,
+                replace(
+                    part, start=part.start + begin, count=end - begin, offset=part.offset + begin
                 )
             )
         elements_before += part.count
@@ -191,7 +189,8 @@ def _key_shape_and_flat_tensor_of_range(
         if parameter_range.count == torch.Size(parameter_shape).numel()
         else (parameter_range.count,)
     )
-    return f"{tensor_kind}:{parameter_range.name}@{parameter_range.start}", shape, flat
+    place = ":".join(map(str, (parameter_range.start, *(parameter_range.runs or ()))))
+    return f"{tensor_kind}:{parameter_range.name}@{place}", shape, flat
 
 
 def _entries_of_model_buffers_or_refuse_non_tensors(

@@ -65,6 +65,7 @@ from ortlaunch.worker.model.matmul_precision import (
 from ortlaunch.worker.model.model import LossModule, require_forward_takes_batch
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
+from ortlaunch.worker.model.tensor_parallel import dimension_by_parameter_pattern
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.tensor_batch import TensorBatch
 
@@ -303,6 +304,9 @@ def build_engine(
         fp16_optimizer=fused_norm,
         # The session fills it in.
         freed_memory=None,
+        tensor_slices=dimension_by_parameter_pattern(model)
+        if group.mesh is not None and group.mesh.tensor > 1
+        else None,
     )
     # For comparisons ORT needs a second module: the graph of the first keeps its dropout ratio.
     wrap_another_model = (
@@ -432,9 +436,10 @@ def _sharding_name(recipe: Recipe, group: DistributedContext, unit_count: int) -
     if recipe.zero:
         return f"DeepSpeed ZeRO {recipe.zero.stage}"
     if mesh := group.mesh:
+        tensor_text = f" x {mesh.tensor} of each layer" if mesh.tensor > 1 else ""
         return (
-            f"FSDP2: {mesh.replicate} x the model, each on {count_with_noun(mesh.shard, 'rank')}, "
-            f"gathered in {count_with_noun(unit_count, 'layer')} and the rest"
+            f"FSDP2: {mesh.replicate} x the model, each on {count_with_noun(mesh.shard, 'rank')}"
+            f"{tensor_text}, gathered in {count_with_noun(unit_count, 'layer')} and the rest"
         )
     return "DistributedDataParallel" if group.size > 1 else "none"
 

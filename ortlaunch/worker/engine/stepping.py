@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from ortlaunch.worker.model.named_state import (
 )
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import ValueMeans
+from ortlaunch.worker.model.tensor_parallel import sliced_dimension_or_none
 from ortlaunch.worker.patching import (
     hide_package_unless_loaded,
     replace_attribute_temporarily,
@@ -53,6 +54,9 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequests
 from ortlaunch.worker.tensor_batch import TensorBatch
 from ortmodule.loops import float64_sum_of_squares
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class StepOutcome(NamedTuple):
@@ -286,9 +290,16 @@ class ShardedStepper(TorchStepper):
         return super().clip_step_and_clear_gradients(*learning_rates)
 
     def _clip_and_return_unclipped_norm(self) -> float:
-        gradients = [gradient for _, gradient in self.named_gradients() if gradient is not None]
+        gradients, whole_gradients = [], []
+        for _, gradient in super().named_gradients():
+            if gradient is not None:
+                gradients.append(part_of_this_rank(gradient))
+                if sliced_dimension_or_none(cast("DTensor", gradient)) is None:
+                    whole_gradients.append(gradients[-1])
+        own_squares = _sum_of_squares(gradients)
+        # Each rank of a tensor group has them.
+        own_squares -= _sum_of_squares(whole_gradients) * (1 - 1 / self.mesh.tensor)
         # Each copy of the model has all gradients once.
-        own_squares = float(float64_sum_of_squares(gradients)) if gradients else 0.0
         squares = self.group.sum_over_ranks(own_squares)
         norm = math.sqrt(squares / self.mesh.replicate)
         # As torch's clip_grad_norm_.
@@ -310,10 +321,10 @@ class ShardedStepper(TorchStepper):
         free_gathered_weights_if_sharded(self.model)
         return NamedState(
             trained_parameter_shapes(self.model),
-            ranges_of_this_rank(self.model, self.optimizer),
+            ranges_of_this_rank(self.model, self.optimizer, self.group),
             self.optimizer,
             persistent_buffers_by_name(self.model),
-            (self.group.rank // self.mesh.shard, self.mesh.replicate),
+            (self.group.rank // self.mesh.ranks_of_copy, self.mesh.replicate),
             loss_scale=scaler_loss_scale_or_none(self.scaler),
         )
 
@@ -322,6 +333,10 @@ class ShardedStepper(TorchStepper):
         free_gathered_weights_if_sharded(self.model)
         replace_parts_by_whole_parameters(self.model, keeps_values=self.group.rank == 0)
         yield
+
+
+def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
+    return float(float64_sum_of_squares(tensors)) if tensors else 0.0
 
 
 @contextlib.contextmanager

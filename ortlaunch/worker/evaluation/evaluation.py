@@ -130,6 +130,7 @@ def seed_and_evaluate_model_unless_stopped(
         DataError: the weights of all samples sum to 0.
     """
     recipe, group, plain = evaluated_model.recipe, evaluated_model.group, evaluated_model.plain
+    data_group = group.data_parallel
     # The model's own random numbers are then those of any other evaluation of these weights.
     seed_all_random_generators(recipe.seed)
     own_metric = UserMetric(recipe.train.metric)
@@ -143,7 +144,7 @@ def seed_and_evaluate_model_unless_stopped(
     ):
         plain.call_lightning_hook("on_validation_epoch_start", returned_values)
         for batch, counted_indices in rank_batches_and_counted_indices(
-            evaluated_model.batches, group, samples
+            evaluated_model.batches, data_group, samples
         ):
             # At each micro batch, because an evaluation may be long.
             if rank_agreement is not None and rank_agreement.agree_on_request_now().stops:
@@ -175,7 +176,7 @@ def seed_and_evaluate_model_unless_stopped(
             own_metric.keep_arrays_of_samples_if_metric_is_set(counted_indices, output, batch)
         plain.call_lightning_hook("on_validation_epoch_end", returned_values)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
-    losses, weights = zip(*group.gather_numbers([weighted_loss, total_weight]))
+    losses, weights = zip(*data_group.gather_numbers([weighted_loss, total_weight]))
     if not sum(weights):
         raise DataError(
             f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight "
@@ -185,14 +186,16 @@ def seed_and_evaluate_model_unless_stopped(
     returned_values.keep_step()
     metrics = {"loss": loss}
     for counter in counters:
-        metrics |= counter.metrics_over_ranks(group, loss)
+        metrics |= counter.metrics_over_ranks(data_group, loss)
         confusion = getattr(counter, "confusion", None)
         if confusion is not None and group.rank == 0 and evaluated_model.confusion_path:
             write_json_atomically(evaluated_model.confusion_path, json_values_of_record(confusion))
-    metrics |= returned_values.means_over_ranks_and_reset(group) if plain.has_numbers else {}
+    metrics |= returned_values.means_over_ranks_and_reset(data_group) if plain.has_numbers else {}
     seed_all_random_generators(recipe.seed)
     # Last, because the user's names must differ from all others.
-    return metrics | own_metric.call_on_rank_0_and_share_values(group, metrics)
+    metrics |= own_metric.call_on_rank_0_and_share_values(group, metrics)
+    # Ranks decide by them: those that computed the same layers may differ in the last bits.
+    return metrics if data_group is group else dict(group.gather(metrics)[0])
 
 
 def _run_forward_filling_short_ort_batch(

@@ -56,7 +56,7 @@ class UserMetric:
         """
         if self.name is None:
             return {}
-        collected = group.gather_arrays_on_rank_0(self.arrays)
+        collected = group.data_parallel.gather_arrays_on_rank_0(self.arrays)
         result: Json = {}
         if group.rank == 0:
             try:

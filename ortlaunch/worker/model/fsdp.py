@@ -19,6 +19,11 @@ from torch import nn
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.parallel import Parallel
 from ortlaunch.worker.model.named_state import ParameterRange
+from ortlaunch.worker.model.tensor_parallel import (
+    slice_layers_in_place,
+    slice_of_tensor_rank,
+    sliced_dimension_or_none,
+)
 from ortlaunch.worker.process_group.distributed import DistributedContext, build_device_mesh
 
 if TYPE_CHECKING:
@@ -55,8 +60,12 @@ def shard_model_in_place(
     # The initial values may depend on the rank. DistributedDataParallel has those of rank 0, too.
     copy_values_from_rank_0([*model.parameters(), *model.buffers()], group.device)
     device_mesh = build_device_mesh(group)
+    if settings.tensor > 1:
+        slice_layers_in_place(model, settings.tensor_plan, device_mesh["tensor"])
     options: dict[str, Any] = {
-        "mesh": device_mesh if device_mesh["replicate"].size() > 1 else device_mesh["shard"],
+        "mesh": device_mesh["replicate", "shard"]
+        if device_mesh["replicate"].size() > 1
+        else device_mesh["shard"],
         # Autocast chooses the type of each operator, as without FSDP2.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=dtype,
@@ -129,23 +138,36 @@ def part_of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def ranges_of_this_rank(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[ParameterRange]:
-    """Return this rank's rows of each trained parameter, as ranges of the flattened parameter."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+def ranges_of_this_rank(
+    model: nn.Module, optimizer: torch.optim.Optimizer, group: DistributedContext
+) -> list[ParameterRange]:
+    """Return this rank's rows of each trained parameter, or of its slice, as ranges."""
+    assert group.mesh is not None
+    mesh = group.mesh
+    part_index, tensor_index = divmod(group.rank % mesh.ranks_of_copy, mesh.tensor)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     ranges = []
     named_parts = cast("Iterable[tuple[str, DTensor]]", model.named_parameters())
     for name, parameter in named_parts:
-        if not parameter.requires_grad:
-            continue
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
         # A rank has no rows of a small parameter.
-        if count := math.prod(shape):
-            start = offset[0] * math.prod(parameter.shape[1:])
-            ranges.append(ParameterRange(name, start, count, parameter, 0, groups[id(parameter)]))
+        if not parameter.requires_grad or not (count := parameter.to_local().numel()):
+            continue
+        tensor_slice = slice_of_tensor_rank(parameter, tensor_index, mesh.tensor)
+        # FSDP2 divides the rows as torch.chunk does.
+        row_count, *row_shape = tensor_slice.shape
+        first_row = -(-row_count // mesh.shard) * part_index
+        ranges.append(
+            ParameterRange(
+                name,
+                tensor_slice.first + first_row * math.prod(row_shape),
+                count,
+                parameter,
+                0,
+                groups[id(parameter)],
+                tensor_slice.runs,
+                is_saved=tensor_index == 0 or sliced_dimension_or_none(parameter) is not None,
+            )
+        )
     return ranges
 
 

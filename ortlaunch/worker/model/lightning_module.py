@@ -142,7 +142,7 @@ class LightningLoss(LossModule):
             estimated_stepping_batches=recipe.train.max_steps,
             global_samples=plan.batch.global_samples, global_step=first_step,
             max_epochs=math.ceil((recipe.train.max_steps or 0) * plan.batch.global_samples / sample_count),
-            num_training_batches=math.ceil(sample_count / (plan.batch.micro_samples * group.size)),
+            num_training_batches=math.ceil(sample_count / (plan.batch.micro_samples * plan.batch.data_parallel_ranks)),
             accumulate_grad_batches=plan.batch.accumulation_steps, world_size=group.size,
             global_rank=group.rank, local_rank=group.local.local_rank,
             is_global_zero=group.rank == 0, default_root_dir=str(run), log_dir=str(run),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,23 @@ Such an optimizer updates whole parameters and counts the steps of each as an in
 """
 
 
+class Runs(NamedTuple):
+    """A slice of a tensor along any dimension: runs of equal length of the flattened tensor."""
+
+    first: int
+    """The first element."""
+    length: int
+    """Elements of a run."""
+    stride: int
+    """Elements from the begin of a run to the begin of the next one."""
+
+    def view_of(self, flat_tensor: torch.Tensor) -> torch.Tensor:
+        """Return the slice of a whole flattened tensor; a row is a run."""
+        return flat_tensor.as_strided(
+            (flat_tensor.numel() // self.stride, self.length), (self.stride, 1), self.first
+        )
+
+
 @dataclass(frozen=True)
 class ParameterRange:
     """A range of a flattened parameter, and the location of its master weights on this rank."""
@@ -38,6 +55,10 @@ class ParameterRange:
     """The start of the range in the flattened master tensor."""
     group: Json
     """The optimizer's parameter group of this tensor."""
+    runs: Runs | None = None
+    """The slice of the parameter that `start` and `count` are in; None: the whole parameter."""
+    is_saved: bool = True
+    """Whether a checkpoint has this range from this rank, and not from another that has it, too."""
 
 
 @dataclass(frozen=True)

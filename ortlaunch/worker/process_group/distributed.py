@@ -59,7 +59,10 @@ class DistributedContext:
         self, rank: Rank, device: torch.device, channel: Any = None, mesh: Mesh | None = None
     ) -> None:
         self.mesh = mesh
-        """The axes of the ranks, if FSDP2 divides the model over them."""
+        """The axes of the ranks, if `parallel` divides the model over them."""
+        self.data_parallel = self
+        """The ranks that read other samples than this one, and itself: all ranks, except those that
+        compute the same layers."""
         self.rank = rank.rank
         self.size = rank.world_size
         self.local = rank
@@ -133,7 +136,7 @@ class DistributedContext:
         if goes_to_all_ranks:
             dist.all_gather(tensors, rank_tensor, group=self._channel)
         else:
-            dist.gather(rank_tensor, tensors or None, group=self._channel)
+            dist.gather(rank_tensor, tensors or None, group=self._channel, group_dst=0)
         return [tensor.cpu().numpy().tobytes()[:size] for tensor, size in zip(tensors, sizes)]
 
     def print_lines_of_all_ranks(self, lines: list[str]) -> None:
@@ -171,13 +174,26 @@ def create_cpu_group_of_all_ranks() -> dist.ProcessGroup:
 
 
 def build_device_mesh(group: DistributedContext) -> DeviceMesh:
-    """Make the groups of ranks along the axes of FSDP2, `replicate` and `shard` (collective)."""
+    """Make the groups of ranks along the axes of the group's mesh (collective)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     assert group.mesh is not None
     device_mesh = init_device_mesh(group.device.type, group.mesh, mesh_dim_names=group.mesh._fields)
     _KEPT.extend(device_mesh.get_all_groups())
     return device_mesh
+
+
+def _make_data_parallel_group(group: DistributedContext) -> DistributedContext:
+    """Return the ranks with this one's slice of each layer, as a group (collective)."""
+    if group.mesh is None or group.mesh.tensor == 1:
+        return group
+    tensor = group.mesh.tensor
+    channel, _ = dist.new_subgroups_by_enumeration(
+        [[*range(first_rank, group.size, tensor)] for first_rank in range(tensor)]
+    )
+    _KEPT.append(channel)
+    own_place = group.local._replace(rank=group.rank // tensor, world_size=group.size // tensor)
+    return DistributedContext(own_place, group.device, channel)
 
 
 @contextlib.contextmanager
@@ -213,7 +229,9 @@ def join_process_group_until_end(
             _init_process_group_arguments(plan.node_of(rank.rank).devices, rank, device),
         )
         _set_rank_environment_variables(rank, device)
-        yield DistributedContext(rank, device, mesh=plan.mesh if rank.world_size > 1 else None)
+        group = DistributedContext(rank, device, mesh=plan.mesh if rank.world_size > 1 else None)
+        group.data_parallel = _make_data_parallel_group(group)
+        yield group
     # Skipped after an error, when other ranks may wait in a collective.
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()

@@ -147,7 +147,7 @@ class MeasuredTraining:
         rank_tokens = self.session.batches.tokens.difference_from_earlier(tokens_before)
         tokens = [
             int(sum(rank_counts))
-            for rank_counts in zip(*self.session.group.gather_numbers([*rank_tokens]))
+            for rank_counts in zip(*self.session.group.data_parallel.gather_numbers([*rank_tokens]))
         ]
         return {"begun": start_time, "ended": end_time, "seconds": step_seconds, "tokens": tokens}
 
@@ -222,7 +222,7 @@ def loss_change_from_highest_matmul_precision(session: Session) -> dict[str, flo
     if session.recipe.engine.matmul_precision == "highest":
         return {}
     batch = engine.to_device(
-        session.batches.read_micro_batch_and_count_tokens(0, 0, session.group.rank)
+        session.batches.read_micro_batch_and_count_tokens(0, 0, session.group.data_parallel.rank)
     )
     module = engine.eval_module.eval()
     with engine.exclude_passes_from_counts(with_compilations=True), torch.no_grad():
@@ -247,7 +247,7 @@ def _largest_difference_or_infinity(verdict: Json) -> float:
 def _compare_first_micro_batch_with_pytorch(session: Session) -> Comparison:
     engine = session.engine
     batch = engine.to_device(
-        session.batches.read_micro_batch_and_count_tokens(0, 0, session.group.rank)
+        session.batches.read_micro_batch_and_count_tokens(0, 0, session.group.data_parallel.rank)
     )
     with engine.exclude_passes_from_counts(with_compilations=True):
         module = engine.module_without_dropout_for_comparison()

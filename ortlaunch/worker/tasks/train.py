@@ -568,7 +568,8 @@ def train_step(
 def _seed_and_run_passes_and_list_losses(session: Session, step_index: int) -> list[torch.Tensor]:
     """Run forward and backward of each micro batch of this rank; return the weighted losses."""
     engine = session.engine
-    group = session.group
+    group = session.group.data_parallel
+    # Ranks that compute the same layers draw the same dropout.
     seed_all_random_generators(random_seed_of_step(session.recipe.seed, step_index, group.rank))
     last_pass = session.plan.batch.accumulation_steps - 1
     engine.stepper.returned_values.begin_step()

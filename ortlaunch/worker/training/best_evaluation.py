@@ -97,7 +97,8 @@ def require_best_metrics_by_test_evaluation(session: Session) -> None:
     with session.progress.show_activity_during("evaluating"):
         try:
             # One micro batch of each rank.
-            count = min(session.plan.batch.micro_samples * session.group.size, len(samples))
+            batch = session.plan.batch
+            count = min(batch.micro_samples * batch.data_parallel_ranks, len(samples))
             evaluation_metrics = seed_and_evaluate_loss_and_metrics_unless_stopped(
                 session, SampleSubset(samples, count, lambda indices: indices)
             )

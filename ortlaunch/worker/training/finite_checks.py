@@ -33,7 +33,7 @@ _LOSS_END = (
 
 
 class NonFiniteLoss(NamedTuple):
-    """A loss that is not finite: its rank, its value, and its `place` in the caller's list."""
+    """A loss that is not finite: its data-parallel rank, its value, its index in the caller's list."""
 
     rank: int
     loss_index: int
@@ -50,7 +50,7 @@ def gather_non_finite_losses(
         if not math.isfinite(loss)
     ]
     # Python's JSON also reads and writes nan and inf.
-    losses_by_rank = group.gather(indexed_losses)
+    losses_by_rank = group.data_parallel.gather(indexed_losses)
     return [
         NonFiniteLoss(rank, *indexed_loss)
         for rank, rank_losses in enumerate(losses_by_rank)

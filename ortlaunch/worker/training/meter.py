@@ -91,7 +91,7 @@ class TrainingMeter:
             "loss": loss,
             "samples_per_second": self.batches.batch.global_samples / seconds,
         }
-        ranks = self.group.gather_numbers(
+        ranks = self.group.data_parallel.gather_numbers(
             [*self.batches.tokens.difference_from_earlier(self.tokens)]
         )
         tokens, padding = (sum(rank_counts) / self.steps for rank_counts in zip(*ranks))

@@ -144,7 +144,9 @@ class ParitySteps:
         recipe = self.recipe
         try:
             batch = engine.to_device(
-                self.batches.read_micro_batch_and_count_tokens(step_index, 0, self.group.rank)
+                self.batches.read_micro_batch_and_count_tokens(
+                    step_index, 0, self.group.data_parallel.rank
+                )
             )
             # The comparison's passes and compilations do not belong in the counts of engine.json.
             with engine.exclude_passes_from_counts(

@@ -512,8 +512,8 @@ def test_a_checkpoint_returns_to_its_run(
     assert sorted(trained) == sorted(each["name"] for each in described if each["trained"])
     before = CheckpointTensors(run.checkpoint_folder(2))
     for name in trained:
-        (_, entry), = shards.pieces["weight", name]  # fmt: skip
-        (_, old), = before.pieces["weight", name]  # fmt: skip
+        (_, entry), = shards.pieces["weight", name][None]  # fmt: skip
+        (_, old), = before.pieces["weight", name][None]  # fmt: skip
         weights = read_flat_elements(entry, 0, entry.elements).view(entry.shape)
         assert np.array_equal(weights, state.parameters[name].data)
         assert not torch.equal(weights, read_flat_elements(old, 0, old.elements).view(old.shape))

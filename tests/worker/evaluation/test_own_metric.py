@@ -109,6 +109,7 @@ def test_rows_of_many_lengths() -> None:
     group: Any = SimpleNamespace(
         rank=0, gather_arrays_on_rank_0=lambda mine: [mine], gather=lambda mine: [mine]
     )
+    group.data_parallel = group
     assert metric.call_on_rank_0_and_share_values(group, {}) == {"median": 1.0, "last": 1.0}
     assert [len(row) for row in SEEN[-1][1]["x"]] == [3, 3, 4, 4]
 

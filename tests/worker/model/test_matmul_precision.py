@@ -255,7 +255,8 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
         exclude_passes_from_counts=lambda with_compilations: nullcontext(),
     )
     # The other rank has the larger difference; this one has 0.25.
-    group = SimpleNamespace(rank=0, gather=lambda mine: [mine, 0.5])
+    data_parallel = SimpleNamespace(rank=0)
+    group = SimpleNamespace(data_parallel=data_parallel, gather=lambda mine: [mine, 0.5])
     made = recipe(engine={"name": "eager", "matmul_precision": word})
     batches = SimpleNamespace(
         read_micro_batch_and_count_tokens=lambda step, accumulation, rank: {"x": torch.ones(2)}

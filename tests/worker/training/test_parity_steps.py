@@ -59,6 +59,7 @@ def group(*others: dict[str, Any]) -> Any:
     """Return the group of rank 0, with the messages of the other ranks."""
     return SimpleNamespace(
         rank=0,
+        data_parallel=SimpleNamespace(rank=0),
         size=1 + len(others),
         gather=lambda mine: [mine, *others],
         print_on_rank_0=print_lines,
@@ -212,7 +213,11 @@ def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
     """A failed pass is sent to the other ranks before it ends the run."""
     sent = []
     ranks = SimpleNamespace(
-        rank=0, size=1, gather=lambda mine: sent.append(mine) or [mine], print_on_rank_0=print_lines
+        rank=0,
+        data_parallel=SimpleNamespace(rank=0),
+        size=1,
+        gather=lambda mine: sent.append(mine) or [mine],
+        print_on_rank_0=print_lines,
     )
     compared = steps(RunDir(tmp_path), ranks=ranks)
     # Shapes that do not fit.
