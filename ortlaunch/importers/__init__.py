@@ -14,6 +14,7 @@ from ortlaunch.importers import (
     deepspeed,
     llama_factory,
     llama_v1,
+    sharding,
     torchtune,
     trainer,
 )
@@ -94,6 +95,8 @@ _EXCLUSIVE_PATHS: tuple[tuple[str, ...], ...] = (
     ("batch",),
     ("schedule",),
     ("data.evaluation",),
+    ("zero", "parallel"),
+    ("engine.name", "engine.memory_optimization"),
     ("train.max_steps", "train.epochs"),
     ("train.evaluate_every_steps", "train.evaluate_every_epochs"),
     ("checkpoint.every_steps", "checkpoint.every_epochs"),
@@ -169,6 +172,7 @@ def convert_config_to_recipe(
         base_tree,
     )
     tool.convert(draft)
+    sharding.replace_division_that_optimizer_lacks(draft)
     draft.assume_default(
         "name",
         re.sub(r"[^A-Za-z0-9._-]+", "-", config_path.stem).strip("-._") or "imported",

@@ -54,5 +54,17 @@ _RULES: Rules = {
     "mixed_precision": lambda key: (
         needless("precision is fp32 by itself") if key.value == "no" else put("precision")
     ),
+    # Its mesh comes before FSDP's strategy.
+    "parallelism_config": {
+        **{
+            f"parallelism_config_{name}": rule
+            for name, rule in sharding.FSDP_RULES.items()
+            if name.startswith(("dp_", "tp_"))
+        },
+        ANY_KEY: lambda key: needless("1 stands for none") if key.value == 1 else NO_COUNTERPART,
+    },
     **sharding.FSDP_RULES,
+    "distributed_type": lambda key: (
+        sharding.ALL_RANKS_SHARE_ONE_COPY if key.value == "FSDP" else None
+    ),
 }

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from ortlaunch.importers import sharding, trainer
+from ortlaunch.importers import trainer
 from ortlaunch.importers.draft import Draft, number_or_none
 from ortlaunch.importers.rules import (
     ANY_KEY,
@@ -583,14 +583,6 @@ _RULES: Rules = {
             needless("an adapter is trained, no weight of the model"),
         ),
         otherwise=_unfrozen_parameters,
-    ),
-    "dp_shard_size": lambda key: (
-        (
-            sharding.zero_stage_rule(3, "by dp_shard_size"),
-            report_change("zero.stage; weights are sharded over all ranks"),
-        )
-        if (key.numeric_value or 0) > 1
-        else needless("1 stands for none")
     ),
     "activation_offloading": trainer.offload_activations,
     "attn_implementation": by_text(

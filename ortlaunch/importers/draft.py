@@ -23,7 +23,12 @@ from ortlaunch.recipe.text.yaml_text import one_line_yaml_text
 
 # Stands for the value that the config itself gives.
 OWN_VALUE = object()
-# Assumed with bf16: path, value and reason, as `Draft.assume_default` accepts them.
+# Assumed with `parallel` and with bf16: path, value and reason, as `Draft.assume_default` accepts them.
+_ENGINE_FOR_PARALLEL = (
+    "engine.name",
+    "eager",
+    "ONNX Runtime has no FSDP2; parallel=null zero.stage=2 engine.name=ort runs on it",
+)
 _ENGINE_FOR_BF16 = (
     "engine.name",
     "eager",
@@ -153,6 +158,8 @@ class Draft:
 
     def set_defaults_that_config_leaves_out(self) -> None:
         """Set the defaults of those keys that the config does not set."""
+        if self.recipe_tree.find_subtree(("parallel",)) is not None:
+            self.assume_default(*_ENGINE_FOR_PARALLEL)
         if self.expected_recipe_value_or_none("precision") == "bf16":
             self.assume_default(*_ENGINE_FOR_BF16)
         for recipe_key, recipe_value, reason in self._assumed_values:

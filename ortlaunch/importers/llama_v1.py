@@ -18,7 +18,6 @@ from ortlaunch.importers.rules import (
     drop,
     needless,
     put,
-    report_change,
 )
 from ortlaunch.recipe.text.tree import Tree
 
@@ -62,11 +61,8 @@ def _dist_config(key: ConfigKey) -> Rule:
     if key.child("config_file"):
         return ()
     if str(key.child("name")).startswith("fsdp"):
-        return (
-            sharding.zero_stage_rule(3, "by dist_config"),
-            report_change("zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"),
-        )
-    return drop("no counterpart; give zero.stage")
+        return ({**sharding.SETTINGS_RULES, "name": ()}, sharding.ALL_RANKS_SHARE_ONE_COPY)
+    return drop("no counterpart; give parallel or zero.stage")
 
 
 _RENAMED_KEYS = {"model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size"}

@@ -24,6 +24,7 @@ from ortlaunch.importers.rules import (
     needless,
     put,
     refuse,
+    report_change,
     section_values_by_rules,
 )
 
@@ -196,24 +197,18 @@ _RULES: Rules = {
         "log.profile_steps profiles"
     ),
     "quantizer": drop("there is no quantized training"),
-    "fsdp_cpu_offload": (
-        sharding.zero_stage_rule(3, "torchtune's FSDP"),
-        put("zero.offload", {"optimizer": "cpu", "parameters": "cpu"}),
-    ),
+    **sharding.FSDP_RULES,
+    "fsdp_cpu_offload": (sharding.ALL_RANKS_SHARE_ONE_COPY, put("parallel.offload", True)),
     "custom_sharded_layers": (
-        sharding.zero_stage_rule(3, "torchtune's FSDP"),
-        needless("zero.stage 3 shards all layers"),
+        report_change("parallel; these are gathered with all that is in no layer"),
+        sharding.ALL_RANKS_SHARE_ONE_COPY,
     ),
     "tensor_parallel_plan": lambda key: (
         needless("tensor_parallel_dim is 1: no parallelism")
         if key.sibling("tensor_parallel_dim") in (None, 1)
-        else drop("there is no tensor parallelism")
+        else needless("transformers' plan for the model takes its place")
     ),
-    "fsdp": lambda key: (
-        needless("nothing is offloaded by itself")
-        if key.value == {"cpu_offload": False}
-        else drop("give zero.offload")
-    ),
+    "fsdp": (sharding.SETTINGS_RULES, sharding.ALL_RANKS_SHARE_ONE_COPY),
     **trainer.RUN_NAME_RULES,
     "batch_size": put("batch.micro_size"),
     "max_steps_per_epoch": lambda key: put(

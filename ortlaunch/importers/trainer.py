@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ortlaunch.importers import deepspeed, intervals, sharding, trl
-from ortlaunch.importers.draft import Draft, number_or_none, recipe_value_tree_located_at_node
+from ortlaunch.importers.draft import Draft, number_or_none
 from ortlaunch.importers.renamed_keys import convert_config_by_rules
 from ortlaunch.importers.rules import (
     OTHER_OPTIMIZER,
@@ -104,24 +104,6 @@ def convert_with_shared_arguments(
         draft.assume_default("train.epochs", default_epochs, "the tool's default")
     assume_defaults(draft, defaults, reason)
     convert_config_by_rules(draft, {**rules, **_SHARED_RULES})
-    _disable_zero_for_muon_and_8bit_state_for_zero(draft)
-
-
-def _disable_zero_for_muon_and_8bit_state_for_zero(draft: Draft) -> None:
-    """Replace an optimizer that updates whole tensors, or ZeRO, which splits them."""
-    node = draft.recipe_tree.find_subtree(("optimizer", "name"))
-    if node is None or not draft.expected_recipe_value_or_none("zero.stage"):
-        return
-    if node.scalar == "muon":
-        reason = "Muon updates whole tensors, so they are not sharded"
-        draft.put_recipe_value_if_unset("zero.stage", node, "optimizer", 0, reason)
-    elif node.scalar == "adamw_8bit":
-        draft.recipe_tree = draft.recipe_tree.copy_with_subtree(
-            ("optimizer", "name"), recipe_value_tree_located_at_node("adamw", node)
-        )
-        draft.add_remark(
-            "changed", "optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits"
-        )
 
 
 def _assume_task_by_script_keys(draft: Draft) -> None:

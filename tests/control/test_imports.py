@@ -275,6 +275,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "recipe",
             "tables.metrics",
             "tables.model_tasks",
+            "tables.optimizers",
             "importers",
         },
         set(),

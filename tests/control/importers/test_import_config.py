@@ -308,7 +308,9 @@ def of_chats(source: dict[str, Any], **keys: Any) -> dict[str, Any]:
         ({"float16": True}, "changed", "float16", "precision: fp16; weights and optimizer state"),
         ({"dp_shard_size": 4, "tensor_parallel_size": 1}, "needless", "tensor_parallel_size",
          "1 stands for none"),
-        ({"dp_shard_size": 4}, "changed", "dp_shard_size", "zero.stage"),
+        ({"dp_shard_size": 4}, "taken", "dp_shard_size", "parallel.shard"),
+        ({"dp_shard_size": 4, "deepspeed": {"zero_optimization": {"stage": 3}}}, "needless",
+         "dp_shard_size", "DeepSpeed's ZeRO divides"),
         ({"context_parallel_size": 2}, "dropped", "context_parallel_size", "no counterpart"),
         ({"activation_offloading": "legacy"}, "changed", "activation_offloading", "copies"),
         ({"activation_offloading": True, "torch_compile": True}, "dropped", "torch_compile",
@@ -318,7 +320,14 @@ def of_chats(source: dict[str, Any], **keys: Any) -> dict[str, Any]:
         ({"loss_watchdog_patience": 3}, "needless", "loss_watchdog_patience", "there is no"),
         ({"swanlab_project": "a", "use_swanlab": True}, "needless", "use_swanlab", "account"),
         ({"fsdp_config": {"fsdp_version": 2, "reshard_after_forward": False}}, "changed",
-         "fsdp_config", "zero.stage: 2"),
+         "fsdp_config.reshard_after_forward", "zero.stage=2 keeps them"),
+        ({"fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "dropped",
+         "fsdp_config.auto_wrap_policy", "parallel.blocks names their classes"),
+        ({"fsdp_config": {"ignored_modules": "a"}}, "dropped", "fsdp_config.ignored_modules", "no c"),
+        ({"fsdp_config": {"version": 2}, "optimizer": "adamw_bnb_8bit"}, "changed", "optimizer",
+         "optimizer.name: adamw; FSDP2 splits"),
+        ({"fsdp_config": {"version": 2}, "optimizer": "muon"}, "changed", "optimizer",
+         "without parallel; Muon updates whole tensors"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}, "optimizer": "adamw_bnb_8bit"},
          "changed", "optimizer", "ZeRO splits"),
         ({"streaming": True}, "changed", "streaming", "data.train.stream"),
@@ -386,24 +395,29 @@ def test_axolotls_values(keys: dict[str, Any], path: str, value: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("keys", "zero", "checkpointing"),
+    ("keys", "parallel"),
     [
-        ({"fsdp": ["full_shard", "auto_wrap"]}, {"stage": 3}, False),
-        ({"fsdp": "shard_grad_op offload"}, {"stage": 2, "offload": {"optimizer": "cpu"}}, False),
-        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True,
-                          "activation_checkpointing": True}},
-         {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, True),
+        ({"fsdp": ["full_shard", "auto_wrap"]}, {"replicate": 1}),
+        ({"fsdp": True, "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "ALayer,BLayer"}},
+         {"blocks": ["ALayer", "BLayer"], "replicate": 1}),
+        ({"fsdp": "shard_grad_op offload"}, {"replicate": 1, "offload": True}),
+        ({"fsdp": "hybrid_shard", "fsdp_config": {"offload_params": True}},
+         {"shard": "auto", "offload": True}),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}}, {"shard": "auto"}),
+        ({"fsdp_config": {"reshard_after_forward": True, "activation_checkpointing": True}},
+         {"replicate": 1}),
+        ({"dp_shard_size": 4, "dp_replicate_size": 2, "fsdp_config": {"fsdp_version": 2},
+          "tensor_parallel_size": 2}, {"replicate": 2, "shard": 4, "tensor": 2}),
+        ({"fsdp_config": {"sharding_strategy": "NO_SHARD", "offload_params": True}}, None),
     ],
 )  # fmt: skip
-def test_fsdp(
-    keys: dict[str, Any], zero: dict[str, Any], checkpointing: bool, tmp_path: Path
-) -> None:
-    """FSDP's strategy becomes ZeRO's stage, and its other settings keys of the recipe."""
+def test_fsdp(keys: dict[str, Any], parallel: dict[str, Any] | None, tmp_path: Path) -> None:
+    """FSDP and its mesh become `parallel`, on engine eager."""
     found = convert_config_to_recipe(config(tmp_path, **keys), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe_yaml)
-    assert (made["zero"], found.import_report.dropped) == (zero, [])
-    assert made["model"].get("gradient_checkpointing", False) is checkpointing
-    assert made.get("engine", {}).get("name") == ("eager" if zero["stage"] == 3 else None)
+    assert (made.get("parallel"), found.import_report.dropped) == (parallel, [])
+    assert made.get("engine") == ({"name": "eager"} if parallel else None)
+    assert made["model"].get("gradient_checkpointing", False) is ("activation" in str(keys))
 
 
 ROLES = {"human": "user", "gpt": "assistant"}

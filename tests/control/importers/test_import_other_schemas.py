@@ -63,15 +63,19 @@ def test_torchtune() -> None:
     [
         ({"compile": True}, "taken", "compile", "engine.name: inductor"),
         ({"enable_activation_offloading": True}, "taken", "enable_activation_offloading", "offload"),
-        ({"fsdp_cpu_offload": True}, "taken", "fsdp_cpu_offload", "zero.offload: {optimizer: cpu"),
-        ({"custom_sharded_layers": ["output"]}, "needless", "custom_sharded_layers", "shards all"),
+        ({"fsdp_cpu_offload": True}, "taken", "fsdp_cpu_offload", "parallel.offload: True"),
+        ({"custom_sharded_layers": ["output"]}, "changed", "custom_sharded_layers", "in no layer"),
+        ({"data_parallel_shard_dim": -1}, "taken", "data_parallel_shard_dim", "parallel.replicate: 1"),
+        ({"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": -1}, "needless",
+         "data_parallel_shard_dim", "parallel has it"),
         ({"max_steps_per_epoch": 5}, "taken", "max_steps_per_epoch", "train.max_steps: 10"),
-        ({"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "a"}}, "dropped",
-         "tensor_parallel_plan", "no tensor parallelism"),
+        ({"tensor_parallel_dim": 2}, "taken", "tensor_parallel_dim", "parallel.tensor"),
+        ({"tensor_parallel_dim": 2, "tensor_parallel_plan": {"_component_": "a"}}, "needless",
+         "tensor_parallel_plan", "transformers' plan"),
         ({"tensor_parallel_dim": 1, "tensor_parallel_plan": {"_component_": "a"}}, "needless",
          "tensor_parallel_plan", "is 1"),
-        ({"fsdp": {"cpu_offload": True}}, "dropped", "fsdp", "zero.offload"),
-        ({"fsdp": {"cpu_offload": False}}, "needless", "fsdp", "by itself"),
+        ({"fsdp": {"cpu_offload": True}}, "taken", "fsdp.cpu_offload", "parallel.offload"),
+        ({"fsdp": {"cpu_offload": False}}, "taken", "fsdp", "parallel.replicate: 1"),
         ({"quantizer": {"_component_": "a"}}, "dropped", "quantizer", "no quantized training"),
         ({"profiler": {"enabled": True}}, "dropped", "profiler", "log.profile_steps"),
         ({"optimizer": {"_component_": "torch.optim.Adagrad"}}, "changed",
@@ -172,6 +176,27 @@ def test_accelerate() -> None:
     assert recipe["zero"]["offload"] == {"parameters": "cpu"}
 
 
+def test_mesh_of_accelerate(tmp_path: Path) -> None:
+    """FSDP2 with a mesh takes the place of the base's ZeRO; other axes are said by name."""
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2, "cp_size": 2, "sp_size": 1}
+    (tmp_path / "c.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+                "parallelism_config": {f"parallelism_config_{k}": v for k, v in sizes.items()},
+            }
+        )
+    )
+    # Of its engine ort only eager's settings stay.
+    base = SHIPPED / "llama2-7b/pretrain.yaml"
+    found = convert_config_to_recipe(tmp_path / "c.yaml", None, base, ())
+    assert "zero" not in made(found)
+    assert made(found)["engine"] == {"name": "eager"}
+    assert made(found)["parallel"] == {"replicate": 2, "shard": 2, "tensor": 2}
+    assert said(found, "dropped").keys() == {"parallelism_config.parallelism_config_cp_size"}
+
+
 def test_llama_factorys_second_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sections become the first schema's keys, and its file of data sets their sources."""
     monkeypatch.chdir(CONFIGS)
@@ -185,7 +210,7 @@ def test_llama_factorys_second_schema(monkeypatch: pytest.MonkeyPatch) -> None:
         "dropout": 0.05,
         "target_modules": ["all-linear"],
     }
-    assert (recipe["zero"], recipe["engine"]) == ({"stage": 3}, {"name": "eager"})
+    assert (recipe["parallel"], recipe["engine"]) == ({"replicate": 1}, {"name": "eager"})
     assert (recipe["precision"], recipe["schedule"]) == ("bf16", {"name": "constant"})
     first, second = (part["source"] for part in recipe["data"]["train"])
     assert first == {
@@ -212,7 +237,8 @@ def test_muon_of_the_second_schema(tmp_path: Path) -> None:
         "weight_decay": 0.1,
         "learning_rate": 1e-4,
     }
-    assert made(found)["zero"] == {"stage": 0}
+    assert "parallel" not in made(found)
+    assert "without parallel" in said(found, "changed")["optimizer"]
     assert said(found, "dropped").keys() == {"optim_config.ns_steps"}
     assert "optim_config.momentum" in said(found, "needless")
 
