@@ -123,7 +123,7 @@ class HostMemory(NamedTuple):
     built: int = 0
     """The model in float32, until it is on its device."""
     offloaded: int = 0
-    """Tensors that `zero.offload` keeps in host memory."""
+    """Tensors that `zero.offload` or `parallel.offload` keeps in host memory."""
     snapshot: int = 0
     """Copy of the rank's share of a checkpoint that is written during training
     (`checkpoint.async`)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
+from ortlaunch.planning.fsdp_memory import bytes_of_fsdp2_rank, config_of_tensor_slice
 from ortlaunch.planning.model_sizes import ModelShape, build_model_shape
 from ortlaunch.planning.startup import (
     peak_device_bytes_before_first_step,
@@ -118,7 +119,7 @@ def estimate_rank_memory_or_none(
     rank_count: int,
     device: str = "cpu",
     process_memory: ProcessMemory = USUAL_PROCESS,
-    shard_count: int | None = None,
+    copy_rank_count: int | None = None,
 ) -> Memory | None:
     """Return the memory of a rank, for each sharding, on `rank_count` data-parallel ranks.
 
@@ -128,7 +129,7 @@ def estimate_rank_memory_or_none(
         rank_count: data-parallel ranks.
         device: cpu or cuda.
         process_memory: bytes of a rank's process beside its model.
-        shard_count: ranks that share a copy of the model with `parallel`; None: all.
+        copy_rank_count: ranks that share a copy of the model with `parallel`; None: all.
 
     Returns:
         None for models that are not known here.
@@ -193,16 +194,20 @@ def estimate_rank_memory_or_none(
                 ),
             )
         )
+    offloaded_bytes = 0
     if recipe.parallel is not None:
-        bytes_by_stage = [
-            *bytes_by_stage[:1],
-            (
-                "FSDP2",
-                _training_bytes_with_fsdp2(
-                    recipe, model_shape, bytes_by_stage[0][1], shard_count or rank_count
-                ),
-            ),
-        ]
+        slice_config = config_of_tensor_slice(config, recipe.parallel.tensor)
+        fsdp_bytes = bytes_of_fsdp2_rank(
+            recipe,
+            slice_config,
+            peak_activation_bytes_of_rank(recipe, slice_config, micro_samples, 4, device),
+            (copy_rank_count or rank_count) // recipe.parallel.tensor,
+        )
+        # On a CPU an offload moves nothing.
+        if recipe.parallel.offload and device == "cuda":
+            offloaded_bytes = fsdp_bytes.model
+            fsdp_bytes = fsdp_bytes._replace(weights=0, gradients=0, optimizer=0)
+        bytes_by_stage = [*bytes_by_stage[:1], ("FSDP2", fsdp_bytes)]
     compared_bytes = 0
     if compared_step_count:
         eager_engine = recipe.engine.model_copy(update={"name": "eager", "memory_optimization": 0})
@@ -234,6 +239,9 @@ def estimate_rank_memory_or_none(
     chosen_stage = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     if recipe.parallel is not None:
         chosen_stage = "FSDP2"
+    host_memory = planned_load_snapshot_and_offload_bytes_of_rank(
+        recipe, parameter_count, trainable_count, value_bytes, rank_count, device
+    )
     loss_chunk_rows = loss_chunk_rows_if_recipe_allows(
         recipe,
         micro_samples * sample_tokens(recipe, config),
@@ -254,11 +262,9 @@ def estimate_rank_memory_or_none(
             tensor_sizes,
             trainable_count,
             value_bytes,
-            (shard_count if recipe.parallel else None) or rank_count,
+            (copy_rank_count if recipe.parallel else None) or rank_count,
         ),
-        planned_load_snapshot_and_offload_bytes_of_rank(
-            recipe, parameter_count, trainable_count, value_bytes, rank_count, device
-        ),
+        host_memory._replace(offloaded=host_memory.offloaded + offloaded_bytes),
     )
 
 
@@ -364,31 +370,6 @@ def _training_bytes_without_deepspeed(
         4 * trainable_count,
         state_bytes_per_parameter(recipe) * trainable_count,
         activation_byte_count,
-    )
-
-
-def _training_bytes_with_fsdp2(
-    recipe: Recipe, model_shape: ModelShape, undivided: Bytes, shard_count: int
-) -> Bytes:
-    """Return the bytes of a rank that holds one of `shard_count` parts of everything.
-
-    Beside its parts it has gathered weights: of all that is in no layer, of the layer that it
-    computes and of the next one; and as many gradients, which are not divided yet.
-    """
-    layer_elements = max(
-        (
-            sum(a * b for _, a, b in layers.linear_layers) + sum(layers.vector_sizes)
-            for layers in model_shape.layer_groups
-        ),
-        default=0,
-    )
-    gathered_elements = 2 * (sum(model_shape.other_sizes) + 2 * layer_elements)
-    return Bytes(
-        weights=-(-undivided.weights // shard_count),
-        gradients=-(-undivided.gradients // shard_count),
-        optimizer=-(-undivided.optimizer // shard_count),
-        activations=undivided.activations,
-        buckets=_bytes_per_value(recipe) * gathered_elements if shard_count > 1 else 0,
     )
 
 

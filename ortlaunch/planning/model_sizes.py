@@ -173,7 +173,7 @@ def llama_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     head_sizes = (
         _last_token_head_tensor_sizes(model_config, task_name, hidden_size)
         if is_tied
-        else [model_config["vocab_size"] * hidden_size]
+        else [model_config.get("output_rows", model_config["vocab_size"]) * hidden_size]
     )
     layer_group = EqualLayers(model_config["num_hidden_layers"], linear_layers, vector_sizes)
     return ModelShape(

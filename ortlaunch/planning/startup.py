@@ -25,6 +25,9 @@ def peak_device_bytes_before_first_step(
     """
     stage = recipe.zero.stage if recipe.zero else 3 if recipe.parallel else None
     if stage == 3:
+        # A layer of FSDP2 moves to the device, and its parts back to the host.
+        if recipe.parallel and recipe.parallel.offload:
+            return value_bytes * max(tensor_sizes)
         is_offloaded = (
             recipe.zero is not None
             and recipe.zero.offload is not None

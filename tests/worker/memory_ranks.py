@@ -52,11 +52,13 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
-    group = DistributedContext(Rank(rank, RANKS, rank, RANKS), torch.device("cpu"))
     kind = {"task": "masked-lm", "config": MODEL, **sections.pop("model", {})}
     batch = {"micro_size": 2, "accumulation_steps": ACCUMULATION}
     recipe = bert(model=kind, **{"batch": batch, **sections})
     settled = plan(recipe, [Host("localhost", RANKS, tuple(range(RANKS)))], "torchrun")
+    group = DistributedContext(
+        Rank(rank, RANKS, rank, RANKS), torch.device("cpu"), mesh=settled.mesh
+    )
     words = torch.arange(64).reshape(2, 32)
     sample = {"input_ids": words, "labels": words}
     model = seed_and_build_loss_module_on_cpu(recipe, NoData())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The plan's bytes compared with the live tensors of two real ranks, at every ZeRO stage."""
+"""The plan's bytes compared with the live tensors of two real ranks, at every ZeRO stage and FSDP2."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ LORA = {"lora": {"r": 64, "target_modules": ["query", "value"]}}
 
 
 def case(
-    precision: str, optimizer: str, stage: int | None, lora: bool = False
+    precision: str, optimizer: str, stage: int | str | None, lora: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Return the name and the recipe's sections of one case."""
-    zero = None if stage is None else {"stage": stage}
-    name = f"{precision} {optimizer} {'DDP' if stage is None else f'ZeRO {stage}'}{' LoRA' if lora else ''}"
+    zero = {"stage": stage} if isinstance(stage, int) else None
+    sharding = f"ZeRO {stage}" if zero else stage or "DDP"
+    name = f"{precision} {optimizer} {sharding}{' LoRA' if lora else ''}"
     made = {
         "precision": precision,
         "optimizer": OPTIMIZERS[optimizer],
         "zero": zero,
+        "parallel": {} if stage == "FSDP2" else None,
         "model": LORA if lora else {},
     }
     return name, made
 
 
 # One case of plain and one of sharded weights, for every run of the tests.
-QUICK = dict([case("fp32", "adamw", 1), case("bf16", "adamw", 3)])
-STAGES = (None, 0, 1, 2, 3)
+QUICK = dict([case("fp32", "adamw", 1), case("bf16", "adamw", 3), case("bf16", "adamw", "FSDP2")])
+STAGES = (None, 0, 1, 2, 3, "FSDP2")
 ALL = dict(
     [
         *[case(precision, "adamw", stage) for precision in ("fp32", "bf16") for stage in STAGES],
@@ -87,7 +89,7 @@ def hold(found: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_plan_is_what_two_ranks_hold(tmp_path: Path) -> None:
-    """The plan of ZeRO 1 and of ZeRO 3 is within 10 % of the live tensors."""
+    """The plan of ZeRO 1, of ZeRO 3 and of FSDP2 is within 10 % of the live tensors."""
     # ZeRO 1 keeps whole gradients until the reduction; ZeRO 3 keeps small tensors whole.
     hold(measured(QUICK, tmp_path, timeout=120))
 
@@ -95,5 +97,5 @@ def test_plan_is_what_two_ranks_hold(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 def test_plan_is_what_two_ranks_hold_in_every_way_to_train(tmp_path: Path) -> None:
-    """The plan is within 10 % for DDP and ZeRO 0 to 3, with all precisions and optimizers."""
+    """The plan is within 10 % for DDP, ZeRO 0 to 3 and FSDP2, with all precisions and optimizers."""
     hold(measured(ALL, tmp_path, timeout=900))
