@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ortlaunch.api.data import show_data
     from ortlaunch.api.inputs import Validation, load, validate
-    from ortlaunch.api.plan import plan
+    from ortlaunch.api.plan import fitting_worlds, plan
     from ortlaunch.api.protocols import (
         CheckpointHook,
         Collate,
@@ -58,6 +58,7 @@ __all__ = [
     "Trial",
     "Validation",
     "__version__",
+    "fitting_worlds",
     "load",
     "plan",
     "runs",
@@ -71,7 +72,7 @@ __all__ = [
 _MODULES = {
     "api.data": ("show_data",),
     "api.inputs": ("Validation", "load", "validate"),
-    "api.plan": ("plan",),
+    "api.plan": ("fitting_worlds", "plan"),
     "api.protocols": (
         "CheckpointHook",
         "Collate",

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.doctor.finding import Finding
+from ortlaunch.planning.fitting import FittingWorld
 from ortlaunch.resolve.catalog import ShippedRecipe
 from ortlaunch.started_runs.diagnosis import Diagnosis
 from ortlaunch.started_runs.status import Status
@@ -57,6 +58,7 @@ TYPE_BY_VERB: dict[str, Any] = {
     "diagnose": Diagnosis,
     "doctor": list[Finding],
     "ranks": LauncherRank,
+    "plan --fit": list[FittingWorld],
     "recipes list": list[ShippedRecipe],
 }
 """The outputs that are not contents of a run folder's file."""

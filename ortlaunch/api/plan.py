@@ -1,4 +1,4 @@
-"""`ortlaunch plan`: ranks, batch and memory of a run, and differences from another plan."""
+"""`ortlaunch plan`: ranks, batch and memory of a run, differences from another plan, fitting worlds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from typing import NamedTuple
 
 from ortlaunch import recipe
 from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_recipe_with_path_and_overrides
+from ortlaunch.base import machine
 from ortlaunch.base.errors import InputError, PlanError
+from ortlaunch.base.units import bytes_of_size_or_none
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import plan_description_text
+from ortlaunch.planning.fitting import (
+    FittingWorld,
+    fitting_world_table_lines,
+    smallest_world_of_each_division,
+)
 from ortlaunch.planning.prediction_table import engine_prediction_table_lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import dump_recipe_yaml
@@ -98,6 +105,55 @@ def plan(
         HostfileError, PlanError: the hosts are not valid, or recipe and hosts do not fit.
     """
     return resolve_run_for_planning(source, assignments, options, overrides).plan
+
+
+class FittingWorlds(NamedTuple):
+    """The smallest worlds of GPUs that hold a recipe."""
+
+    worlds: list[FittingWorld]
+    gpu_bytes: int
+    gpus_per_host: int
+
+    def __str__(self) -> str:
+        """Return the table that `ortlaunch plan --fit` prints."""
+        return "\n".join(fitting_world_table_lines(*self))
+
+
+def fitting_worlds(
+    source: RecipeSource,
+    *assignments: str,
+    gpu: str | None = None,
+    gpus_per_host: int | None = None,
+    **overrides: object,
+) -> FittingWorlds:
+    """List the smallest worlds of given GPUs that hold a recipe, by the plan, for each sharding.
+
+    Args:
+        source, assignments, overrides: as in `load`.
+        gpu: memory of a GPU with a unit, as `80GiB`; None: that of this host's.
+        gpus_per_host: GPUs of a host; None: the recipe's `launch.processes_per_node`, those of this
+            host, or 8.
+
+    Raises:
+        RecipeError: the recipe is not valid.
+        InputError, PlanError: no GPU or no size is given, or the model cannot be counted.
+    """
+    loaded = load_recipe_with_path_and_overrides(source, assignments, overrides)
+    recipe_of_plan = loaded.file.make_paths_absolute().recipe
+    gpu_bytes = bytes_of_size_or_none(gpu) if gpu else machine.gpu_memory_bytes_or_none()
+    if not gpu_bytes:
+        raise InputError(
+            f"plan --fit: {f'got --gpu {gpu}' if gpu else 'this host shows no GPU'}; give the "
+            "memory of a GPU with a unit, as --gpu 80GiB"
+        )
+    gpus_per_host = (
+        gpus_per_host
+        or recipe_of_plan.launch.processes_per_node
+        or machine.visible_gpu_count(os.environ)
+        or 8
+    )
+    worlds = smallest_world_of_each_division(recipe_of_plan, gpu_bytes, gpus_per_host)
+    return FittingWorlds(worlds, gpu_bytes, gpus_per_host)
 
 
 def resolve_run_for_planning(

@@ -149,6 +149,18 @@ def _gpu_models() -> list[str]:
     return models
 
 
+def gpu_memory_bytes_or_none() -> int | None:
+    """Return the memory of this host's smallest GPU; None without one, or without nvidia-smi."""
+    import subprocess
+
+    argv = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
+        return min(int(line) for line in lines.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
 class MemoryLimit(NamedTuple):
     """A limit of the memory of processes here: its whole size, and its free part, in bytes."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
 # Columns of output that goes to no terminal.
 COLUMNS = 100
+_POWERS_OF_TWO = {"MiB": 20, "GiB": 30, "TiB": 40}
 # A line that begins so ends in a command, which users copy as a whole.
 COMMANDS = ("command: ", "to continue: ")
 
@@ -29,6 +31,12 @@ def human_bytes(byte_count: float) -> str:
             return f"{byte_count:.0f} {unit}" if unit == "B" else f"{byte_count:.1f} {unit}"
         byte_count /= 1024
     return f"{byte_count:.1f} TiB"
+
+
+def bytes_of_size_or_none(size_text: str) -> int | None:
+    """Return the bytes of a size such as `80GiB`; None for another text."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(MiB|GiB|TiB)", size_text)
+    return match and int(float(match[1]) * (1 << _POWERS_OF_TWO[match[2]]))
 
 
 def clock_duration(seconds: float) -> str:

@@ -68,8 +68,9 @@ def _verb_lines(verb: str, command: Any, shared_lines: list[str]) -> Iterator[st
     ]
     if shared_options:
         yield f"Also {', '.join(shared_options)}.\n"
-    if verb in TYPE_BY_VERB:
-        yield _output_text(verb) + "\n"
+    for output in (verb, f"{verb} --fit"):
+        if output in TYPE_BY_VERB:
+            yield _output_text(output, output.removeprefix(verb).strip()) + "\n"
 
 
 def _manual_line(parameter: Any) -> str:
@@ -86,8 +87,8 @@ def _typed_form(parameter: Any) -> str:
     return names if parameter.is_flag else f"{names} {metavar}"
 
 
-def _output_text(verb: str) -> str:
-    """Return the fields of a verb's JSON as one sentence."""
+def _output_text(verb: str, option: str) -> str:
+    """Return the fields of a verb's JSON as one sentence, perhaps with an option of the verb."""
     schema = output_json_schema(verb)
     is_list = schema.get("type") == "array"
     item = schema["items"] if is_list else schema
@@ -102,5 +103,9 @@ def _output_text(verb: str) -> str:
         for name, field in fields.items()
     ]
     return "\n".join(
-        [f"`--json`: {'a list; each item' if is_list else 'an object; it'} has\n", *lines]
+        [
+            f"`{f'{option} --json'.strip()}`: {'a list; each item' if is_list else 'an object; it'} "
+            "has\n",
+            *lines,
+        ]
     )

@@ -157,6 +157,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         },
         set(),
     ),
+    "planning.fitting": (
+        {"base.errors", "base.units", "launch_plan", "recipe", "planning", "tables.families"},
+        set(),
+    ),
     "planning.fsdp_memory": (
         {"recipe", "tables.families", "launch_plan", "planning.model_sizes", "planning.startup"},
         set(),
@@ -295,7 +299,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "api.protocols": (set(), {"torch"}),  # for type checkers alone
     "api.json_outputs": (
-        {"base.errors", "doctor", "resolve", "started_runs"},
+        {"base.errors", "doctor", "planning.fitting", "resolve", "started_runs"},
         {"pydantic"},
     ),
     "cli": (

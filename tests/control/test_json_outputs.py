@@ -26,6 +26,7 @@ COMMANDS = {
     "compare": ("compare one two", 0),
     "diagnose": ("diagnose one", 0),
     "ranks": ("ranks", 0),
+    "plan --fit": ("plan bert.yaml --fit --gpu 80GiB", 0),
     "recipes list": ("recipes list", 0),
 }
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
+from ortlaunch.base.units import bytes_of_size_or_none
 from ortlaunch.recipe.fields.prompts import PromptName, PromptTemplate
 from ortlaunch.recipe.fields.section import (
     APPLIED,
@@ -60,7 +61,6 @@ PromptChoice = Annotated[
 # Micro batches that each of `data.workers` reads ahead.
 BATCHES_EACH_WORKER = 2
 _LESS_PADDING = effect_rule("the same samples, with less padding")
-_UNITS = {"MiB": 20, "GiB": 30, "TiB": 40}
 
 
 class StreamSettings(Section, resume_rule=OTHER_DATA):
@@ -85,7 +85,7 @@ class StreamSettings(Section, resume_rule=OTHER_DATA):
     @property
     def buffer_bytes(self) -> int:
         """The buffer in bytes."""
-        return int(float(self.buffer[:-3]) * (1 << _UNITS[self.buffer[-3:]]))
+        return bytes_of_size_or_none(self.buffer) or 0
 
 
 class Corpus(Section, resume_rule=OTHER_DATA):
