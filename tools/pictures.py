@@ -1,7 +1,7 @@
 """Draw the pictures of docs/pictures: boxes, arrows and words, as SVG for a light and a dark screen.
 
 python tools/pictures.py [FOLDER]
-    writes life-of-a-run.svg, export.svg, ends.svg and checkpoint.svg; a test holds the files to this
+    writes life-of-a-run.svg, export.svg, ends.svg, checkpoint.svg and mesh.svg; a test holds the files to this
 """
 
 from __future__ import annotations
@@ -265,11 +265,45 @@ def checkpoint() -> str:
     return drawing("A checkpoint that another world reads", 860, 420, parts)
 
 
+def mesh() -> str:
+    """Draw the mesh of eight ranks on two hosts: copies, their parts, and slices of layers."""
+    parts: list[Box | Arrow | Words] = [
+        Words(20, 32, "parallel: {replicate: 2, shard: 2, tensor: 2}", "code"),
+        Arrow([(380, 182), (480, 182)], "gradients", has_head=False),
+        Words(20, 338, "replicate: each host has a copy of the model"),
+        Words(20, 354, "shard: each rank of a column has a part of the rows of every weight, gathered layer by layer"),
+        Words(20, 372, "tensor: the ranks of a row compute each layer together, on the same samples"),
+    ]  # fmt: skip
+    for host in range(2):
+        left = 20 + 460 * host
+        parts.append(Box(left, 46, 360, 270, ""))
+        parts.append(Words(left + 14, 68, f"host {host}", "title"))
+        for row in range(2):
+            top = 84 + 134 * row
+            group = 2 * host + row
+            parts.append(
+                Arrow(
+                    [(left + 134, top + 42), (left + 226, top + 42)], "activations", has_head=False
+                )
+            )
+            for column in range(2):
+                x = left + 14 + 212 * column
+                lines = (f"part {row}, slice {column}", f"samples {group}")
+                kind = "blue" if row == 0 else "good"
+                parts.append(Box(x, top, 120, 84, f"rank {2 * group + column}", lines, kind))
+                if row == 0:
+                    ends = [(x + 60, top + 84), (x + 60, top + 134)]
+                    words = "" if column else "weights, gradients"
+                    parts.append(Arrow(ends, words, "start", has_head=False))
+    return drawing("The mesh of eight ranks on two hosts", 860, 388, parts)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "life-of-a-run.svg": life_of_a_run,
     "export.svg": export,
     "ends.svg": ends,
     "checkpoint.svg": checkpoint,
+    "mesh.svg": mesh,
 }
 
 

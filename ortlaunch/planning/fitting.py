@@ -11,20 +11,22 @@ from typing import NamedTuple
 
 from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import aligned_table_lines, count_with_noun, human_bytes
-from ortlaunch.launch_plan import Memory, Node
+from ortlaunch.launch_plan import Memory
+from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.memory import (
     estimate_rank_memory_or_none,
     merged_model_config_or_none_if_defaults_unknown,
     reason_rank_memory_cannot_be_estimated,
 )
-from ortlaunch.planning.mesh import data_parallel_rank_count, mesh_of_ranks_or_none
-from ortlaunch.planning.workload import solve_batch_equation_or_refuse
+from ortlaunch.planning.workload import solve_batch_and_estimate_memory
+from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.parallel import Parallel
 from ortlaunch.recipe.fields.zero import Zero
 from ortlaunch.recipe.rules.rules import broken_rule_problems
 from ortlaunch.tables.families import FAMILIES
+from ortlaunch.tables.launchers import INSIDE
 
 # As for `micro_size: auto`: a tenth stays free.
 _USABLE_SHARE = 0.9
@@ -98,14 +100,10 @@ class FittingWorld:
 
 
 class _PlannedWorld(NamedTuple):
-    """The bytes of a rank of one world."""
+    """A world, and the memory of its ranks."""
 
-    nodes: tuple[Node, ...]
+    world: World
     memory: Memory
-
-    @property
-    def gpu_count(self) -> int:
-        return self.nodes[-1].first_rank + self.nodes[-1].slots
 
     @property
     def gpu_bytes(self) -> int:
@@ -121,7 +119,7 @@ class _PlannedWorld(NamedTuple):
         parts = dict(self.memory.by_stage)[self.memory.chosen]._asdict()
         largest = max(parts, key=lambda name: parts[name])
         return (
-            f"on {count_with_noun(self.gpu_count, 'GPU')}: {human_bytes(self.gpu_bytes)}, "
+            f"on {count_with_noun(self.world.rank_count, 'GPU')}: {human_bytes(self.gpu_bytes)}, "
             f"{largest} {human_bytes(parts[largest])}"
         )
 
@@ -139,7 +137,8 @@ def smallest_world_of_each_division(
     Raises:
         PlanError: the model's memory is not known before a run.
     """
-    if estimate_rank_memory_or_none(recipe, 1, 1, "cuda") is None:
+    whole = recipe.model_copy(update={"parallel": None})
+    if estimate_rank_memory_or_none(whole, 1, 1, "cuda") is None:
         raise PlanError(f"plan --fit: {reason_rank_memory_cannot_be_estimated(recipe)}")
     # Ranks and device are those of the worlds.
     launch = recipe.launch.model_copy(
@@ -181,41 +180,46 @@ def fitting_world_table_lines(
     ]
 
 
-def _worlds_from_small_to_large(gpus_per_host: int) -> Iterator[tuple[Node, ...]]:
+def world_of_gpus(host_count: int, gpus_per_host: int) -> World:
+    """Return a world of equal hosts, which need not exist."""
+    hosts = (
+        Host(f"node{index}", gpus_per_host, tuple(range(gpus_per_host)))
+        for index in range(host_count)
+    )
+    return World(tuple(hosts), INSIDE, "cuda", enclosing_rank=None, notes=(), threads=None)
+
+
+def _worlds_from_small_to_large(gpus_per_host: int) -> Iterator[World]:
     """Yield parts of one host, by powers of two, then whole hosts."""
     part_sizes = (1 << power for power in range(gpus_per_host.bit_length()))
-    for gpu_count in (size for size in part_sizes if size < gpus_per_host):
-        yield (Node("node0", gpu_count, 0, tuple(range(gpu_count))),)
-    devices = tuple(range(gpus_per_host))
-    for host_count in _HOST_COUNTS:
-        yield tuple(
-            Node(f"node{index}", gpus_per_host, index * gpus_per_host, devices)
-            for index in range(host_count)
-        )
+    yield from (world_of_gpus(1, size) for size in part_sizes if size < gpus_per_host)
+    yield from (world_of_gpus(host_count, gpus_per_host) for host_count in _HOST_COUNTS)
 
 
 def _smallest_world(
     recipe: Recipe,
     division: _Division,
     usable_bytes: float,
-    worlds: Sequence[tuple[Node, ...]],
+    worlds: Sequence[World],
 ) -> FittingWorld:
     recipe = division.divided_recipe(recipe)
-    reason, least = _refusal_or_empty(recipe), None
-    for nodes in worlds if not reason else ():
-        if division.has_copies_on_hosts and len(nodes) == 1:
+    reason, planned, least = _refusal_or_empty(recipe), None, None
+    for world in worlds if not reason else ():
+        if division.has_copies_on_hosts and len(world.hosts) == 1:
             continue
         try:
-            planned = _plan_world(recipe, nodes)
+            memory = solve_batch_and_estimate_memory(recipe, world).memory
         except PlanError as error:
             reason = str(error)
             continue
+        assert memory is not None  # the caller has tried
+        planned = _PlannedWorld(world, memory)
         if planned.gpu_bytes <= usable_bytes:
             return FittingWorld(
                 division.name,
                 recipe.engine.name,
-                planned.gpu_count,
-                len(nodes),
+                world.rank_count,
+                len(world.hosts),
                 planned.gpu_bytes,
                 planned.memory.host.peak,
                 least.text if least else "",
@@ -230,28 +234,9 @@ def _smallest_world(
         None,
         least.gpu_bytes if least else None,
         least.memory.host.peak if least else None,
-        # Also why there is no larger world.
-        "; ".join(filter(None, (least.text if least else "", reason))),
+        # Also why there is no larger world, where more GPUs would help.
+        "; ".join(filter(None, (least and least.text, reason if least is planned else ""))),
     )
-
-
-def _plan_world(recipe: Recipe, nodes: tuple[Node, ...]) -> _PlannedWorld:
-    """Plan the memory of a world.
-
-    Raises:
-        PlanError: batch or mesh do not split over its ranks.
-    """
-    batch = solve_batch_equation_or_refuse(recipe, data_parallel_rank_count(recipe, nodes))
-    mesh = mesh_of_ranks_or_none(recipe, nodes, trains=True)
-    memory = estimate_rank_memory_or_none(
-        recipe,
-        batch.micro_samples,
-        nodes[-1].first_rank + nodes[-1].slots,
-        "cuda",
-        copy_rank_count=mesh.ranks_of_copy if mesh else None,
-    )
-    assert memory is not None  # the caller has tried
-    return _PlannedWorld(nodes, memory)
 
 
 def _refusal_or_empty(recipe: Recipe) -> str:

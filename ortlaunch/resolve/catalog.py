@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 
 from ortlaunch.base.errors import PlanError
 from ortlaunch.base.units import aligned_table_lines
-from ortlaunch.planning.memory import estimate_rank_memory_or_none
-from ortlaunch.planning.workload import solve_batch_equation_or_refuse
+from ortlaunch.planning.fitting import world_of_gpus
+from ortlaunch.planning.workload import solve_batch_and_estimate_memory
 from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.resolve.shipped import shipped_recipe_names, shipped_recipe_path_or_refuse
 
@@ -81,14 +81,7 @@ def _method_name(recipe: Recipe) -> str:
 
 def _gpu_gibibytes_or_none(recipe: Recipe, rank_count: int) -> float | None:
     try:
-        memory = estimate_rank_memory_or_none(
-            recipe,
-            solve_batch_equation_or_refuse(
-                recipe, rank_count // (recipe.parallel.tensor if recipe.parallel else 1)
-            ).micro_samples,
-            rank_count,
-            "cuda",
-        )
+        memory = solve_batch_and_estimate_memory(recipe, world_of_gpus(1, rank_count)).memory
     except PlanError:
         return None
     if memory is None:

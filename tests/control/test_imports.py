@@ -158,7 +158,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         set(),
     ),
     "planning.fitting": (
-        {"base.errors", "base.units", "launch_plan", "recipe", "planning", "tables.families"},
+        {
+            *("base.errors", "base.units", "launch_plan", "recipe", "planning"),
+            *("tables.families", "tables.launchers"),
+        },
         set(),
     ),
     "planning.fsdp_memory": (

@@ -91,7 +91,7 @@ def reduced(name: str, data: Path) -> Recipe:
     """Return the recipe with a small model of its architecture, small data and three steps."""
     whole = load_recipe(shipped.shipped_recipe_path_or_refuse(name)).recipe
     changes: dict[str, Any] = {
-        "precision": "fp32", "zero": None, "batch": {"global_size": 4, "micro_size": 2},
+        "precision": "fp32", "zero": None, "parallel": None, "launch": {}, "batch": {"global_size": 4, "micro_size": 2},
         "train.epochs": None, "train.max_steps": 3, "train.evaluate_every_steps": None,
         "data.evaluation": None, "checkpoint.every_steps": None, "log.every_steps": 1,
         "schedule.warmup_steps": None, "schedule.warmup_ratio": None,

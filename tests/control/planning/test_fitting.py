@@ -125,3 +125,12 @@ def test_a_model_that_cannot_be_counted(tmp_path: Path) -> None:
         ortlaunch.fitting_worlds(CUSTOM, gpu="80GiB")
     with pytest.raises(InputError, match="got --gpu 8GB"):
         ortlaunch.fitting_worlds(LLAMA, gpu="8GB")
+
+
+def test_the_guide_shows_what_is_printed() -> None:
+    """The rows of docs/guides/sharding.md are those of the command that it names."""
+    page = Path(__file__).parents[3] / "docs/guides/sharding.md"
+    shown = page.read_text(encoding="utf-8").split("```")[1].strip().splitlines()
+    printed = str(ortlaunch.fitting_worlds(LLAMA, gpu="24GiB", gpus_per_host=8)).splitlines()
+    assert [line for line in shown if line not in printed] == []
+    assert len(shown) == 8

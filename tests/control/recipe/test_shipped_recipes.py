@@ -70,6 +70,8 @@ def test_the_families_are_complete() -> None:
     own = (
         "pretrain",
         "finetune",
+        "fsdp",
+        "fsdp-tp",
         "lora",
         "lora-classification",
         "lora-instruct",
