@@ -210,7 +210,8 @@ def _smallest_world(
         try:
             memory = solve_batch_and_estimate_memory(recipe, world).memory
         except PlanError as error:
-            reason = str(error)
+            # Of the first world of whole hosts, which is the nearest that others may have.
+            reason = str(error) if len(world.hosts) == 1 or not reason else reason
             continue
         assert memory is not None  # the caller has tried
         planned = _PlannedWorld(world, memory)

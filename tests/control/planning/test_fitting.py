@@ -67,7 +67,7 @@ def test_bytes_are_those_of_the_plan(sharding: str, overrides: tuple[str, ...]) 
         ("bert-large/phase1", ("optimizer={name: adamw, learning_rate: 1e-4}",), "FSDP2, tensor 2",
          "transformers has no plan of tensor parallelism for bert"),
         ("models/gemma3-1b", (), "FSDP2, tensor 2", "2 does not divide num_key_value_heads 1"),
-        (LLAMA, ("batch.global_size=8",), "HSDP", "global_size (8) is not a multiple of"),
+        (LLAMA, ("batch.global_size=8",), "HSDP", "(1) x 16 ranks = 16; 16 would be valid"),
         # Weights stay whole, whatever the number of GPUs.
         (LLAMA, ("batch.global_size=4",), "ZeRO 1", "on 4 GPUs: 51.6 GiB, optimizer 18.8 GiB; batch: "),
     ],
