@@ -2,7 +2,7 @@
 
 FSDP2 divides a parameter along its first dimension, into equal parts but for the last ones: a rank
 holds as much as the first one, whose part is the largest. Tensor parallelism gives a rank a slice
-of the attention heads, of the inner width and of the output layer. Tests compare the parts with
+of the attention heads, of the inner width, of embeddings and of the output layer. Tests compare the parts with
 torch's `fully_shard` on 8 to 1,024 ranks.
 """
 
@@ -43,7 +43,7 @@ def config_of_tensor_slice(config: PlannedConfig, tensor_count: int) -> PlannedC
         ),
         "head_dim": config.get("head_dim") or config["hidden_size"] // head_count,
         "intermediate_size": -(-config["intermediate_size"] // tensor_count),
-        "output_rows": -(-config["vocab_size"] // tensor_count),
+        "embedding_rows": -(-config["vocab_size"] // tensor_count),
     }
     return sliced
 

@@ -170,15 +170,14 @@ def llama_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     )
     vector_sizes += [inner_size, inner_size, hidden_size] if model_config["mlp_bias"] else []
     is_tied = model_config.get("tie_word_embeddings", False) or MODEL_TASKS[task_name].label
+    embedding_size = model_config.get("embedding_rows", model_config["vocab_size"]) * hidden_size
     head_sizes = (
         _last_token_head_tensor_sizes(model_config, task_name, hidden_size)
         if is_tied
-        else [model_config.get("output_rows", model_config["vocab_size"]) * hidden_size]
+        else [embedding_size]
     )
     layer_group = EqualLayers(model_config["num_hidden_layers"], linear_layers, vector_sizes)
-    return ModelShape(
-        [layer_group], [model_config["vocab_size"] * hidden_size, hidden_size, *head_sizes]
-    )
+    return ModelShape([layer_group], [embedding_size, hidden_size, *head_sizes])
 
 
 def _last_token_head_tensor_sizes(

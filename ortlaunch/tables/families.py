@@ -82,8 +82,9 @@ class PlannedConfig(TypedDict, total=False):
     num_key_value_heads: int | None
     head_dim: int | None
     vocab_size: int
-    output_rows: int
-    """Rows of an output layer of its own, where tensor parallelism slices it; absent: all."""
+    embedding_rows: int
+    """Rows of the embeddings and of the output layer, where tensor parallelism slices them; absent:
+    all."""
     type_vocab_size: int
     max_position_embeddings: int
     positions: int

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ortlaunch.launch_plan import Memory
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.model.tensor_parallel import slice_layers_in_place
 from tests.makers import bert
 from tests.worker.engine.test_memory import BERT_LARGE, LLAMA_7B, transformers_model
 
@@ -49,11 +50,7 @@ def divided(config: dict[str, Any], task: str, shard: int, tensor: int, lora: An
     base = getattr(model, model.base_model_prefix)
     layers = base.encoder.layer if "bert" in config["model_type"] else base.layers
     if tensor > 1:
-        styles = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel()}
-        words = model.config.base_model_tp_plan.items()
-        plan = {name: styles[word] for name, word in words if word in styles}
-        parallelize_module(base, mesh["tensor"], plan)
-        parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel()})
+        slice_layers_in_place(LossModule(model), {}, mesh["tensor"])
     if lora:
         import peft
 
@@ -88,6 +85,7 @@ def planned(config: dict[str, Any], task: str, shard: int, tensor: int, lora: An
         (LLAMA_7B, "causal-lm", 1024, 1, None),
         (LLAMA_7B, "causal-lm", 128, 8, None),
         (QWEN3, "causal-lm", 2, 4, None),
+        ({**QWEN3, "tie_word_embeddings": True}, "causal-lm", 2, 2, None),
         (LLAMA_7B, "causal-lm", 64, 1, LORA),
         (BERT_LARGE, "masked-lm", 8, 1, None),
         (BERT_LARGE, "masked-lm", 64, 1, None),
