@@ -129,12 +129,16 @@ class HostMemory(NamedTuple):
     (`checkpoint.async`)."""
     nvme: int = 0
     """Bytes in files below `zero.offload.nvme_path`, not in memory."""
+    is_built_on_rank_0_only: bool = False
+    """Whether the other ranks get their parts of the model from rank 0."""
 
     @property
     def peak(self) -> int:
-        """Most bytes at one time."""
+        """Most bytes at one time, of each rank."""
         # The model is built before anything is offloaded or saved.
-        return max(self.built, self.offloaded + self.snapshot)
+        return max(
+            0 if self.is_built_on_rank_0_only else self.built, self.offloaded + self.snapshot
+        )
 
 
 class Memory(NamedTuple):

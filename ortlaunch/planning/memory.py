@@ -201,7 +201,8 @@ def estimate_rank_memory_or_none(
             recipe,
             slice_config,
             peak_activation_bytes_of_rank(recipe, slice_config, micro_samples, 4, device),
-            (copy_rank_count or rank_count) // recipe.parallel.tensor,
+            # One rank, as an evaluation may have, holds all.
+            max(1, (copy_rank_count or rank_count) // recipe.parallel.tensor),
         )
         # On a CPU an offload moves nothing.
         if recipe.parallel.offload and device == "cuda":

@@ -90,5 +90,9 @@ def planned_load_snapshot_and_offload_bytes_of_rank(
     if offload and offload.parameters:
         bytes_by_target[offload.parameters] += -(-value_bytes * parameter_count // rank_count)
     return HostMemory(
-        4 * parameter_count, bytes_by_target["cpu"], snapshot_bytes, bytes_by_target["nvme"]
+        4 * parameter_count,
+        bytes_by_target["cpu"],
+        snapshot_bytes,
+        bytes_by_target["nvme"],
+        is_built_on_rank_0_only=recipe.parallel is not None,
     )

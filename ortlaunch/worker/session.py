@@ -145,12 +145,19 @@ def load_data_and_build_session(
     )
     data.read_samples_needed_by(plan.traits)
     progress.begin_and_show_activity("building the model")
-    model = seed_and_build_loss_module_on_cpu(recipe, data)
+    # Where the model is divided, one rank has the memory for all of it, and sends the parts.
+    model = seed_and_build_loss_module_on_cpu(
+        recipe, data, has_weights=group.mesh is None or group.rank == 0
+    )
     # An evaluation needs no training data.
     is_evaluation = plan.traits.evaluates
     samples = data.evaluation if is_evaluation else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
     trained_identity = data_and_frozen_weights_identity(None if is_evaluation else samples, model)
+    if group.mesh is not None:
+        model.loaded, trained_identity["weights"] = group.gather(
+            [model.loaded, trained_identity["weights"]]
+        )[0]
     require_same_samples_on_all_ranks("data.train", trained_identity.get("data"), recipe, group)
     if recipe.data.is_custom and data.evaluation is not None:
         require_same_samples_on_all_ranks(

@@ -387,7 +387,8 @@ def _move_model_or_buffers_if_weights_are_divided(
         return
     # The device may have memory for pieces of the parameters only.
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(group.device)
+        if not buffer.is_meta:
+            buffer.data = buffer.data.to(group.device)
 
 
 def _move_and_cast_batch(

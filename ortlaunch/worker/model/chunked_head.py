@@ -118,7 +118,12 @@ def chunk_head_if_trial_agrees_and_describe(
         return ChunkedLoss(requested, None, f"logits of {labels:,} x {vocabulary:,} are small")
     name = next(name for name, layer in loss_module.model.named_modules() if layer is head)
     chunked = ChunkedHead(name, rows, predicts_next_token(loss_module.model))
-    reason = _chunk_head_and_reason_trial_failed_or_none(loss_module, chunked, sample_batch)
+    # A rank without weights takes the result of the ranks that have them.
+    reason = (
+        None
+        if head.weight.is_meta
+        else _chunk_head_and_reason_trial_failed_or_none(loss_module, chunked, sample_batch)
+    )
     loss_module.chunk_head_or_restore_it(None if reason else chunked)
     return ChunkedLoss(requested, None if reason else rows, reason)
 

@@ -8,17 +8,19 @@ are averaged and divided in the backward pass.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.base.errors import InputError
+from ortlaunch.base.units import first_names_and_count_of_rest
 from ortlaunch.recipe.fields.parallel import Parallel
-from ortlaunch.worker.model.named_state import ParameterRange
+from ortlaunch.worker.model.named_state import ParameterRange, Runs
 from ortlaunch.worker.model.tensor_parallel import (
     slice_layers_in_place,
     slice_of_tensor_rank,
@@ -57,8 +59,8 @@ def shard_model_in_place(
             f"parallel: FSDP2 cannot divide {scalars[0]}, which has no dimension; use zero: {{stage: 3}}, "
             "or give it the shape (1,) in a model of your own"
         )
-    # The initial values may depend on the rank. DistributedDataParallel has those of rank 0, too.
-    copy_values_from_rank_0([*model.parameters(), *model.buffers()], group.device)
+    _require_same_parameters_on_all_ranks(model, group)
+    values_by_name = {name: p.detach() for name, p in model.named_parameters()}
     device_mesh = build_device_mesh(group)
     if settings.tensor > 1:
         slice_layers_in_place(model, settings.tensor_plan, device_mesh["tensor"])
@@ -81,7 +83,58 @@ def shard_model_in_place(
             layer.compile(dynamic=False, options=compile_options or None)
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    if any(value.is_meta for value in values_by_name.values()):
+        model.to_empty(device=torch.device("cpu") if settings.offload else group.device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(group.device)
+    # The initial values may depend on the rank. DistributedDataParallel has those of rank 0, too.
+    _fill_parts_with_values_of_rank_0(model, values_by_name, group)
+    copy_values_from_rank_0(model.buffers(), group.device)
     return len(units)
+
+
+def _require_same_parameters_on_all_ranks(model: nn.Module, group: DistributedContext) -> None:
+    """Check that ranks have parameters of the same names, shapes and types (collective).
+
+    Raises:
+        InputError: they have others, so that none could take its part from another's value.
+    """
+    own_texts = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    checksums = group.gather(zlib.crc32("\n".join(own_texts).encode()))
+    if len({*checksums}) > 1:
+        texts_by_rank = group.gather(own_texts)
+        rank = next(index for index, value in enumerate(checksums) if value != checksums[0])
+        differing = {*texts_by_rank[0]} ^ {*texts_by_rank[rank]}
+        raise InputError(
+            f"parallel: rank {rank} and rank 0 have built other parameters: "
+            f"{first_names_and_count_of_rest(sorted(differing), 4) or 'the same in another order'}"
+        )
+
+
+@torch.no_grad()
+def _fill_parts_with_values_of_rank_0(
+    model: nn.Module, values_by_name: dict[str, torch.Tensor], group: DistributedContext
+) -> None:
+    """Fill each rank's part of each parameter, one whole parameter after another (collective).
+
+    Args:
+        model: the divided model.
+        values_by_name: the whole parameters; those of rank 0 count.
+        group: all ranks.
+    """
+    for name, parameter in cast("Iterable[tuple[str, DTensor]]", model.named_parameters()):
+        # Those of rank 0 are freed one by one.
+        values = values_by_name.pop(name)
+        flat = (
+            values.to(group.device).reshape(-1)
+            if group.rank == 0
+            else torch.empty(values.numel(), dtype=values.dtype, device=group.device)
+        )
+        dist.broadcast(flat.view(torch.uint8), src=0)
+        part = parameter.to_local()
+        place = place_of_part(parameter, group)
+        sliced = flat if place.runs is None else place.runs.view_of(flat).reshape(-1)
+        part.view(-1).copy_(sliced[place.start :][: part.numel()])
 
 
 @torch.no_grad()
@@ -142,9 +195,6 @@ def ranges_of_this_rank(
     model: nn.Module, optimizer: torch.optim.Optimizer, group: DistributedContext
 ) -> list[ParameterRange]:
     """Return this rank's rows of each trained parameter, or of its slice, as ranges."""
-    assert group.mesh is not None
-    mesh = group.mesh
-    part_index, tensor_index = divmod(group.rank % mesh.ranks_of_copy, mesh.tensor)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     ranges = []
     named_parts = cast("Iterable[tuple[str, DTensor]]", model.named_parameters())
@@ -152,23 +202,47 @@ def ranges_of_this_rank(
         # A rank has no rows of a small parameter.
         if not parameter.requires_grad or not (count := parameter.to_local().numel()):
             continue
-        tensor_slice = slice_of_tensor_rank(parameter, tensor_index, mesh.tensor)
-        # FSDP2 divides the rows as torch.chunk does.
-        row_count, *row_shape = tensor_slice.shape
-        first_row = -(-row_count // mesh.shard) * part_index
+        place = place_of_part(parameter, group)
         ranges.append(
             ParameterRange(
                 name,
-                tensor_slice.first + first_row * math.prod(row_shape),
+                place.start,
                 count,
                 parameter,
                 0,
                 groups[id(parameter)],
-                tensor_slice.runs,
-                is_saved=tensor_index == 0 or sliced_dimension_or_none(parameter) is not None,
+                place.runs,
+                is_saved=place.is_first_copy,
             )
         )
     return ranges
+
+
+class PlaceOfPart(NamedTuple):
+    """The place of a rank's part in a whole flattened parameter."""
+
+    runs: Runs | None
+    """The slice that has the part; None: the whole parameter."""
+    start: int
+    """The first element of the part in its slice."""
+    is_first_copy: bool
+    """Whether no rank before this one in its tensor group has the part, too."""
+
+
+def place_of_part(parameter: DTensor, group: DistributedContext) -> PlaceOfPart:
+    """Return the place of this rank's part of a divided parameter."""
+    assert group.mesh is not None
+    mesh = group.mesh
+    part_index, tensor_index = divmod(group.rank % mesh.ranks_of_copy, mesh.tensor)
+    tensor_slice = slice_of_tensor_rank(parameter, tensor_index, mesh.tensor)
+    # FSDP2 divides the rows as torch.chunk does.
+    row_count, *row_shape = tensor_slice.shape
+    first_row = min(-(-row_count // mesh.shard) * part_index, row_count)
+    return PlaceOfPart(
+        tensor_slice.runs,
+        tensor_slice.first + first_row * math.prod(row_shape),
+        tensor_index == 0 or sliced_dimension_or_none(parameter) is not None,
+    )
 
 
 def replace_parts_by_whole_parameters(model: nn.Module, keeps_values: bool) -> None:

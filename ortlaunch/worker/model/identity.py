@@ -34,7 +34,12 @@ def data_and_frozen_weights_identity(
 @torch.no_grad()
 def frozen_weights_fingerprint_or_none(model: nn.Module) -> str | None:
     """Return a fingerprint of the frozen parameters; None if all are trained."""
-    frozen = [(name, value) for name, value in model.named_parameters() if not value.requires_grad]
+    # A rank without weights gets the fingerprint from the one that has them.
+    frozen = [
+        (name, value)
+        for name, value in model.named_parameters()
+        if not value.requires_grad and not value.is_meta
+    ]
     fingerprint = hashlib.blake2b(digest_size=8)
     for name, value in frozen:
         some_values = (

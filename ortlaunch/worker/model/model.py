@@ -226,10 +226,18 @@ def require_scalar_loss(model_output: Any) -> torch.Tensor:
     return loss
 
 
-def seed_and_build_loss_module_on_cpu(recipe: Recipe, data: LoadedData) -> LossModule:
+def seed_and_build_loss_module_on_cpu(
+    recipe: Recipe, data: LoadedData, has_weights: bool = True
+) -> LossModule:
     """Build the model in float32 on the CPU.
 
     The same seed gives the same weights on every rank and engine.
+
+    Args:
+        recipe: the run's recipe.
+        data: the data, whose vocabulary and labels give sizes.
+        has_weights: False: a model of transformers gets tensors without memory (torch's meta device),
+            and the values come from another rank. A model of the user's own has weights in any case.
     """
     seed_all_random_generators(recipe.seed)
     generates_with_cache = None
@@ -248,7 +256,7 @@ def seed_and_build_loss_module_on_cpu(recipe: Recipe, data: LoadedData) -> LossM
         model = _unwrap_compiled_layers_in_place(model)
         _refuse_sparse_gradients(recipe, model)
     else:
-        model, loaded = _transformers_model_and_loaded_names_or_none(recipe, data)
+        model, loaded = _transformers_model_and_loaded_names_or_none(recipe, data, has_weights)
         # transformers derives it from the class's name. For GPT2LMHeadModel it finds None, and
         # prints that None is unrecognized.
         vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
@@ -256,13 +264,14 @@ def seed_and_build_loss_module_on_cpu(recipe: Recipe, data: LoadedData) -> LossM
     if recipe.model.lora:
         if loaded is not None and data.tokenizer is not None:
             _refuse_frozen_embeddings_of_new_tokens(recipe, recipe.model.lora, data, model)
-        model = _add_lora_adapters(model, recipe.model.lora, recipe.model.task)
+        with _meta_device_unless(has_weights):
+            model = _add_lora_adapters(model, recipe.model.lora, recipe.model.task)
     if recipe.model.freeze:
         freeze_parameters_matching_patterns(model, recipe.model.freeze)
     # After the adapters: with checkpointing on, peft would change the embeddings' output.
     if recipe.model.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
-    if recipe.data.separates_documents:
+    if recipe.data.separates_documents and not is_on_meta_device(model):
         packing.require_model_separates_documents(model)
     traits = recipe.model.traits
     wrap = import_user_function("model.task", traits.wrapper) if traits.wrapper else LossModule
@@ -273,6 +282,15 @@ def seed_and_build_loss_module_on_cpu(recipe: Recipe, data: LoadedData) -> LossM
     loss_module.has_numbers = traits.is_own
     loss_module.offloads = recipe.model.offload_activations
     return loss_module
+
+
+def is_on_meta_device(model: nn.Module) -> bool:
+    """Return whether the model was built without weights."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _meta_device_unless(has_weights: bool) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if has_weights else torch.device("meta")
 
 
 def _unwrap_compiled_layers_in_place(model: nn.Module) -> nn.Module:
@@ -373,7 +391,7 @@ def _enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def _transformers_model_and_loaded_names_or_none(
-    recipe: Recipe, data: LoadedData
+    recipe: Recipe, data: LoadedData, has_weights: bool
 ) -> tuple[nn.Module, LoadedNames | None]:
     import transformers
 
@@ -382,6 +400,13 @@ def _transformers_model_and_loaded_names_or_none(
     attention = None if recipe.model.attention == "auto" else recipe.model.attention
     auto = getattr(transformers, recipe.model.traits.auto_class)
     try:
+        if not has_weights:
+            with torch.device("meta"):
+                # The type of a pretrained config is that of its file.
+                built = auto.from_config(
+                    config, attn_implementation=attention, torch_dtype=torch.float32
+                )
+            return built, None
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
         return load_pretrained_resizing_vocabulary_and_list_names(

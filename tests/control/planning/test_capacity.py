@@ -130,6 +130,31 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         assert max(map(len, page.splitlines())) <= 100
 
 
+def test_a_divided_model_is_built_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host needs the whole model once; other hosts, and other ranks, only their parts."""
+    monkeypatch.setattr("ortlaunch.launch_plan.is_this_host", lambda name: True)
+    eager = {"engine": {"name": "eager"}, "optimizer": {"name": "adamw", "learning_rate": 1e-3}}
+    divided = bert(parallel={}, zero=None, checkpoint={"async": False}, **eager)
+    made = large(40).model_copy(
+        update={name: getattr(divided, name) for name in (*eager, "parallel", "checkpoint")}
+    )
+    world = World((host("gpus", 8), host("more", 8)), "torchrun", "cuda", None, (), None)
+    work = solve_batch_and_estimate_memory(made, world, PROCESS)
+    assert work.memory is not None
+    built = work.memory.host.built
+    # A machine with memory for two models, and not for eight.
+    monkeypatch.setattr(
+        "ortlaunch.planning.capacity.smallest_memory_limit",
+        lambda: ("memory", 2 * built + 8 * PROCESS.total, ""),
+    )
+    assert not list(notes_or_refusal_for_crowding_of_this_host(world, work, is_planned_only=False))
+    monkeypatch.setattr(
+        "ortlaunch.planning.capacity.smallest_memory_limit", lambda: ("memory", built, "")
+    )
+    with pytest.raises(PlanError, match=r"gpus: 8 ranks x .* to build the model on rank 0"):
+        list(notes_or_refusal_for_crowding_of_this_host(world, work, is_planned_only=False))
+
+
 def test_the_nearest_limit() -> None:
     """The tightest limit is this machine's memory, or that of a control group."""
     where, most, _ = smallest_memory_limit()

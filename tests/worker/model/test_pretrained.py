@@ -394,3 +394,32 @@ def test_new_tokens_that_adapters_leave_frozen(
         in str(raised.value)
     )
     assert str(raised.value).endswith("set model.lora.modules_to_save: [embed_tokens, lm_head]")
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("masked-lm", {"config": BERT}),
+        ("masked-lm", {}),
+        ("causal-lm", {"config": LLAMA, "lora": {"r": 2, "target_modules": "all-linear"}}),
+        ("causal-lm", {"config": LLAMA, "lora": {"r": 2, "modules_to_save": ["lm_head"]}}),
+    ],
+)
+def test_a_model_without_weights_has_the_same_parameters(
+    saved: tuple[str, Any], task: str, model: dict[str, Any]
+) -> None:
+    """Other ranks than the first build none, and get their parts of its weights."""
+    folder, _ = saved
+    # Another vocabulary than that of the folder.
+    resized = {"pretrained": folder, "config": {"model_type": "bert", "vocab_size": 400}}
+    chosen = recipe(task, model or resized, {"tokenizer": folder})
+    whole, empty = (
+        seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen), has_weights=has_weights)
+        for has_weights in (True, False)
+    )
+    found = [
+        [(name, p.shape, p.dtype, p.requires_grad) for name, p in built.named_parameters()]
+        for built in (whole, empty)
+    ]
+    assert found[0] == found[1]
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
