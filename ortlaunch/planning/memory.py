@@ -210,7 +210,8 @@ def estimate_rank_memory_or_none(
             fsdp_bytes = fsdp_bytes._replace(weights=0, gradients=0, optimizer=0)
         bytes_by_stage = [*bytes_by_stage[:1], ("FSDP2", fsdp_bytes)]
     compared_bytes = 0
-    if compared_step_count:
+    # A divided model is compared on the CPU of rank 0, before it is divided.
+    if compared_step_count and recipe.parallel is None:
         eager_engine = recipe.engine.model_copy(update={"name": "eager", "memory_optimization": 0})
         eager_recipe = recipe.model_copy(update={"engine": eager_engine})
         compared_bytes = 2 * _bytes_per_value(recipe) * trainable_count

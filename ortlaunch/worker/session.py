@@ -14,6 +14,7 @@ from typing import Any
 from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.rules.parity import is_divided_model_compared
 from ortlaunch.run_folder.cached_process_memory import cache_process_memory_if_writable
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
@@ -208,6 +209,10 @@ def load_data_and_build_session(
         model,
         group,
         batches.read_micro_batch_and_count_tokens(first_step, 0, group.data_parallel.rank),
+        compares_divided_model=group.mesh is not None
+        and start_checkpoint is None
+        and plan.task in ("train", "parity")
+        and is_divided_model_compared(recipe, sum(p.numel() for p in model.parameters())),
     )
     # The checkpoint has the weights that the pretrained model lacks.
     dropped_notes = notes_on_weights_not_loaded(model.loaded) if start_checkpoint else ()

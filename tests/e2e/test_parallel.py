@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -333,12 +334,16 @@ def unsliced(train: Train) -> Run:
 @pytest.fixture(scope="module")
 def sliced(train: Train) -> Run:
     """The same on two ranks, which compute each layer together."""
-    return ended_well(train("sliced", with_model(QWEN, parallel={"tensor": 2}), *TWO_RANKS))
+    compared = {"parallel": {"tensor": 2}, "engine": {"parity_steps": 1}}
+    return ended_well(train("sliced", with_model(QWEN, **compared), *TWO_RANKS))
 
 
 def test_two_ranks_that_compute_each_layer_train_as_one(sliced: Run, unsliced: Run) -> None:
     """They read the same samples; the record has the dimension of each slice."""
     require_same_training(sliced, unsliced)
+    parity = sliced.truth()["parity"]
+    assert (parity["verdict"], parity["loss_difference"] < 1e-6) == ("passed", True)
+    assert 0 < parity["gradient_difference"] < 2e-6
     slices = sliced.truth()["tensor_slices"]
     assert slices["model.embed_tokens.weight"] == 0
     assert slices["model.layers.*.self_attn.o_proj.weight"] == 1
@@ -402,6 +407,19 @@ def test_every_sliced_form_is_that_of_one_process(
     sections = {"parallel": {"tensor": 2}, **changes}
     two = ended_well(train(f"{name}-sliced", with_model(model, **sections), *launcher))
     require_same_training(two, one)
+
+
+def test_a_plan_that_lacks_a_layer_is_found(train: Train) -> None:
+    """Norms between sliced layers would get a part of their gradient, without an error of torch."""
+    plan = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    plan["model.layers.*.self_attn.o_proj"] = "rowwise"
+    recipe = with_model(QWEN, parallel={"tensor": 2, "tensor_plan": plan})
+    run = train("lacking", recipe, *TWO_RANKS)
+    assert run.status == 1
+    assert not run.values("loss")
+    assert "engine eager and plain PyTorch differ by more than 0.0001 in step 1" in run.err
+    assert re.search(r"layers.0.self_attn.[qk]_norm.weight +0.\d", run.err)
+    assert "such as a norm of heads, is replicated_with_grad_allreduce" in run.err
 
 
 @pytest.mark.slow

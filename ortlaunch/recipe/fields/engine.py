@@ -91,9 +91,11 @@ class Engine(Section, resume_rule=APPLIED):
     weights and buffers that a pass changes are compared (parity.jsonl, engine.json). Training
     itself stays bit for bit the same as without it. Costs two passes for each such step, memory for
     two sets of gradients and a copy of the weights, and for a model with dropout a second export.
-    Not with ZeRO 3. `auto`: 1 on ort where the model is your own (`factory`) or of a family that
-    ortlaunch's tests do not train (other than BERT and Llama), and with `postprocess`, else 0; a model that cannot be
-    compared is trained, and the run reports that."""
+    Not with ZeRO 3. With `parallel`, on eager, too: the first step alone, which rank 0 runs on its
+    CPU before the model is divided; all gradients are gathered. `auto`: 1 on ort where the model is
+    your own (`factory`) or of a family that ortlaunch's tests do not train (other than BERT and
+    Llama), with `postprocess`, and with `parallel.tensor_plan` (up to 500 million parameters), else
+    0; a model that cannot be compared is trained, and the run reports that."""
     parity_tolerance: Annotated[float, Field(gt=0)] | None = None
     """The run stops, and names the parameters, where the loss, a gradient or a buffer differs by
     more than this: norm of the difference / norm of PyTorch's gradient, or 1 % of the norm of all

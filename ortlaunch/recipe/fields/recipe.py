@@ -102,13 +102,6 @@ class Recipe(Section):
                 yield name, interval_epochs
 
     @property
-    def weight_sharding(self) -> str:
-        """The name of what leaves only a part of the weights on a rank; "" if nothing does."""
-        if self.parallel:
-            return "FSDP2"
-        return "ZeRO 3" if self.zero and self.zero.stage == 3 else ""
-
-    @property
     def output_layer_sharding(self) -> str:
         """The name of what divides the weight of the output layer in its passes; "" if nothing does."""
         if self.parallel and self.parallel.tensor > 1:

@@ -109,7 +109,14 @@ def _parity_field_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the fields for the comparison with plain PyTorch."""
     engine = recipe.engine
     set_fields = [key for key in _PARITY_FIELDS if key in names_of_non_default_fields(engine)]
-    if engine.name == "eager":
+    if recipe.parallel:
+        if isinstance(engine.parity_steps, int) and engine.parity_steps > 1:
+            yield (
+                ("engine.parity_steps", "parallel"),
+                f"got {engine.parity_steps} with parallel: rank 0 has the whole model before the "
+                "first step alone; give 1",
+            )
+    elif engine.name == "eager":
         for key in set_fields:
             yield (
                 (f"engine.{key}", "engine.name"),
@@ -124,11 +131,11 @@ def _parity_field_rules(recipe: Recipe) -> Iterator[Problem]:
                 (f"engine.{key}", "engine.parity_steps"),
                 "has no effect without engine.parity_steps; set it as well",
             )
-    elif engine.parity_steps != "auto" and recipe.weight_sharding:
+    elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
         yield (
-            ("engine.parity_steps", "parallel" if recipe.parallel else "zero.stage"),
-            f"got {engine.parity_steps} with {recipe.weight_sharding}, where no rank has all "
-            "weights for the comparison; use zero.stage: 2 for these steps",
+            ("engine.parity_steps", "zero.stage"),
+            f"got {engine.parity_steps} with ZeRO 3, where no rank has all weights for the "
+            "comparison; use zero.stage: 2 for these steps",
         )
 
 

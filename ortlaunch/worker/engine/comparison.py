@@ -88,7 +88,7 @@ def run_and_compare_passes(
             lowered,
             compute_in_float64(batch, is_in_float64) as pass_batch,
         ):
-            loss, gradients = _loss_and_scaled_gradients(
+            loss, gradients = loss_and_scaled_gradients(
                 forward, pass_batch, parameters, precision_limits.scale
             )
         return PassResult(loss, gradients, changed_state)
@@ -101,7 +101,7 @@ def run_and_compare_passes(
         use_matmul_precision("highest"),
     ):
         state_before = _cpu_and_device_random_state(device)
-        with _disable_chunked_head_and_reentrancy(model):
+        with use_whole_logits_without_reentrancy(model):
             reference_pass = run_pass(reference_model.forward, trained)
         state_after = _cpu_and_device_random_state(device)
         _set_cpu_and_device_random_state(device, state_before)
@@ -122,7 +122,7 @@ def run_and_compare_passes(
         engine_pass = engine_pass.select_gradients(names_in_question)
         reference_pass = reference_pass.select_gradients(names_in_question)
         try:
-            with _disable_chunked_head_and_reentrancy(model):
+            with use_whole_logits_without_reentrancy(model):
                 parameters_in_question = {name: trained[name] for name in names_in_question}
                 float64_pass = run_pass(
                     reference_model.forward, parameters_in_question, is_in_float64=True
@@ -241,7 +241,7 @@ def evaluation_losses_or_none(
         try:
             for compared_module in (reference_model, engine_module):
                 compared_module.eval()
-            with _disable_chunked_head_and_reentrancy(reference_model):
+            with use_whole_logits_without_reentrancy(reference_model):
                 reference_loss = float(loss_of_engine_output(reference_model.forward(**batch)))
             if not torch.equal(_cpu_and_device_random_state(device), state_before):
                 return None
@@ -263,7 +263,7 @@ class UnrepeatableRandomNumbersError(EngineError):
 
 
 @contextlib.contextmanager
-def _disable_chunked_head_and_reentrancy(model: nn.Module) -> Iterator[None]:
+def use_whole_logits_without_reentrancy(model: nn.Module) -> Iterator[None]:
     """Compute whole logits, without reentrant checkpoints, while the context is open."""
     # autograd.grad does not reach weights inside a reentrant checkpoint.
     function = torch.utils.checkpoint.CheckpointFunction
@@ -274,12 +274,13 @@ def _disable_chunked_head_and_reentrancy(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _loss_and_scaled_gradients(
+def loss_and_scaled_gradients(
     forward: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
     parameters: Mapping[str, nn.Parameter],
     loss_scale: float,
 ) -> tuple[float, NamedTensors]:
+    """Return the loss of a batch, and the gradients of the loss times `loss_scale` by name."""
     loss = loss_of_engine_output(forward(**batch))
     if not parameters:
         return float(loss.detach()), {}

@@ -32,6 +32,7 @@ from ortlaunch.run_folder.engine_report import (
     OptimizerChoice,
 )
 from ortlaunch.worker.engine.comparison import owner_name_and_ratio_of_active_dropouts
+from ortlaunch.worker.engine.divided_comparison import ReferencePass, run_reference_pass_on_rank_0
 from ortlaunch.worker.engine.flops import training_flops_per_token_or_none
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.engine.optimizer import (
@@ -131,6 +132,8 @@ class TrainingEngine:
     """
     evaluation_seconds_or_none: EvaluationSeconds | None
     """None: evaluations run on `eval_module`."""
+    reference_pass: ReferencePass | None = None
+    """The first pass in plain PyTorch, to compare that of a divided model with; None: none."""
     memory_use: RankMemoryMeter | None = None
 
     def to_device(self, batch: TensorBatch) -> TensorBatch:
@@ -189,6 +192,7 @@ def build_engine(
     model: LossModule,
     group: DistributedContext,
     sample_batch: TensorBatch,
+    compares_divided_model: bool = False,
 ) -> TrainingEngine:
     """Put the model on its device and its engine.
 
@@ -199,6 +203,7 @@ def build_engine(
         group: the ranks of the run.
         sample_batch: one micro batch. Engine ort runs it once, forward and backward, so that a model that
             ONNX Runtime cannot run fails before step 1.
+        compares_divided_model: run a pass in plain PyTorch before the model is divided.
 
     Raises:
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
@@ -224,6 +229,16 @@ def build_engine(
     if dtype is not None:
         # DeepSpeed would cast them later: on the device, and after an export.
         cast_floating_point_parameters_in_place(model, dtype)
+    reference_pass = (
+        run_reference_pass_on_rank_0(
+            model,
+            loss_weight.batch_without_weight_key_with_counted_label(sample_batch),
+            recipe.precision,
+            group,
+        )
+        if compares_divided_model
+        else None
+    )
     _move_model_or_buffers_if_weights_are_divided(model, group, recipe)
     require_trained_parameters(model, recipe.model.freeze or ())
     engine_name = recipe.engine.name
@@ -353,6 +368,7 @@ def build_engine(
         scheduler=built_optimizer.scheduler,
         keeps_build_precision=keeps_build_precision,
         evaluation_seconds_or_none=evaluation_seconds,
+        reference_pass=reference_pass,
     )
 
 

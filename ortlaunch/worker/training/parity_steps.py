@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Any
+from typing import Any, cast
 
 from ortlaunch.base.errors import EngineError, ParityError
 from ortlaunch.base.json_types import Json
@@ -29,7 +29,12 @@ from ortlaunch.worker.engine.comparison import (
     owner_name_and_ratio_of_active_dropouts,
 )
 from ortlaunch.worker.engine.differences import Comparison, Difference
+from ortlaunch.worker.engine.divided_comparison import (
+    ReferencePass,
+    compare_pass_of_divided_model_on_rank_0,
+)
 from ortlaunch.worker.engine.engine import TrainingEngine
+from ortlaunch.worker.engine.stepping import ShardedStepper
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
@@ -42,6 +47,10 @@ _REQUIRED_KEYS = ("step", "loss_difference", "gradient_difference", "worst", "pa
 _ADVICE = (
     "Training ends here. If the engine is wrong, use engine.name=inductor or eager; if this is "
     "rounding, raise engine.parity_tolerance"
+)
+_DIVISION_ADVICE = (
+    "Training ends here. Look at parallel.tensor_plan: a layer between a colwise and a rowwise one, "
+    "such as a norm of heads, is replicated_with_grad_allreduce; or use parallel.shard alone"
 )
 _SWITCH_OFF_ADVICE = "; engine.parity_steps=0 trains without a comparison"
 
@@ -61,14 +70,27 @@ class ParitySteps:
         # `why` is set if the comparison was not requested, but chosen by `auto`.
         steps, self.automatic_reason = compared_step_count_and_reason(session)
         self.end_step = min(steps, recipe.train.steps)
+        if self.group.mesh is not None and engine.reference_pass is None:
+            # A resumed run has no whole model of its step.
+            self.end_step = 0
         self.tolerance = recipe.engine.parity_tolerance or recipe.format.tolerance
         self.dropouts = len(owner_name_and_ratio_of_active_dropouts(engine.plain))
         self.is_precision_lowered = recipe.engine.matmul_precision != "highest"
         self.comparison_module: Any = None
         self.replaying_module: Any = None
         self.records = _comparison_records_of_earlier_starts(session.run, first_step, session.group)
+        if (
+            self.group.mesh is not None
+            and self.automatic_reason
+            and not self.end_step
+            and not first_step
+        ):
+            self._end_comparison_as_not_compared(
+                f"{engine.record.parameters:,} parameters are many for the CPU of rank 0; "
+                "engine.parity_steps=1 compares them"
+            )
         # The requested engine fell back to eager, which the recipe allows.
-        if is_plain_pytorch(engine):
+        elif is_plain_pytorch(engine):
             self._end_comparison_as_not_compared("plain PyTorch itself runs")
         elif self.records:
             engine.record.parity = self._parity_summary_of_all_steps()
@@ -83,7 +105,11 @@ class ParitySteps:
         if step_index >= self.end_step:
             return
         began = time.perf_counter()
-        records = self.group.gather(self.compare_step_on_this_rank(step_index))
+        records = self.group.gather(
+            self.compare_step_on_this_rank(step_index)
+            if self.engine.reference_pass is None
+            else self._compare_divided_model(self.engine.reference_pass)
+        )
         failed = next((record for record in records if "error" in record), None)
         # An automatic comparison that fails does not end the run.
         if failed and self.automatic_reason:
@@ -137,6 +163,18 @@ class ParitySteps:
         # An ORTModule is part of reference cycles.
         gc.collect()
         trim_heap()
+
+    def _compare_divided_model(self, reference: ReferencePass) -> ParityRecord:
+        """Return rank 0's record of the first step, on all ranks (collective)."""
+        # An error on one rank ends the run: the others wait for its part.
+        comparison = compare_pass_of_divided_model_on_rank_0(
+            cast(ShardedStepper, self.engine.stepper),
+            reference,
+            self.engine.to_device(reference.batch),
+            self.recipe.precision,
+        )
+        record = comparison and self._json_record_of_comparison(1, comparison)
+        return dict(self.group.gather(record)[0])
 
     def compare_step_on_this_rank(self, step_index: int) -> ParityRecord:
         """Return this rank's record of the step, or the error that prevented it."""
@@ -257,7 +295,8 @@ class ParitySteps:
             f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
             f"{_evaluation_difference_line_or_empty(record)}"
             f"{gradient_differences_table(record, used)}{_unjudged_reason_line_or_empty(record)}\n"
-            f"{self._postprocess_suspicion_line_or_empty()}{_ADVICE}"
+            f"{self._postprocess_suspicion_line_or_empty()}"
+            f"{_ADVICE if self.engine.reference_pass is None else _DIVISION_ADVICE}"
             f"{_SWITCH_OFF_ADVICE if self.automatic_reason else ''}"
         )
 
@@ -294,7 +333,11 @@ class ParitySteps:
 
 def is_plain_pytorch(engine: TrainingEngine) -> bool:
     """Return whether plain PyTorch itself runs, so that there is nothing to compare."""
-    return engine.record.engine.used == "eager" and not engine.record.chunked_loss.rows
+    return (
+        engine.record.engine.used == "eager"
+        and not engine.record.chunked_loss.rows
+        and engine.reference_pass is None
+    )
 
 
 def create_parity_steps_or_note_why_not(session: Session, first_step: int) -> ParitySteps | None:

@@ -41,6 +41,7 @@ def engine(factor: float = 1.0) -> Any:
     record = engine_report("inductor")
     return SimpleNamespace(
         plain=net,
+        reference_pass=None,
         module_without_dropout_for_comparison=lambda: lambda x: net(x) * factor,
         record=record,
         to_device=lambda batch: batch,
@@ -59,6 +60,7 @@ def group(*others: dict[str, Any]) -> Any:
     """Return the group of rank 0, with the messages of the other ranks."""
     return SimpleNamespace(
         rank=0,
+        mesh=None,
         data_parallel=SimpleNamespace(rank=0),
         size=1 + len(others),
         gather=lambda mine: [mine, *others],
@@ -214,6 +216,7 @@ def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
     sent = []
     ranks = SimpleNamespace(
         rank=0,
+        mesh=None,
         data_parallel=SimpleNamespace(rank=0),
         size=1,
         gather=lambda mine: sent.append(mine) or [mine],
