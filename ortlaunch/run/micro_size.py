@@ -232,11 +232,12 @@ def _write_trial_files_and_return_plan(
 ) -> Plan:
     """Write a trial's folder: the run's recipe with this size, and return its plan."""
     # Two passes a step where the batch has as many: the second accumulates onto gradients.
-    passes = min(2, plan.batch.global_samples // (tried_micro_size * plan.world_size))
+    samples_of_pass = tried_micro_size * plan.batch.data_parallel_ranks
+    passes = min(2, plan.batch.global_samples // samples_of_pass)
     batch = recipe.batch.model_copy(
         update={
             "micro_size": tried_micro_size,
-            "global_size": tried_micro_size * passes * plan.world_size,
+            "global_size": samples_of_pass * passes,
         }
     )
     data = recipe.data.model_copy(update={"evaluation": None})

@@ -95,6 +95,19 @@ def test_sizes_keep_the_global_batch() -> None:
     ]
 
 
+def test_a_trial_of_ranks_that_compute_each_layer(tmp_path: Path) -> None:
+    """They read the same samples: the largest size is one pass over the whole batch."""
+    made = auto(8, parallel={"tensor": 2, "tensor_plan": {"up": "colwise"}})
+    resolved = plan(made, [host("localhost", 2)], "torchrun")
+    assert candidate_micro_sizes(resolved.batch) == [1, 2, 4, 8]
+    for size, passes in ((8, 1), (4, 2), (1, 2)):
+        trial = micro_size._write_trial_files_and_return_plan(
+            made, resolved, RunDir(tmp_path / str(size)), size
+        )
+        assert trial.batch.global_samples == size * passes
+        assert (trial.batch.micro_samples, trial.batch.accumulation_steps) == (size, passes)
+
+
 def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is too large for one sample gives an error."""
     stand_in(monkeypatch, 0.5)
