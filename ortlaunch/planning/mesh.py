@@ -58,6 +58,12 @@ def mesh_of_ranks_or_none(recipe: Recipe, nodes: Sequence[Node], trains: bool) -
 def _require_tensor_groups_within_hosts(settings: Parallel, nodes: Sequence[Node]) -> None:
     if settings.across_hosts:
         return
+    if len(nodes) == 1 and nodes[0].slots % settings.tensor:
+        raise PlanError(
+            f"parallel.tensor is {settings.tensor}, and the run has "
+            f"{count_with_noun(nodes[0].slots, 'rank')}, which do not divide into groups of "
+            f"{settings.tensor}; start a multiple of {settings.tensor} ranks"
+        )
     for node in nodes:
         if node.slots % settings.tensor:
             raise PlanError(

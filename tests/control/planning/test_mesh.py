@@ -76,6 +76,14 @@ def test_a_tensor_group_that_spans_hosts_is_refused() -> None:
         mesh_of_ranks_or_none(bert(parallel={"tensor": 4}, zero=None, **EAGER), nodes, trains=True)
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_too_few_ranks_for_a_tensor_group(slots: int) -> None:
+    """On one host the error is of the ranks, and not of a second host."""
+    nodes = plan(bert(), [host("one", slots)], "torchrun").nodes
+    with pytest.raises(PlanError, match=rf"the run has {slots} ranks?, .* a multiple of 2 ranks"):
+        mesh_of_ranks_or_none(bert(parallel={"tensor": 2}, zero=None, **EAGER), nodes, trains=True)
+
+
 def test_ranks_of_a_tensor_group_read_the_same_samples() -> None:
     """The batch is divided by the groups."""
     parallel = {"parallel": {"tensor": 2}, "batch": {"micro_size": 2}}
