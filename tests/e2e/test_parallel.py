@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ortlaunch.worker.engine.engine import (
     _move_model_or_buffers_if_weights_are_divided,
     _require_no_layerdrop,
 )
+from ortlaunch.worker.engine.stepping import ShardedStepper, TorchStepper
 from ortlaunch.worker.tasks.bench import compare_and_gather_worst_parity_verdict_json
 from tests.e2e.runs import (
     BERT,
@@ -284,6 +286,27 @@ def test_weights_that_are_used_outside_of_their_layer(train: Train, ranked: dict
     run = train("ranked-weights", recipe, *TWO_RANKS)
     assert run.status == 2
     assert "give in parallel.blocks the classes of layers that are called as a whole" in run.err
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("shape '[4, 5, 4, 4]' is invalid for input of size 160", "4, 4]' .* write -1 for the number"),
+        ("got mixed torch.Tensor and DTensor", "without calling it, as in nn.MultiheadAttention"),
+    ],
+)  # fmt: skip
+def test_a_forward_with_sizes_of_whole_layers(
+    message: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice has other sizes, and weights of its own: the error has the remedy."""
+    monkeypatch.setattr(TorchStepper, "run_micro_batch", Mock(side_effect=RuntimeError(message)))
+    stepper = ShardedStepper.__new__(ShardedStepper)
+    stepper.group = SimpleNamespace(mesh=Mesh(1, 1, 2))  # type: ignore[assignment]
+    with pytest.raises(InputError, match=f"parallel.tensor: .*{expected}"):
+        stepper.run_micro_batch({}, is_last_of_step=True)
+    stepper.group.mesh = Mesh(1, 2)
+    with pytest.raises(InputError if "mixed" in message else RuntimeError):
+        stepper.run_micro_batch({}, is_last_of_step=True)
 
 
 def test_layers_that_are_left_out_at_random() -> None:

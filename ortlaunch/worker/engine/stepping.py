@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch import nn
 
-from ortlaunch.base.errors import InputError
+from ortlaunch.base.errors import InputError, first_message_line
 from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import Mesh
 from ortlaunch.tables.precisions import PRECISIONS
@@ -57,6 +57,14 @@ from ortmodule.loops import float64_sum_of_squares
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+# Parts of torch's errors where a forward takes a layer for wider than a rank's slice of it.
+_SIZE_ERRORS = ("is invalid for input of size", "cannot be multiplied", "must match the size of")
+# Ranks that compute a layer together differ by roundings in the gradients that each has whole.
+_GRADIENT_TOLERANCE = 0.01
+# LoRA has gradients of zero in the first step.
+_COMPARED_STEPS = 2
 
 
 class StepOutcome(NamedTuple):
@@ -264,6 +272,8 @@ class TorchStepper:
 class ShardedStepper(TorchStepper):
     """Steps of a model that FSDP2 has divided over the mesh of the group."""
 
+    _compared_steps = 0
+
     @property
     def mesh(self) -> Mesh:
         """The axes of the ranks."""
@@ -276,7 +286,16 @@ class ShardedStepper(TorchStepper):
         try:
             return super().run_micro_batch(batch, is_last_of_step, loss_factor)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            message = str(error)
+            is_mixed = "mixed torch.Tensor and DTensor" in message
+            if self.mesh.tensor > 1 and (is_mixed or any(t in message for t in _SIZE_ERRORS)):
+                raise InputError(
+                    f"parallel.tensor: {first_message_line(error)}; a rank has a slice of a layer, and "
+                    "the model computes as with the size or the weights of the whole; write -1 for "
+                    "the number of heads in its forward, and leave out of parallel.tensor_plan a layer "
+                    "whose weights are used without calling it, as in nn.MultiheadAttention"
+                ) from error
+            if not is_mixed:
                 raise
             raise InputError(
                 "parallel: the model uses weights of a layer that is not called, and FSDP2 gathers "
@@ -290,15 +309,18 @@ class ShardedStepper(TorchStepper):
         return super().clip_step_and_clear_gradients(*learning_rates)
 
     def _clip_and_return_unclipped_norm(self) -> float:
-        gradients, whole_gradients = [], []
-        for _, gradient in super().named_gradients():
+        gradients, whole_by_name = [], {}
+        for name, gradient in super().named_gradients():
             if gradient is not None:
                 gradients.append(part_of_this_rank(gradient))
                 if sliced_dimension_or_none(cast("DTensor", gradient)) is None:
-                    whole_gradients.append(gradients[-1])
+                    whole_by_name[name] = gradients[-1]
+        if self.mesh.tensor > 1 and self._compared_steps < _COMPARED_STEPS:
+            self._compared_steps += 1
+            self._require_alike_in_tensor_groups(whole_by_name)
         own_squares = _sum_of_squares(gradients)
         # Each rank of a tensor group has them.
-        own_squares -= _sum_of_squares(whole_gradients) * (1 - 1 / self.mesh.tensor)
+        own_squares -= _sum_of_squares([*whole_by_name.values()]) * (1 - 1 / self.mesh.tensor)
         # Each copy of the model has all gradients once.
         squares = self.group.sum_over_ranks(own_squares)
         norm = math.sqrt(squares / self.mesh.replicate)
@@ -306,6 +328,29 @@ class ShardedStepper(TorchStepper):
         if self.max_norm is not None and norm > self.max_norm:
             torch._foreach_mul_(gradients, self.max_norm / (norm + 1e-6))
         return norm
+
+    def _require_alike_in_tensor_groups(self, gradient_by_name: dict[str, torch.Tensor]) -> None:
+        """Check the gradients of parameters that each rank of a tensor group has whole (collective).
+
+        Raises:
+            InputError: each has that of its own slices.
+        """
+        norms = [math.sqrt(_sum_of_squares([g])) for g in gradient_by_name.values()]
+        norms_by_rank = self.group.gather_numbers(norms)
+        differing = [
+            name
+            for index, name in enumerate(gradient_by_name)
+            for rank, rank_norms in enumerate(norms_by_rank)
+            if abs(rank_norms[index] - norms_by_rank[rank - rank % self.mesh.tensor][index])
+            > _GRADIENT_TOLERANCE * rank_norms[index]
+        ]
+        if differing:
+            raise InputError(
+                f"parallel.tensor: {first_five_names_text(dict.fromkeys(differing))} gets another "
+                "gradient on each rank that computes its layer, as it is between sliced layers and not "
+                "sliced; give in parallel.tensor_plan all layers, and to the layer that has it the "
+                "style replicated_with_grad_allreduce, or use parallel.shard alone"
+            )
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (

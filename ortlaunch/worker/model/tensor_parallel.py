@@ -51,11 +51,23 @@ def slice_layers_in_place(
     if hasattr(planned_model, "get_base_model"):
         planned_model = planned_model.get_base_model()
     plan = dict(recipe_plan or getattr(planned_model, "_tp_plan", None) or {})
-    _require_fitting_plan(planned_model, plan, [*ALL_PARALLEL_STYLES])
-    _require_divisible_heads(planned_model, tensor_mesh.size())
+    if not plan:
+        raise InputError(
+            f"parallel.tensor: transformers has no plan for {type(planned_model).__name__}; give "
+            "parallel.tensor_plan, as {layers.*.up: colwise, layers.*.down: rowwise}, or use "
+            "parallel.shard alone"
+        )
+    # transformers plans each form of a layer, and a model may have no layer of some form.
+    _require_fitting_plan(planned_model, recipe_plan, [*ALL_PARALLEL_STYLES])
+    # A plan of a recipe may leave out the attention.
+    if any("att" in pattern for pattern in plan):
+        _require_divisible_heads(planned_model, tensor_mesh.size())
     # Gathering a parameter for an export takes two gathers: of the rows, and of the slices.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    apply_tensor_parallelism(planned_model, tensor_mesh, _style_by_name(planned_model, plan))
+    try:
+        apply_tensor_parallelism(planned_model, tensor_mesh, _style_by_name(planned_model, plan))
+    except ValueError as error:
+        raise InputError(f"parallel.tensor_plan: {error}") from error
     # Tied weights are one again.
     if hasattr(planned_model, "tie_weights"):
         planned_model.tie_weights()
@@ -64,12 +76,6 @@ def slice_layers_in_place(
 def _require_fitting_plan(
     model: nn.Module, plan: Mapping[str, str], known_styles: Sequence[str]
 ) -> None:
-    if not plan:
-        raise InputError(
-            f"parallel.tensor: transformers has no plan for {type(model).__name__}; give "
-            "parallel.tensor_plan, as {layers.*.up: colwise, layers.*.down: rowwise}, or use "
-            "parallel.shard alone"
-        )
     names = [name for name, _ in itertools.chain(model.named_modules(), model.named_parameters())]
     patterns = {*names, *map(_pattern_of_name, names)}
     for pattern, style in plan.items():

@@ -13,11 +13,17 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ortlaunch.base.errors import CheckpointError, InputError
+from ortlaunch.launch_plan import Mesh
 from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
+from ortlaunch.worker.engine.stepping import ShardedStepper
 from ortlaunch.worker.model.named_state import NamedState, ParameterRange
-from ortlaunch.worker.model.tensor_parallel import _require_divisible_heads, slice_of_tensor_rank
+from ortlaunch.worker.model.tensor_parallel import (
+    _require_divisible_heads,
+    slice_layers_in_place,
+    slice_of_tensor_rank,
+)
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 FUSED = _StridedShard(1, split_factor=2)
@@ -141,6 +147,72 @@ def test_a_checkpoint_without_a_slice_is_refused(
     whole.shapes.update(named.shapes)
     with pytest.raises(CheckpointError, match="lacks 12 elements of the weight of w1"):
         load_checkpoint_print_notes_and_return_loop_state(tmp_path, whole, context(0, 1))
+
+
+QWEN = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4}  # fmt: skip
+
+
+@pytest.fixture
+def slice_and_list_styles(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that slices a model for two ranks; transformers is replaced by a list of styles."""
+    import transformers.distributed.tensor_parallel as of_transformers
+
+    def slice_for_two(model: nn.Module, recipe_plan: dict[str, str]) -> dict[str, str]:
+        styles: dict[str, str] = {}
+
+        def apply(_: nn.Module, mesh: Any, style_by_name: dict[str, str]) -> None:
+            if "norm" in style_by_name:
+                raise ValueError("norm has no `out_features`")
+            styles.update(style_by_name)
+
+        monkeypatch.setattr(of_transformers, "apply_tensor_parallelism", apply)
+        mesh: Any = SimpleNamespace(size=lambda: 2)
+        slice_layers_in_place(SimpleNamespace(model=model), recipe_plan, mesh)  # type: ignore[arg-type]
+        return styles
+
+    return slice_for_two
+
+
+def test_a_plan_of_transformers_for_layers_that_a_model_lacks(slice_and_list_styles: Any) -> None:
+    """That of Qwen3-MoE has dense layers, too, which most of these models do not have."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN, **sizes))
+    assert "model.layers.0.mlp.experts.down_proj" in slice_and_list_styles(model, {})
+
+
+def test_a_plan_without_attention(slice_and_list_styles: Any) -> None:
+    """Heads need not divide; and what transformers cannot slice is an error of the recipe."""
+    model = nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2), "norm": nn.LayerNorm(2)})
+    model.config = SimpleNamespace(num_attention_heads=3)  # type: ignore[assignment]
+    plan = {"up": "colwise", "down": "rowwise"}
+    styles = slice_and_list_styles(model, plan)
+    assert {name: styles[name] for name in plan} == plan
+    with pytest.raises(InputError, match="tensor_plan: norm has no `out_features`"):
+        slice_and_list_styles(model, {"norm": "colwise"})
+    model["attention"] = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="num_attention_heads 3"):
+        slice_and_list_styles(model, {"attention": "colwise"})
+
+
+@pytest.mark.parametrize("other", [1.0, 1.001, 1.5])
+def test_a_gradient_that_differs_in_a_tensor_group(other: float) -> None:
+    """A weight between slices that is whole itself gets a part of its gradient on each rank."""
+    stepper = ShardedStepper.__new__(ShardedStepper)
+    gathered: Any = SimpleNamespace(
+        mesh=Mesh(1, 2, 2), gather_numbers=lambda norms: [norms, norms, [0.0, 0.0], [0.0, 0.0]]
+    )
+    stepper.group = gathered
+    gradients = {"norm": torch.ones(3), "scale": torch.ones(1)}
+    stepper._require_alike_in_tensor_groups(gradients)
+    gathered.gather_numbers = lambda norms: [norms, norms, norms, [norms[0], other]]
+    if other < 1.01:
+        stepper._require_alike_in_tensor_groups(gradients)
+    else:
+        with pytest.raises(InputError, match="tensor: scale gets another gradient on each rank"):
+            stepper._require_alike_in_tensor_groups(gradients)
 
 
 def test_heads_that_do_not_divide() -> None:
