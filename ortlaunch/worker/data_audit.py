@@ -229,8 +229,17 @@ def _samples_of_each_source(samples: Any) -> Iterator[Any]:
 def _unlearned_chat_findings(chats: Sequence[ChatSamples]) -> Iterator[AuditFinding]:
     total = sum(len(chat_source.ends) for chat_source in chats)
     if unlearned := total - sum(len(chat_source.kept) for chat_source in chats):
-        text = f"{unlearned:,} of {total:,} chats have no learned token"
+        cut_chats = sum(chat_source.cut_before_answer for chat_source in chats)
+        causes = {
+            "are cut off before an answer (data.sequence_length)": cut_chats,
+            "have nothing that counts in the loss (train_on, train_parts, train_key)": unlearned
+            - cut_chats,
+        }
+        causes_text = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
+        text = f"{unlearned:,} of {total:,} chats have no learned token: {causes_text}"
         yield AuditFinding("no_answers", text, unlearned / total, total)
+    for chat_source in chats:
+        yield from (AuditFinding(name, text) for name, text in chat_source.row_findings.items())
 
 
 def _empty_text_findings(sources: Sequence[Any]) -> Iterator[AuditFinding]:

@@ -51,6 +51,7 @@ def _evaluation_branch(value: object) -> str:
 SpecialToken = Literal[
     "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"
 ]
+AnswerPart = Literal["answers", "tool_calls", "thoughts"]
 SevereFinding = Literal["no_answers", "unknown_tokens", "overlap"]
 PromptChoice = Annotated[
     Annotated[PromptName, Tag(WORD)] | Annotated[PromptTemplate, Tag(MAPPING)],
@@ -140,8 +141,14 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     `role` and `content`. The tokenizer's chat template (`data.chat_template`) writes each chat as
     one sample. The loss counts answers alone: the text that the template writes for messages of
     role assistant, with their end mark. A content is text, a list of parts of text, or null beside
-    `tool_calls`. The template also gets `tools` and other columns that it names; tools and calls
-    that it does not write are refused."""
+    `tool_calls`. The template also gets the tools and other columns that it names. A part of a chat
+    that it does not write ends the start, with the row (`ignore_fields`)."""
+    tools_column: Text | None = None
+    """Column with the tools of a chat: a list of objects, or its JSON; null: `tools`, in rows that
+    have it."""
+    ignore_fields: Words = ()
+    """Columns, keys of messages and types of the parts of a content that are left out of chats before
+    the template writes them, as [id, reasoning_content, image_url]."""
     prompt_column: Text | None = None
     """In place of messages: column with a prompt, which the template writes as the user's
     message."""
@@ -162,6 +169,13 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Part of a chat or of a prompt with its response that counts in the loss: all answers, the
     `last` answer, or `all` of the text."""
+    train_parts: Annotated[
+        tuple[AnswerPart, ...], BeforeValidator(convert_list_to_tuple), Field(min_length=1)
+    ] = ("answers", "tool_calls", "thoughts")
+    """Parts of these answers that count: the content (`answers`), `tool_calls`, `thoughts`
+    (`reasoning_content`, `thinking` or `reasoning` of a message). The template's marks around a
+    part count with it, the end mark with the last part. A row whose parts cannot be told apart in
+    its text is refused."""
     train_on_end: bool = True
     """Whether an answer's end mark (end of turn, end of text) counts in the loss, too."""
     train_key: Text | None = None
@@ -298,6 +312,9 @@ class Data(Section, resume_rule=OTHER_DATA):
     tokenizer. Where it marks answers by {% generation %}, the loss counts those;
     else it counts the text that the template writes for messages of role assistant, after the
     template's prompt for an answer (`add_generation_prompt`)."""
+    template_arguments: dict[str, Any] = {}
+    """Variables of the chat template, as `{enable_thinking: false, date_string: 26 Jul 2024}`. A
+    row's column of the same name, or its `chat_template_kwargs`, comes first."""
     processor: Text | None = None
     """Local folder or hub id of the processor that makes tensors of images or recordings; null:
     `model.pretrained`. It is exported with the model."""

@@ -26,13 +26,14 @@ from ortlaunch.recipe.text.source_location import Problem
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 
 _LOSS_FIELDS = ("train_on", "train_on_end")
+_TEMPLATE_FIELDS = ("tools_column", "ignore_fields")
 _CHAT_FIELDS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
-          "train_key", *_LOSS_FIELDS)  # fmt: skip
+          "train_key", "train_parts", *_TEMPLATE_FIELDS, *_LOSS_FIELDS)  # fmt: skip
 _COLUMN_FIELDS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column",
             *_CHAT_FIELDS, "most_rows")  # fmt: skip
 # A cell of CSV is text, so that it has no messages.
 _CSV_FIELDS = ("text_column", "label_column", "prompt_column", "response_column", "system_column",
-          "input_column", "prompt", *_LOSS_FIELDS, "most_rows")  # fmt: skip
+          "input_column", "prompt", *_TEMPLATE_FIELDS, *_LOSS_FIELDS, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
     "text": ("path", "document", "most_rows"),
@@ -139,9 +140,17 @@ def _corpus_field_rules(source_key: str, corpus: Corpus) -> Iterator[Problem]:
             "roles",
             "system_column",
             "train_key",
+            "train_parts",
+            *_TEMPLATE_FIELDS,
             *_LOSS_FIELDS,
         ),
-        "prompt_column": ("input_column", "system_column", "prompt", *_LOSS_FIELDS),
+        "prompt_column": (
+            "input_column",
+            "system_column",
+            "prompt",
+            *(() if corpus.prompt else _TEMPLATE_FIELDS),
+            *_LOSS_FIELDS,
+        ),
     }
     for key in sorted(
         names_of_non_default_fields(corpus)
@@ -149,7 +158,9 @@ def _corpus_field_rules(source_key: str, corpus: Corpus) -> Iterator[Problem]:
     ):
         rows_text = main_column or "rows without messages_column or prompt_column"
         yield (f"{source_key}.{key}", format_key), f"has no effect with {rows_text}; remove it"
-    for key in sorted(names_of_non_default_fields(corpus) & {"train_key", "train_on_end"}):
+    for key in sorted(
+        names_of_non_default_fields(corpus) & {"train_key", "train_on_end", "train_parts"}
+    ):
         if corpus.train_on == "all":
             yield (
                 (f"{source_key}.{key}", f"{source_key}.train_on"),
@@ -370,6 +381,11 @@ def _chat_task_and_template_rules(data_section: Data, task_name: str) -> Iterato
     if data_section.chat_template is not None and not uses_chat_template:
         yield (
             ("data.chat_template", "data.train"),
+            "has no effect without chats: no source has a messages_column",
+        )
+    if data_section.template_arguments and not uses_chat_template:
+        yield (
+            ("data.template_arguments", "data.train"),
             "has no effect without chats: no source has a messages_column",
         )
     if (

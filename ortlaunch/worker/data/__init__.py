@@ -14,7 +14,11 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, has_chat_rows
 from ortlaunch.tables.tasks import Task
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.chats import ChatSamples, load_or_tokenize_chats_marking_trained_text
+from ortlaunch.worker.data.chats.findings import load_or_find_row_findings
+from ortlaunch.worker.data.chats.samples import (
+    ChatSamples,
+    load_or_tokenize_chats_marking_trained_text,
+)
 from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus_patterns
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.identity import data_identity_record
@@ -343,10 +347,13 @@ def samples_of_source_for_task(
             0,
         )
         return ChatSamples(
-            load_or_tokenize_chats_marking_trained_text(source, tokenizer, show_progress),
+            load_or_tokenize_chats_marking_trained_text(
+                source, tokenizer, show_progress, recipe.data.template_arguments
+            ),
             length,
             pad,
             recipe_key,
+            load_or_find_row_findings(source, tokenizer),
         )
     end, begin = _end_mark_flag_and_begin_token_ids(recipe, tokenizer)
     documents = load_or_tokenize_documents(

@@ -239,7 +239,8 @@ def _state_text_of_each_file(paths: Sequence[str]) -> Iterator[str]:
 def column_and_changed_settings_text(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
     optional_settings = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
-              "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip
+              "prompt", "train_on", "train_on_end", "train_key", "train_parts", "tools_column",
+              "ignore_fields")  # fmt: skip
     changed_settings = [
         f" {key}: {getattr(source, key)}"
         for key in optional_settings

@@ -25,7 +25,7 @@ from ortlaunch.recipe.inputs import (
     pretrained_files_in_folder,
     refuse_lfs_pointers_and_unreadable_files,
 )
-from ortlaunch.worker.data.chat_rows import message_contents_of_chats
+from ortlaunch.worker.data.chats.rows import message_contents_of_chats
 from ortlaunch.worker.data.corpus import corpus_fingerprint, read_texts_with_fraction_of_corpus_read
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
 

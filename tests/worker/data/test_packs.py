@@ -11,7 +11,7 @@ import torch
 from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data import IGNORED, ChatSamples, Mixture, collate
-from ortlaunch.worker.data.chats import ANSWER
+from ortlaunch.worker.data.chats.samples import ANSWER
 from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.mixture import split_held_out_samples
 from ortlaunch.worker.data.packed_samples import (

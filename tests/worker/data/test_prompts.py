@@ -11,7 +11,7 @@ import pytest
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.worker.data.chats import ANSWER, load_or_tokenize_chats_marking_trained_text
+from ortlaunch.worker.data.chats.samples import ANSWER, load_or_tokenize_chats_marking_trained_text
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
 from tests.worker.data.test_chats import CHATML, TURNS, cache, corpus, marked, plain, tokenizer_of
@@ -67,7 +67,10 @@ def test_what_counts_in_the_loss(form: Any, tmp_path: Path) -> None:
     chosen = [*TURNS[:2], {**TURNS[2], "weight": 0}, TURNS[3], {**TURNS[4], "weight": 1}]
 
     def of(**fields: Any) -> str:
-        source = corpus(tmp_path, chosen, messages_column="messages", **fields)
+        unread = () if "train_key" in fields else ("weight",)
+        source = corpus(
+            tmp_path, chosen, messages_column="messages", ignore_fields=unread, **fields
+        )
         ((text, counted),) = learned(source, tokenizer)
         return "all" if text == counted else counted
 
