@@ -45,7 +45,9 @@ _CHAT_TYPES = {
     "sharegpt": "conversations",
 }
 _DATA_KEYS = ("datasets", "pretraining_dataset", "test_datasets")
-_TEMPLATE_KEYS = ("chat_template", "chat_template_jinja")
+_TEMPLATE_KEYS = ("chat_template", "chat_template_jinja", "chat_template_kwargs")
+# Keys of thoughts that a template gets by its own name of them.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Axolotl's names of roles, beside the chat template's.
 _ROLES = {"human": "user", "gpt": "assistant"}
 # Axolotl's styles of an Alpaca prompt: its system message, its turn, and its turn without input.
@@ -219,7 +221,8 @@ def _add_chat_template_of_all_sets(draft: Draft) -> None:
     for key_name, name in itertools.product(_DATA_KEYS, _TEMPLATE_KEYS):
         sets_node = draft.config.get(key_name)
         nodes = [node.find_subtree((name,)) for node in _set_nodes(sets_node)] if sets_node else []
-        is_shared = len({node and node.scalar for node in nodes}) == 1
+        values = [node and node.value_without_locations() for node in nodes]
+        is_shared = values.count(values[0]) == len(values) if values else False
         if is_shared and nodes[0] is not None:
             draft.config.setdefault(name, nodes[0])
 
@@ -406,7 +409,7 @@ _THINKING_KEY = first_of(
     (
         lambda key: (
             key.sibling("field_thinking")
-            == (key.sibling("template_thinking_key") or "reasoning_content")
+            in (key.sibling("template_thinking_key") or "reasoning_content", *_THOUGHTS)
         ),
         needless("a message's other keys are given to the chat template by their names"),
     ),
@@ -450,6 +453,8 @@ _CHAT_RULES: Rules = {
     "train_on_eot": _train_on_end,
     "chat_template": _TEMPLATE_OF_ALL_SETS,
     "chat_template_jinja": _TEMPLATE_OF_ALL_SETS,
+    "chat_template_kwargs": _TEMPLATE_OF_ALL_SETS,
+    "field_tools": put("tools_column"),
     "field_system": lambda key: () if key.sibling("drop_system_message") else put("system_column"),
     "drop_system_message": (),
     "field_thinking": _THINKING_KEY,
@@ -502,6 +507,7 @@ _RULES: Rules = {
     **dict.fromkeys(_DATA_KEYS, _rule_for_train_or_test_data_sets),
     "val_set_size": trainer.held_out_data,
     "chat_template_jinja": put("data.chat_template"),
+    "chat_template_kwargs": put("data.template_arguments"),
     "chat_template": first_of(
         (
             lambda key: "messages_column" not in str(key.recipe_value("data.train")),

@@ -38,10 +38,12 @@ _PROMPT_COLUMNS = {
     "query": ("input_column", "input"),
     "response": ("response_column", "output"),
     "system": ("system_column", None),
+    "tools": ("tools_column", None),
 }
 _MESSAGE_COLUMNS = {
     "messages": ("messages_column", "conversations"),
     "system": ("system_column", None),
+    "tools": ("tools_column", None),
 }
 _MESSAGE_KEYS = {"role_tag": ("role_key", "from"), "content_tag": ("content_key", "value")}
 # A tag of a role: its default, and the role here.

@@ -76,6 +76,7 @@ def _loss_part(key: ConfigKey) -> Rule | None:
     return part_rule if _has_chats(key.draft) else None
 
 
+_THINKING_REMARK = "only for a chat template that names it; the thoughts of rows stay"
 _LOSS_PARTS = {"train_on_prompt": "all", "mask_history": "last"}
 _METHOD_RULES: Rules = {
     **dict.fromkeys(
@@ -105,6 +106,9 @@ _DATA_RULES: Rules = {
         )
         if _has_chats(key.draft)
         else needless("of no effect there: pre-training is on plain text")
+    ),
+    "enable_thinking": EvenIfEmpty(
+        put("data.template_arguments.enable_thinking", difference=_THINKING_REMARK)
     ),
     # It implies packing there.
     "neat_packing": lambda key: (

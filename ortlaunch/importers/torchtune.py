@@ -14,11 +14,13 @@ from ortlaunch.importers.rules import (
     OTHER_OPTIMIZER,
     OTHER_SCHEDULE,
     ConfigKey,
+    EvenIfEmpty,
     Outcome,
     Rule,
     Rules,
     assume,
     assume_defaults,
+    by_text,
     drop,
     first_of,
     needless,
@@ -43,6 +45,7 @@ _DATASETS: dict[str, tuple[str | None, dict[str, object]]] = {
     "chat_dataset": (None, {"messages_column": "messages"}),
     "text_completion_dataset": (None, {"text_column": "text"}),
 }
+_ANSWERS = "answers alone count in the loss of chats"
 _NOT_PAGED = "with its state not paged"
 # torchtune's component -> the recipe's optimizer, and how the meaning differs.
 _OPTIMIZERS = {
@@ -111,6 +114,21 @@ _SOURCE_RULES: Rules = {
     "source": put("name"),
     "split": put("split"),
     "data_files": lambda key: put("files", [key.text]),
+    "conversation_column": put("messages_column"),
+    "conversation_style": by_text(
+        {
+            "openai": needless("messages have a role and a content"),
+            "sharegpt": (
+                put("role_key", "from"),
+                put("content_key", "value"),
+                put("roles", {"human": "user", "gpt": "assistant"}),
+            ),
+        },
+        NO_COUNTERPART,
+    ),
+    "train_on_input": EvenIfEmpty(
+        first_of((lambda key: key.value, put("train_on", "all")), otherwise=needless(_ANSWERS))
+    ),
     "packed": (),
 }
 _RULES: Rules = {

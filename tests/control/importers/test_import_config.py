@@ -441,9 +441,11 @@ SHAREGPT = {"role_key": "from", "content_key": "value", "roles": ROLES}
          {"prompt": {"template": "Q: {instruction} {input}", "without_input": "Q: {instruction}"},
           "prompt_column": "ask", "response_column": "say", "input_column": "more"}),
         ({"type": "chat_template", "drop_system_message": True, "data_files": ["a.jsonl"],
-          "field_thinking": "thoughts", "template_thinking_key": "thoughts"},
-         {"files": ["a.jsonl"], "messages_column": "messages", "roles": {**ROLES, "system": None}}),
-        ({"type": "chat_template", "chat_template": "tokenizer_default", "train_on_eot": "none"},
+          "field_thinking": "thoughts", "template_thinking_key": "thoughts", "field_tools": "fns"},
+         {"tools_column": "fns", "files": ["a.jsonl"], "messages_column": "messages",
+          "roles": {**ROLES, "system": None}}),
+        ({"type": "chat_template", "chat_template": "tokenizer_default", "train_on_eot": "none",
+          "field_thinking": "thinking", "chat_template_kwargs": {"reasoning_effort": "high"}},
          {"messages_column": "messages", "roles": ROLES}),
         # A brace is doubled in Python's formats.
         ({"type": {"format": '{{"q": "{instruction}"}}', "no_input_format": "{{{instruction}}}"}},
@@ -469,10 +471,9 @@ def test_axolotls_rows(given: dict[str, Any], expected: dict[str, Any], tmp_path
     path.write_text(json.dumps({**AXOLOTL, "datasets": [{"path": "a/b", **given}]}))
     found = convert_config_to_recipe(path, "axolotl", None, ())
     source = {"format": "hub", "name": "a/b", **expected}
-    assert (yaml.safe_load(found.recipe_yaml)["data"]["train"], found.import_report.dropped) == (
-        source,
-        [],
-    )
+    data = yaml.safe_load(found.recipe_yaml)["data"]
+    assert (data["train"], found.import_report.dropped) == (source, [])
+    assert data.get("template_arguments") == given.get("chat_template_kwargs")
 
 
 @pytest.mark.parametrize(

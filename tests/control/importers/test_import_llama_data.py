@@ -24,7 +24,7 @@ INFO = {
         "file_name": "talks.jsonl",
         "formatting": "sharegpt",
         "num_samples": 50,
-        "columns": {"messages": "turns", "system": "rule"},
+        "columns": {"messages": "turns", "system": "rule", "tools": "fns"},
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"},
     },
     "pages": {"file_name": "pages.jsonl", "columns": {"prompt": "text"}},
@@ -72,6 +72,7 @@ def imported(
                 "path": "data/talks.jsonl",
                 "messages_column": "turns",
                 "system_column": "rule",
+                "tools_column": "fns",
                 "role_key": "role",
                 "content_key": "content",
                 "roles": {"gpt": "assistant", "observation": "tool", "function_call": "assistant"},
@@ -155,3 +156,11 @@ def test_a_damaged_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_bytes(b'{"caf\xe9": {}}')
     with pytest.raises(InputError, match=r"dataset_info.json: is not UTF-8: .* at byte 5"):
         convert_config_to_recipe(Path("examples/sft.yaml"), None, None, ())
+
+
+def test_thoughts_are_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`enable_thinking` becomes a variable of the chat template, also when it is false."""
+    found = imported(tmp_path, monkeypatch, dataset="talks", enable_thinking=False)
+    data = yaml.safe_load(found.recipe_yaml)["data"]
+    assert data["template_arguments"] == {"enable_thinking": False}
+    assert "that names it" in said(found, "changed")["enable_thinking"]

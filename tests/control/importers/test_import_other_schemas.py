@@ -274,3 +274,24 @@ def test_what_is_refused(keys: dict[str, Any], error: str, tmp_path: Path) -> No
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(keys))
     with pytest.raises(InputError, match=error):
         convert_config_to_recipe(tmp_path / "c.yaml", None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields"),
+    [
+        ({"conversation_style": "openai", "train_on_input": True}, {"train_on": "all"}),
+        ({"conversation_style": "sharegpt", "train_on_input": False},
+         {"role_key": "from", "content_key": "value", "roles": {"human": "user", "gpt": "assistant"}}),
+    ],
+)  # fmt: skip
+def test_torchtunes_chats(keys: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
+    """Column, style and loss of a chat data set become fields of the source."""
+    component = "torchtune.datasets.chat_dataset"
+    rows = {"_component_": component, "source": "a/b", "conversation_column": "talk", **keys}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**TUNE, "dataset": rows}))
+    found = convert_config_to_recipe(
+        tmp_path / "c.yaml", None, None, ("optimizer.learning_rate=1e-4",)
+    )
+    source = {"format": "hub", "name": "a/b", "messages_column": "talk", **fields}
+    assert yaml.safe_load(found.recipe_yaml)["data"]["train"] == source
+    assert not [remark for remark in found.import_report.dropped if "dataset" in remark.key]
