@@ -23,6 +23,7 @@ from ortlaunch.worker.data.mixture import (
     streamed_sources_of_samples,
 )
 from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.streams.samples import StreamedSamples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,10 +152,15 @@ def audit_training_and_evaluation_samples(
             )
         ]
         chats = [item for item in sources if isinstance(item, ChatSamples)]
+        has_streamed_chats = any(
+            isinstance(item, StreamedSamples) and item.streamed.chats for item in sources
+        )
         findings = itertools.chain(
             _unlearned_chat_findings(chats),
             _empty_text_findings(sources),
-            _unknown_and_cut_token_findings(rows, length, bool(chats), data.tokenizer),
+            _unknown_and_cut_token_findings(
+                rows, length, bool(chats) or has_streamed_chats, data.tokenizer
+            ),
             _duplicate_findings(rows, data.tokenizer),
         )
         stream_text = (

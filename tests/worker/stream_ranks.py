@@ -14,10 +14,10 @@ from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_a
 from tests.worker.data import test_stream
 
 
-def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier) -> None:
+def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier, form: str) -> None:
     """Take the batches of a rank from the newest checkpoint on; one checkpoint every third step."""
     os.environ["LOCAL_RANK"] = str(rank)
-    of = test_stream.batches(test_stream.stream(paths, folder / "stream"), world)
+    of = test_stream.batches(test_stream.STREAMS[form](paths, folder / "stream"), world)
     checkpoint = folder / "checkpoint.json"
     begin: Any = {"step": 0, "positions": []}
     if checkpoint.exists():

@@ -71,7 +71,7 @@ class StreamSettings(Section, resume_rule=OTHER_DATA):
     window of `shuffle` samples are shuffled. A resume in any number of ranks has the same order. It
     opens one file, at the window of the checkpoint. The number of samples is not known in advance,
     so the training's length and its intervals are set in steps. The last tokens of each file, fewer
-    than a sample, are left out. Not for chats, texts with labels and pairs of sentences.
+    than a sample, are left out. Not for texts with labels and pairs of sentences.
     """
 
     buffer: Annotated[
@@ -80,8 +80,9 @@ class StreamSettings(Section, resume_rule=OTHER_DATA):
     """Disk space for tokens (4 bytes each) that are waiting, in the run folder, with a unit: MiB,
     GiB or TiB. It has at least four windows."""
     shuffle: Positive = 4096
-    """Samples of a window. The first step waits for the first window. A file whose rows are sorted
-    needs larger windows, or an order of its own."""
+    """Samples of a window; of chats with `data.packing`, the chats that are packed together. The
+    first step waits for the first window. A file whose rows are sorted needs larger windows, or an
+    order of its own."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -249,7 +250,8 @@ class HeldOut(Section):
     are the same in every world and after a resume. Samples of plain text are windows of it: a
     window that is held out may continue one that is trained on."""
     samples: Positive | None = None
-    """Number of samples, instead of `share`."""
+    """Number of samples, instead of `share`. Of a stream of chats: of the first chats of the first
+    file."""
 
 
 EvaluationSource = Annotated[

@@ -211,7 +211,13 @@ def _streamed_source_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> I
     traits = recipe.model.traits
     least_buffer_bytes = 4 * stream.shuffle * (data.sequence_length or 0) * 4
     needs_text = f"needs all samples of data.train, and {stream_key} has none yet; give"
-    needs_all_rows = has_chat_rows(corpus) or traits.label or traits.pairs
+    needs_all_rows = traits.label or traits.pairs
+    may_hold_out_first_chats = (
+        has_chat_rows(corpus)
+        and data.train is corpus
+        and isinstance(data.evaluation, HeldOut)
+        and data.evaluation.samples is not None
+    )
     for key_name, is_broken, message in (
         (
             stream_key,
@@ -227,7 +233,7 @@ def _streamed_source_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> I
         (
             stream_key,
             needs_all_rows,
-            "is for text without labels; chats, labels and pairs of sentences need all "
+            "is for text without labels, and for chats; labels and pairs of sentences need all "
             "rows: leave it out",
         ),
         (
@@ -244,8 +250,9 @@ def _streamed_source_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> I
         ),
         (
             "data.evaluation",
-            isinstance(data.evaluation, HeldOut),
-            f"{needs_text} a corpus of its own",
+            isinstance(data.evaluation, HeldOut) and not may_hold_out_first_chats,
+            f"{needs_text} a corpus of its own"
+            + (", or {samples: 500}" if has_chat_rows(corpus) and data.train is corpus else ""),
         ),
         ("train.epochs", recipe.train.epochs, f"{needs_text} train.max_steps"),
         (

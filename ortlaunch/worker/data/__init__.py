@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch.utils.data import default_collate
 
 from ortlaunch.base.cache import take_cache_notes
@@ -15,12 +18,14 @@ from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettin
 from ortlaunch.tables.tasks import Task
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats.findings import load_or_find_row_findings
+from ortlaunch.worker.data.chats.rows import chats_of_rows_with_fraction_of_corpus_read
 from ortlaunch.worker.data.chats.samples import (
     ChatSamples,
+    cache_key_text_and_encoder_of_chats,
     load_or_tokenize_chats_marking_trained_text,
 )
 from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus_patterns
-from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.file_rows import DataError, read_file_rows
 from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.labelled_samples import (
     SAMPLES_BY_LABEL,
@@ -51,7 +56,7 @@ from ortlaunch.worker.data.samples import (
 )
 from ortlaunch.worker.data.sentence_pairs import SentencePairs
 from ortlaunch.worker.data.streams.samples import StreamedSamples
-from ortlaunch.worker.data.streams.writer import StreamedCorpus
+from ortlaunch.worker.data.streams.writer import ChatCounts, StreamedCorpus
 from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
@@ -155,7 +160,11 @@ class LoadedData:
         held_out = data.evaluation
         samples_by_key = {"data.train": all_samples}
         # Rows are held out, not packs.
-        if isinstance(held_out, HeldOut):
+        if isinstance(held_out, HeldOut) and isinstance(all_samples, StreamedSamples):
+            samples_by_key["data.evaluation"] = _held_out_chats_of_stream(
+                all_samples.streamed, _padding_token_id(self.tokenizer)
+            )
+        elif isinstance(held_out, HeldOut):
             split = split_held_out_samples(all_samples, held_out, self.recipe.seed)
             samples_by_key = {"data.train": split.training, "data.evaluation": split.held_out}
         return {
@@ -338,20 +347,12 @@ def samples_of_source_for_task(
     if traits.label:
         return SAMPLES_BY_LABEL[traits.label](source, tokenizer, length, show_progress)
     if has_chat_rows(source):
-        pad = next(
-            (
-                token_id
-                for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id)
-                if token_id is not None
-            ),
-            0,
-        )
         return ChatSamples(
             load_or_tokenize_chats_marking_trained_text(
                 source, tokenizer, show_progress, recipe.data.template_arguments
             ),
             length,
-            pad,
+            _padding_token_id(tokenizer),
             recipe_key,
             load_or_find_row_findings(source, tokenizer),
         )
@@ -366,6 +367,11 @@ def samples_of_source_for_task(
             f"fewer than one sample of {length}"
         )
     return samples
+
+
+def _padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    token_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token_id for token_id in token_ids if token_id is not None), 0)
 
 
 def _end_mark_flag_and_begin_token_ids(
@@ -393,23 +399,60 @@ def _streamed_samples(
 ) -> StreamedSamples:
     """Return the samples of a streamed corpus; without a run's folder, for a look at the first."""
     stream = source.stream or StreamSettings()
-    settings, encode = cache_key_text_and_encoder_with_marks(
-        tokenizer, *_end_mark_flag_and_begin_token_ids(recipe, tokenizer)
-    )
     length = recipe.data.sequence_length or 0
+    has_chats = has_chat_rows(source)
+    encode: Callable[[list[Any]], Iterable[Sequence[int]]]
+    if has_chats:
+        settings, encode = cache_key_text_and_encoder_of_chats(
+            source, tokenizer, recipe.data.template_arguments
+        )
+        settings += " packed" if recipe.data.packing else ""
+    else:
+        settings, encode = cache_key_text_and_encoder_with_marks(
+            tokenizer, *_end_mark_flag_and_begin_token_ids(recipe, tokenizer)
+        )
+
+    def window_samples(documents: Documents, window_seed: int) -> Samples:
+        if not has_chats:
+            return _text_samples_for_task(recipe, documents, tokenizer, window_seed)
+        chats = ChatSamples(documents, length, _padding_token_id(tokenizer), "")
+        return pack_chats_if_requested(chats, recipe.data, "") if len(chats) else chats
+
+    counts = ChatCounts(
+        lambda documents: ChatSamples(documents, length, 0, "").kept.tolist(),
+        lambda documents: len(window_samples(documents, 0)),
+        (recipe.data.evaluation.samples or 0) if isinstance(recipe.data.evaluation, HeldOut) else 0,
+    )
     streamed = StreamedCorpus(
-        source, files_of_corpus_patterns(source), encode, length, stream.shuffle, seed
+        source,
+        files_of_corpus_patterns(source),
+        encode,
+        length,
+        stream.shuffle,
+        seed,
+        counts if has_chats else None,
     )
     return StreamedSamples(
         streamed,
-        lambda documents, window_seed: _text_samples_for_task(
-            recipe, documents, tokenizer, window_seed
-        ),
+        window_samples,
         settings,
         stream_folder or Path(_stream_folder_until_exit().name),
         stream.buffer_bytes if stream_folder else 0,
         show_progress,
     )
+
+
+def _held_out_chats_of_stream(streamed: StreamedCorpus, padding_id: int) -> ChatSamples:
+    """Return the first chats of the first file, which the stream leaves out."""
+    rows = read_file_rows(streamed.files[0], streamed.corpus.format)
+    chats = chats_of_rows_with_fraction_of_corpus_read(rows, streamed.corpus, set())
+    count = streamed.chats.held_out if streamed.chats else 0
+    token_ids = [*streamed.encode([chat for chat, _ in itertools.islice(chats, count)])]
+    documents = Documents(
+        np.concatenate([np.array(ids, np.uint32) for ids in token_ids]),
+        np.cumsum([*map(len, token_ids)]),
+    )
+    return ChatSamples(documents, streamed.length, padding_id, "data.evaluation")
 
 
 def _text_samples_for_task(

@@ -37,11 +37,13 @@ class PackedSamples:
         # (samples,): the samples of the first pack, then those of the second one, and so on.
         self.members = np.argsort(packs, kind="stable")
         self.ends = np.cumsum(np.bincount(packs))
-        filled = sizes.sum() / (len(self) * length)
-        add_cache_note(
-            f"{recipe_key}: {len(samples):,} chats are packed into {len(self):,} samples of {length} "
-            f"tokens, {filled:.1%} of them filled"
-        )
+        # A window of a stream has no key.
+        if recipe_key:
+            filled = sizes.sum() / (len(self) * length)
+            add_cache_note(
+                f"{recipe_key}: {len(samples):,} chats are packed into {len(self):,} samples of {length} "
+                f"tokens, {filled:.1%} of them filled"
+            )
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -18,12 +18,16 @@ import pytest
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, StreamSettings
-from ortlaunch.worker.data import Batches, Mixture, TokenWindows, UserSamples
+from ortlaunch.worker.data import Batches, ChatSamples, Mixture, TokenWindows, UserSamples
+from ortlaunch.worker.data.chats.rows import Chat
+from ortlaunch.worker.data.chats.samples import ANSWER
 from ortlaunch.worker.data.corpus import files_of_corpus_patterns
 from ortlaunch.worker.data.file_rows import DataError, read_file_rows
+from ortlaunch.worker.data.packed_samples import PackedSamples
 from ortlaunch.worker.data.streams import remote
 from ortlaunch.worker.data.streams.samples import StreamedSamples
-from ortlaunch.worker.data.streams.writer import StreamedCorpus
+from ortlaunch.worker.data.streams.writer import ChatCounts, StreamedCorpus
+from ortlaunch.worker.data.token_cache import Documents
 
 LENGTH = 8
 SHUFFLE = 16
@@ -59,6 +63,51 @@ def stream(path: Path | str | list[str], folder: Path, buffer: int = 0) -> Any:
         folder,
         buffer,
     )
+
+
+def write_chat_shards(folder: Path, count: int = 5, rows: int = 60) -> None:
+    """Write files of prompts and answers whose words are numbers, none of them twice."""
+    number = 0
+    for shard in range(count):
+        texts = []
+        for row in range(rows + 7 * shard):
+            words = [*map(str, range(number, number + 3 + row % 4))]
+            number += len(words)
+            texts.append(json.dumps({"ask": " ".join(words[:2]), "say": " ".join(words[2:])}))
+        (folder / f"part{shard}.jsonl").write_text("\n".join(texts) + "\n")
+
+
+def encode_chats(chats: list[Chat]) -> list[list[int]]:
+    return [
+        [
+            int(word) | (ANSWER * place)
+            for place in (0, 1)
+            for word in chat.messages[place]["content"].split()
+        ]
+        for chat in chats
+    ]
+
+
+def stream_of_chats(path: Path | str | list[str], folder: Path) -> Any:
+    """Return the packed chats of a stream."""
+    paths = tuple(path) if isinstance(path, list) else (str(path),)
+    columns = {"prompt_column": "ask", "response_column": "say"}
+    corpus = Corpus(format="jsonl", path=paths, stream=StreamSettings(), **columns)
+
+    def packed(documents: Documents, seed: int = 0) -> Any:
+        chats = ChatSamples(documents, LENGTH, 0, "")
+        return PackedSamples(chats, LENGTH, "") if len(chats) else chats
+
+    counts = ChatCounts(
+        lambda documents: ChatSamples(documents, LENGTH, 0, "").kept.tolist(),
+        lambda documents: len(packed(documents)),
+    )
+    files = files_of_corpus_patterns(corpus)
+    streamed = StreamedCorpus(corpus, files, encode_chats, LENGTH, SHUFFLE, 7, counts)
+    return StreamedSamples(streamed, packed, "", folder, 0)
+
+
+STREAMS: dict[str, Callable[..., Any]] = {"text": stream, "chats": stream_of_chats}
 
 
 def batches(samples: Any, world: int = 1) -> Batches:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from tests.worker import stream_ranks
-from tests.worker.data.test_stream import GLOBAL, batches, served, stream, trained, write_shards
+from tests.worker.data.test_stream import (
+    GLOBAL,
+    STREAMS,
+    batches,
+    served,
+    trained,
+    write_chat_shards,
+    write_shards,
+)
 
 _CONTEXT = multiprocessing.get_context("fork")
 
@@ -21,17 +29,18 @@ _CONTEXT = multiprocessing.get_context("fork")
 @pytest.mark.parametrize(
     "kills", [pytest.param(3, marks=pytest.mark.ci), pytest.param(50, marks=pytest.mark.nightly)]
 )
-def test_killed_ranks_take_the_same_samples(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("form", ["text", "chats"])
+def test_killed_ranks_take_the_same_samples(tmp_path: Path, kills: int, form: str) -> None:
     """Each rank of 1, 2 and 3 takes its part of an uninterrupted training's steps, exactly."""
     shards = tmp_path / "shards"
     shards.mkdir()
-    write_shards(shards)
+    write_shards(shards) if form == "text" else write_chat_shards(shards)
     names = sorted(path.name for path in shards.iterdir())
     chance = random.Random(7)
     with served(shards, failing=5, seconds=0.002) as (url, handler):
         paths = [f"{url}/{name}" for name in names]
         for number in range(kills):
-            ranks = start(number % 3 + 1, paths, tmp_path)
+            ranks = start(number % 3 + 1, paths, tmp_path, form)
             wait_for(tmp_path, chance.randrange(1, 7), ranks)
             time.sleep(chance.uniform(0, 0.05))
             for rank in ranks:
@@ -39,7 +48,7 @@ def test_killed_ranks_take_the_same_samples(tmp_path: Path, kills: int) -> None:
             for rank in ranks:
                 rank.join()
     found = lines(tmp_path)
-    samples = stream(shards / "*.txt", tmp_path / "whole")
+    samples = STREAMS[form](shards / "*", tmp_path / "whole")
     whole = trained(batches(samples), range(max(line["step"] for line in found) + 1))
     for line in found:
         micro = GLOBAL // line["world"]
@@ -52,10 +61,10 @@ def test_killed_ranks_take_the_same_samples(tmp_path: Path, kills: int) -> None:
     assert len(handler.requests) > 2 * kills
 
 
-def start(world: int, paths: list[str], folder: Path) -> list[Any]:
+def start(world: int, paths: list[str], folder: Path, form: str) -> list[Any]:
     meet = _CONTEXT.Barrier(world)
     ranks = [
-        _CONTEXT.Process(target=stream_ranks.run, args=(rank, world, paths, folder, meet))
+        _CONTEXT.Process(target=stream_ranks.run, args=(rank, world, paths, folder, meet, form))
         for rank in range(world)
     ]
     for rank in ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +62,25 @@ def read_chats_with_fraction_of_corpus_read(source: str | Corpus) -> Iterator[tu
     # These may be missing in some rows.
     optional_columns = (source.system_column, source.input_column, source.tools_column)
     unseen_names = {*filter(None, (*optional_columns, *source.ignore_fields))}
-    for row in read_corpus_rows_up_to_limit(source):
-        unseen_names -= row.values.keys()
+    rows = read_corpus_rows_up_to_limit(source)
+    yield from chats_of_rows_with_fraction_of_corpus_read(rows, source, unseen_names)
+    if unseen_names:
+        form = "column" if unseen_names.isdisjoint(source.ignore_fields) else "column or key"
+        raise DataError(
+            f"{corpus_name_for_errors(source)}: no row has a {form} {' or '.join(sorted(unseen_names))}"
+        )
+
+
+def chats_of_rows_with_fraction_of_corpus_read(
+    corpus_rows: Iterable[Row], source: Corpus, unseen_names: set[str]
+) -> Iterator[tuple[Chat, float]]:
+    """Yield the chat of each row, and remove what rows have from the unseen names.
+
+    Raises:
+        DataError: a row has no valid chat.
+    """
+    for row in corpus_rows:
+        unseen_names.difference_update(row.values)
         messages = (
             _checked_messages_of_row(row, source, unseen_names)
             if source.messages_column
@@ -72,11 +89,6 @@ def read_chats_with_fraction_of_corpus_read(source: str | Corpus) -> Iterator[tu
         # A prompt has the system's text within.
         system = [] if source.prompt else [*_system_message_of_row_if_any(row, source)]
         yield Chat([*system, *messages], row.location, _columns_of_row(row, source)), row.share
-    if unseen_names:
-        form = "column" if unseen_names.isdisjoint(source.ignore_fields) else "column or key"
-        raise DataError(
-            f"{corpus_name_for_errors(source)}: no row has a {form} {' or '.join(sorted(unseen_names))}"
-        )
 
 
 def learned_answer_indices(messages: Sequence[Json], source: Corpus) -> list[int]:
@@ -148,7 +160,9 @@ def _checked_messages_of_row(row: Row, source: Corpus, unseen_names: set[str]) -
                 f"{message_name} is {raw_message!r:.80}; it must have a role and a content"
             )
         if unseen_names:
-            unseen_names -= {*raw_message, *_part_types(raw_message.get(source.content_key))}
+            unseen_names.difference_update(
+                raw_message, _part_types(raw_message.get(source.content_key))
+            )
         message = _checked_message_with_standard_keys(source, message_name, raw_message)
         if message["role"] is not None:
             messages.append(message)

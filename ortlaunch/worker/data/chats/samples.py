@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -60,17 +60,32 @@ def load_or_tokenize_chats_marking_trained_text(
         DataError: there is no chat template, or a chat is invalid, or the template cannot render
             it; the message gives file and line.
     """
+    settings, encode = cache_key_text_and_encoder_of_chats(source, tokenizer, template_arguments)
+    # All that the tokens depend on; the 3 is the version of this format.
+    key = f"chats 3 {corpus_fingerprint(source)} {settings}"
+    return load_or_write_cached_tokens(
+        TokenizeWork(key, lambda: read_chats_with_fraction_of_corpus_read(source), encode),
+        show_progress,
+    )
+
+
+def cache_key_text_and_encoder_of_chats(
+    source: str | Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    template_arguments: Json | None = None,
+) -> tuple[str, Callable[[list[Chat]], Iterable[Sequence[int]]]]:
+    """Return the function from chats to tokens, and a text that determines it.
+
+    Raises:
+        DataError: there is no chat template, or it has no such argument.
+    """
     corpus = source if isinstance(source, Corpus) else DEFAULT_SOURCE
     template = (
         PlainPrompts(tokenizer, corpus)
         if corpus.prompt
         else ChatTemplate(tokenizer, corpus, template_arguments or {})
     )
-    # All that the tokens depend on; the 3 is the version of this format.
-    key = (
-        f"chats 3 {corpus_fingerprint(source)} {template.key_text} "
-        f"{tokenizer.special_tokens_map} {tokenizer_text_for_cache_key(tokenizer)}"
-    )
+    key_text = f"{template.key_text} {tokenizer.special_tokens_map} {tokenizer_text_for_cache_key(tokenizer)}"
     backend = backend_without_truncation_or_padding(tokenizer)
 
     def encode(chats: list[Chat]) -> Iterator[Sequence[int]]:
@@ -82,10 +97,7 @@ def load_or_tokenize_chats_marking_trained_text(
         for encoding, rendered in zip(encoded, rendered_chats):
             yield [*template.begin, *_token_ids_with_answer_bit(encoding, rendered.learned)]
 
-    return load_or_write_cached_tokens(
-        TokenizeWork(key, lambda: read_chats_with_fraction_of_corpus_read(source), encode),
-        show_progress,
-    )
+    return key_text, encode
 
 
 def _token_ids_with_answer_bit(
@@ -130,7 +142,8 @@ class ChatSamples:
             documents: the tokens of all chats.
             length: tokens of a sample.
             padding_id: the token of padding.
-            recipe_key: the recipe's field of the corpus, for messages.
+            recipe_key: the recipe's field of the corpus, for messages; "": of a window of a stream,
+                without messages.
             row_findings: findings of the rows for the audit, by name.
 
         Raises:
@@ -157,6 +170,8 @@ class ChatSamples:
             if chats_without_answer
             else 0
         )
+        if not recipe_key:
+            return
         if not len(self.kept):
             within = f" within its first {length} tokens (data.sequence_length)"
             without = " that counts in the loss (train_on, train_parts, train_key)"

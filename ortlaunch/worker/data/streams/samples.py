@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,9 @@ class StreamedSamples:
             f"{local_or_remote_file_bytes(path) if '://' in path else hash_of_size_and_first_middle_last_blocks(path)}"
             for path in streamed.files
         ]
-        settings = f"{corpus.format} {corpus.document} {column_and_changed_settings_text(corpus)} {streamed[3:]}"
+        settings = f"{corpus.format} {corpus.document} {column_and_changed_settings_text(corpus)} {streamed[3:6]}"
+        if streamed.chats and streamed.chats.held_out:
+            settings += f" {streamed.chats.held_out} held out"
         key = "\n".join([settings, tokenizer, *sizes])
         self.fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
         self._folder = folder / self.fingerprint
@@ -191,6 +194,12 @@ class StreamedSamples:
         """Return a sample of a window that is not deleted yet."""
         window = self._start_writer_and_wait_for_window_of_sample(index)
         return self._cached_window(window).sample(index - window.begin.first_sample, epoch)
+
+    def size(self, index: int) -> int:
+        """Return the number of tokens of a chat before padding."""
+        window = self._start_writer_and_wait_for_window_of_sample(index)
+        chats: Any = self._cached_window(window)
+        return int(chats.size(index - window.begin.first_sample))
 
     def close(self) -> None:
         """End the tokenizing."""

@@ -28,6 +28,7 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
+from ortlaunch.worker.data.chats.rows import chats_of_rows_with_fraction_of_corpus_read
 from ortlaunch.worker.data.corpus import non_empty_texts_of_rows_with_fraction_of_corpus_read
 from ortlaunch.worker.data.file_rows import DataError, NoRows, Row, read_file_rows
 from ortlaunch.worker.data.order import epoch_permutation
@@ -72,24 +73,43 @@ class Window(NamedTuple):
     """The begin of the next window."""
 
 
+class ChatCounts(NamedTuple):
+    """How whole chats become samples."""
+
+    kept_indices: Callable[[Documents], Sequence[int]]
+    """Chats -> those that have something to learn."""
+    sample_count: Callable[[Documents], int]
+    """Such chats -> the number of their samples, which several may share."""
+    held_out: int = 0
+    """The first chats of the first file, which are not trained on."""
+
+
 class StreamedCorpus(NamedTuple):
     """A streamed corpus, and how it is cut into windows."""
 
     corpus: Corpus
     files: Sequence[str]
-    encode: Callable[[list[str]], Iterable[Sequence[int]]]
-    """Texts -> the token ids of each document, with its marks."""
+    encode: Callable[[list[Any]], Iterable[Sequence[int]]]
+    """Texts or chats -> the token ids of each, with its marks."""
     length: int
     """Tokens of a sample."""
     shuffle: int
-    """Samples of a window."""
+    """Samples of a window; of chats that are packed, the chats."""
     seed: int
+    chats: ChatCounts | None = None
+    """None: documents of text, which samples cut anywhere."""
 
     def file_of_turn(self, turn: int) -> str:
         """Return the file of a turn; the files of each epoch have an order of their own."""
         epoch, file_index = divmod(turn, len(self.files))
         order = epoch_permutation(len(self.files), self.seed, epoch)
         return self.files[int(order(np.array([file_index]))[0])]
+
+    def first_document_at(self, position: Position) -> int:
+        """Return the documents of a position's file before it, with those that are held out."""
+        held_out = self.chats.held_out if self.chats else 0
+        is_first_file = self.file_of_turn(position.turn) == self.files[0]
+        return max(position.document, held_out if is_first_file else 0)
 
 
 def window_path(folder: Path, window_number: int, ending: str = ".json") -> Path:
@@ -256,39 +276,39 @@ def windows_and_documents_from(
     Raises:
         DataError: a file cannot be read, or no file of an epoch has a sample.
     """
-    window_tokens = streamed.shuffle * streamed.length
     empty_files = 0
     while True:
-        pending = _PendingTokens(first_position)
+        pending = (
+            _PendingChats(streamed, streamed.chats, first_position)
+            if streamed.chats
+            else _PendingTokens(streamed, first_position)
+        )
         for ids, sizes in _token_ids_and_document_sizes_from(streamed, first_position):
             pending.append_documents(ids, sizes)
-            while len(pending.ids) >= window_tokens:
-                yield pending.take_window(streamed.shuffle, streamed.length)
-        # The last tokens of a file, fewer than a sample, are left out.
-        samples_left = len(pending.ids) // streamed.length
+            yield from pending.take_windows(is_end_of_file=False)
+        # The last window of a file has fewer samples.
+        last_windows = [*pending.take_windows(is_end_of_file=True)]
         window_number, first_sample, turn = pending.position[:3]
-        is_empty = not samples_left and (first_sample, 0, 0) == (
+        is_empty = not last_windows and (first_sample, 0, 0) == (
             first_position.first_sample,
             *first_position[3:],
         )
         empty_files = empty_files + 1 if is_empty else 0
-        first_position = Position(
-            window_number + bool(samples_left), first_sample + samples_left, turn + 1
-        )
+        first_position = Position(window_number, first_sample, turn + 1)
         if empty_files == len(streamed.files):
             raise DataError(
                 f"data.train: no file of {len(streamed.files):,} has the tokens of one sample "
                 f"({streamed.length})"
             )
-        if samples_left:
-            window, documents = pending.take_window(samples_left, streamed.length)
+        for window, documents in last_windows:
             yield window._replace(after=first_position), documents
 
 
 class _PendingTokens:
     """Tokens of one file that are in no window yet."""
 
-    def __init__(self, begin: Position) -> None:
+    def __init__(self, streamed: StreamedCorpus, begin: Position) -> None:
+        self.streamed = streamed
         self.position = begin
         self.ids: Any = np.empty(0, np.uint32)
         self.sizes: Any = np.empty(0, np.int64)
@@ -301,8 +321,18 @@ class _PendingTokens:
         self.sizes[0] -= self.tokens_to_drop
         self.tokens_to_drop = 0
 
-    def take_window(self, sample_count: int, sample_length: int) -> tuple[Window, Documents]:
-        """Remove the tokens of a window, and return it with its documents."""
+    def take_windows(self, is_end_of_file: bool) -> Iterator[tuple[Window, Documents]]:
+        """Remove and yield the windows that are full; at the end of a file, its last samples, too.
+
+        The last tokens of a file, fewer than a sample, are left out.
+        """
+        length = self.streamed.length
+        while len(self.ids) >= self.streamed.shuffle * length:
+            yield self._take_window(self.streamed.shuffle, length)
+        if is_end_of_file and len(self.ids) >= length:
+            yield self._take_window(len(self.ids) // length, length)
+
+    def _take_window(self, sample_count: int, sample_length: int) -> tuple[Window, Documents]:
         token_count = sample_count * sample_length
         ends = np.cumsum(self.sizes)
         whole_documents = int(np.searchsorted(ends, token_count, side="right"))
@@ -322,19 +352,68 @@ class _PendingTokens:
         return Window(begin, self.position), Documents(tokens, ends[:whole_documents])
 
 
+class _PendingChats:
+    """Chats of one file that are in no window yet; those without an answer are left out."""
+
+    def __init__(self, streamed: StreamedCorpus, counts: ChatCounts, begin: Position) -> None:
+        self.streamed = streamed
+        self.count_functions = counts
+        self.position = begin
+        self.chats = list[NDArray[np.uint32]]()
+        # The number of chats of the file up to each of these, with those that are left out.
+        self.read_counts = list[int]()
+        self.read_count = streamed.first_document_at(begin)
+        self.left_out_count = 0
+
+    def append_documents(self, token_ids: NDArray[np.uint32], sizes: list[int]) -> None:
+        ends = np.cumsum(sizes)
+        kept_indices = self.count_functions.kept_indices(Documents(token_ids, ends))
+        for index in kept_indices:
+            chat = token_ids[ends[index] - sizes[index] : ends[index]]
+            self.chats.append(chat[: self.streamed.length])
+            self.read_counts.append(self.read_count + index + 1)
+        self.read_count += len(sizes)
+        self.left_out_count += len(sizes) - len(kept_indices)
+
+    def take_windows(self, is_end_of_file: bool) -> Iterator[tuple[Window, Documents]]:
+        """Remove and yield the windows that are full; at the end of a file, its last chats, too."""
+        if is_end_of_file and self.left_out_count:
+            print(
+                f"{self.streamed.file_of_turn(self.position.turn)}: {self.left_out_count:,} of "
+                f"{self.read_count:,} chats have no answer within data.sequence_length "
+                f"({self.streamed.length}), and are left out",
+                flush=True,
+            )
+        while len(self.chats) >= (1 if is_end_of_file else self.streamed.shuffle):
+            chats = self.chats[: self.streamed.shuffle]
+            documents = Documents(np.concatenate(chats), np.cumsum([*map(len, chats)]))
+            begin = self.position
+            sample_count = self.count_functions.sample_count(documents)
+            self.position = Position(
+                begin.window_number + 1,
+                begin.first_sample + sample_count,
+                begin.turn,
+                self.read_counts[len(chats) - 1],
+            )
+            del self.chats[: len(chats)], self.read_counts[: len(chats)]
+            yield Window(begin, self.position), documents
+
+
 def _token_ids_and_document_sizes_from(
     streamed: StreamedCorpus, first_position: Position
 ) -> Iterator[tuple[NDArray[np.uint32], list[int]]]:
     corpus = streamed.corpus
     rows = _rows_printing_if_none(corpus, streamed.file_of_turn(first_position.turn))
-    # Documents of earlier windows are read, and not tokenized again.
-    texts = itertools.islice(
-        non_empty_texts_of_rows_with_fraction_of_corpus_read(rows, corpus),
-        first_position.document,
-        None,
+    texts_or_chats: Iterator[tuple[Any, float]] = (
+        chats_of_rows_with_fraction_of_corpus_read(rows, corpus, set())
+        if streamed.chats
+        else non_empty_texts_of_rows_with_fraction_of_corpus_read(rows, corpus)
     )
+    # Documents of earlier windows are read, and not tokenized again.
+    first_document = streamed.first_document_at(first_position)
+    unwritten = itertools.islice(texts_or_chats, first_document, None)
     for encoded_chunk in encode_chunks_reading_ahead(
-        chunks_of_limited_size(texts), streamed.encode
+        chunks_of_limited_size(unwritten), streamed.encode
     ):
         yield encoded_chunk.tokens, encoded_chunk.sizes
 
