@@ -315,8 +315,9 @@ class Data(Section, resume_rule=OTHER_DATA):
     else it counts the text that the template writes for messages of role assistant, after the
     template's prompt for an answer (`add_generation_prompt`)."""
     template_arguments: dict[str, Any] = {}
-    """Variables of the chat template, as `{enable_thinking: false, date_string: 26 Jul 2024}`. A
-    row's column of the same name, or its `chat_template_kwargs`, comes first."""
+    """Values of variables of the chat template, as `{enable_thinking: false, date_string: 26 Jul
+    2024}`. They are exported within the template. A row's column of the same name, or its
+    `chat_template_kwargs`, comes first."""
     processor: Text | None = None
     """Local folder or hub id of the processor that makes tensors of images or recordings; null:
     `model.pretrained`. It is exported with the model."""

@@ -348,9 +348,7 @@ def samples_of_source_for_task(
         return SAMPLES_BY_LABEL[traits.label](source, tokenizer, length, show_progress)
     if has_chat_rows(source):
         return ChatSamples(
-            load_or_tokenize_chats_marking_trained_text(
-                source, tokenizer, show_progress, recipe.data.template_arguments
-            ),
+            load_or_tokenize_chats_marking_trained_text(source, tokenizer, show_progress),
             length,
             _padding_token_id(tokenizer),
             recipe_key,
@@ -403,9 +401,7 @@ def _streamed_samples(
     has_chats = has_chat_rows(source)
     encode: Callable[[list[Any]], Iterable[Sequence[int]]]
     if has_chats:
-        settings, encode = cache_key_text_and_encoder_of_chats(
-            source, tokenizer, recipe.data.template_arguments
-        )
+        settings, encode = cache_key_text_and_encoder_of_chats(source, tokenizer)
         settings += " packed" if recipe.data.packing else ""
     else:
         settings, encode = cache_key_text_and_encoder_with_marks(

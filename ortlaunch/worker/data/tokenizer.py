@@ -19,6 +19,7 @@ from ortlaunch.base.cache import (
     write_files_and_checksums_unless_they_match,
 )
 from ortlaunch.base.errors import InputError
+from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, has_chat_rows
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.inputs import (
@@ -42,6 +43,9 @@ _BERT_TOKENS = {
 # The library's default limit: rarer characters would fill the vocabulary.
 _MAX_CHARACTERS = 1000
 # What both trainers take for the begin of one word, as in base64 or in a text without blanks.
+_WORD = re.compile(r"\w+")
+# Variables of a template that each call gives it.
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _LONG_WORD = re.compile(r"\w{1000}|[^\w\s]{1000}")
 _LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
@@ -72,7 +76,33 @@ def load_tokenizer_with_added_tokens_or_none(
         tokenizer.chat_template = _chat_template_text_of_name_text_or_file(
             data_fields.chat_template
         )
+    if data_fields.template_arguments and trained_tokenizer_folder is None:
+        tokenizer.chat_template = _template_with_default_variables(
+            tokenizer, data_fields.template_arguments
+        )
     return tokenizer
+
+
+def _template_with_default_variables(tokenizer: Any, default_by_variable: Json) -> str:
+    """Return the tokenizer's chat template with values of its variables, which a call may replace.
+
+    Raises:
+        InputError: the template has no such variable.
+    """
+    template = str(tokenizer.chat_template or "")
+    variables = {*_WORD.findall(template)} - {*_OWN_VARIABLES, *tokenizer.special_tokens_map}
+    for name in default_by_variable:
+        if name not in variables:
+            raise InputError(
+                f"data.template_arguments: {name} has no effect: the chat template has no such variable; "
+                "leave it out"
+            )
+    # Python's form of a value is Jinja's, too. Transformers drops a line end after a statement.
+    defaults = "".join(
+        f"{{% set {name} = {name} if {name} is defined else {value!r} %}}"
+        for name, value in default_by_variable.items()
+    )
+    return f"{defaults}{{{{ '' }}}}{template}"
 
 
 def tokens_without_pretrained_weights(

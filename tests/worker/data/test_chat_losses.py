@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.base.errors import InputError
+from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data.chats.findings import load_or_find_row_findings
 from ortlaunch.worker.data.chats.samples import ANSWER, load_or_tokenize_chats_marking_trained_text
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
 from tests.worker.data.test_chats import (
     CALL,
     CALLED,
@@ -61,10 +64,9 @@ def call_of(arguments: Any, **more: Any) -> dict[str, Any]:
 def read(folder: Path, *rows: Any, template: str = plain(WRITES_ALL), **fields: Any) -> list[str]:
     """Return the text of each row, with what is learned in brackets."""
     columns = {"messages_column": "messages", **fields}
-    arguments = columns.pop("template_arguments", None)
     tokenizer = tokenizer_of("byte-level", template)
     documents = load_or_tokenize_chats_marking_trained_text(
-        corpus(folder, *rows, **columns), tokenizer, print, arguments
+        corpus(folder, *rows, **columns), tokenizer, print
     )
     texts, begin = [], 0
     for end in documents.ends.tolist():
@@ -271,15 +273,29 @@ def test_forms_of_calls_and_thoughts(tmp_path: Path) -> None:
 
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:
-    """The recipe's variables, and a row's own; one that the template does not name is refused."""
+    """A row's own variables; one that the template does not name is refused."""
     template = "{{ style }} " + plain(CHATML)
     row = {"messages": [ASK, RAIN], "chat_template_kwargs": {"style": "long"}}
-    fields: dict[str, Any] = {"template": template, "template_arguments": {"style": "short"}}
-    begins = [text.split()[0] for text in read(tmp_path, [ASK, RAIN], row, **fields)]
-    assert begins == ["short", "long"]
-    fields["template_arguments"] = {"styl": "short"}
-    with pytest.raises(DataError, match=r"data.template_arguments: styl has no effect"):
-        read(tmp_path, [ASK, RAIN], **fields)
+    assert read(tmp_path, row, template=template)[0].startswith("long <|im_start|>user")
+    row["chat_template_kwargs"] = {"styl": "long"}
+    with pytest.raises(DataError, match=r"jsonl:1: chat_template_kwargs: styl has no effect"):
+        read(tmp_path, row, template=template)
+
+
+def test_default_arguments_are_within_the_template(tmp_path: Path) -> None:
+    """`template_arguments` are in the exported template; a row's own come first."""
+    template = "\n{% macro begin() %}{{ style }}{% endmacro %}{{ begin() }} " + plain(CHATML)
+    tokenizer_of("byte-level", None).save_pretrained(tmp_path)
+    fields = {"train": "python-chats", "tokenizer": str(tmp_path), "chat_template": template}
+    data = Data(**fields, template_arguments={"style": "it's"})
+    tokenizer = load_tokenizer_with_added_tokens_or_none(data)
+    for values, style in (({}, "it's"), ({"style": "long"}, "long")):
+        text = tokenizer.apply_chat_template([ASK], tokenize=False, **values)
+        assert text.startswith(f"\n{style} <|im_start|>user")
+    for name in ("styl", "messages", "eos_token"):
+        wrong = data.model_copy(update={"template_arguments": {name: 1}})
+        with pytest.raises(InputError, match=f"data.template_arguments: {name} has no effect"):
+            load_tokenizer_with_added_tokens_or_none(wrong)
 
 
 def test_a_column_of_tools_has_any_name(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import Batches, LoadedData
@@ -18,6 +20,13 @@ from tests.worker.test_data_audit import chat, made
 __all__ = ["cache"]
 SHUFFLE = 8
 GLOBAL = 6
+
+
+@pytest.fixture(autouse=True)
+def no_notes_of_others() -> Iterator[None]:
+    """Notes on cut chats must not appear in the tests of other files."""
+    yield
+    take_cache_notes()
 
 
 def write_files(folder: Path, count: int = 3) -> None:

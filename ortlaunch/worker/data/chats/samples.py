@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.base.cache import add_cache_note
-from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.chats.rows import (
     DEFAULT_SOURCE,
@@ -46,7 +45,6 @@ def load_or_tokenize_chats_marking_trained_text(
     source: str | Corpus,
     tokenizer: PreTrainedTokenizerBase,
     show_progress: ShowProgress,
-    template_arguments: Json | None = None,
 ) -> Documents:
     """Return one document for each chat; tokens of answers have the bit ANSWER set.
 
@@ -54,13 +52,12 @@ def load_or_tokenize_chats_marking_trained_text(
         source: the corpus.
         tokenizer: the tokenizer, with its chat template.
         show_progress: called with progress messages.
-        template_arguments: `data.template_arguments`.
 
     Raises:
         DataError: there is no chat template, or a chat is invalid, or the template cannot render
             it; the message gives file and line.
     """
-    settings, encode = cache_key_text_and_encoder_of_chats(source, tokenizer, template_arguments)
+    settings, encode = cache_key_text_and_encoder_of_chats(source, tokenizer)
     # All that the tokens depend on; the 3 is the version of this format.
     key = f"chats 3 {corpus_fingerprint(source)} {settings}"
     return load_or_write_cached_tokens(
@@ -70,22 +67,18 @@ def load_or_tokenize_chats_marking_trained_text(
 
 
 def cache_key_text_and_encoder_of_chats(
-    source: str | Corpus,
-    tokenizer: PreTrainedTokenizerBase,
-    template_arguments: Json | None = None,
+    source: str | Corpus, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, Callable[[list[Chat]], Iterable[Sequence[int]]]]:
     """Return the function from chats to tokens, and a text that determines it.
 
     Raises:
-        DataError: there is no chat template, or it has no such argument.
+        DataError: there is no chat template.
     """
     corpus = source if isinstance(source, Corpus) else DEFAULT_SOURCE
-    template = (
-        PlainPrompts(tokenizer, corpus)
-        if corpus.prompt
-        else ChatTemplate(tokenizer, corpus, template_arguments or {})
+    template = PlainPrompts(tokenizer, corpus) if corpus.prompt else ChatTemplate(tokenizer, corpus)
+    key_text = (
+        f"{template.text} {tokenizer.special_tokens_map} {tokenizer_text_for_cache_key(tokenizer)}"
     )
-    key_text = f"{template.key_text} {tokenizer.special_tokens_map} {tokenizer_text_for_cache_key(tokenizer)}"
     backend = backend_without_truncation_or_padding(tokenizer)
 
     def encode(chats: list[Chat]) -> Iterator[Sequence[int]]:

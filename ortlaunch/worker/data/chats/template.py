@@ -46,7 +46,7 @@ class RenderedChat(NamedTuple):
 class PlainPrompts:
     """Prompts that are text already: the tokenizer's begin mark, prompt, response, end mark."""
 
-    key_text = "prompts"
+    text = "prompts"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: Corpus) -> None:
         _require_fast_tokenizer(tokenizer)
@@ -79,17 +79,7 @@ class ChatTemplate:
 
     begin = list[int]()
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: Corpus, arguments: Json) -> None:
-        """Prepare the template.
-
-        Args:
-            tokenizer: the tokenizer, with its chat template.
-            source: the corpus.
-            arguments: variables of the template, of the recipe.
-
-        Raises:
-            DataError: there is no template, or it has no such variable.
-        """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: Corpus) -> None:
         _require_fast_tokenizer(tokenizer)
         if not tokenizer.chat_template:
             raise DataError(
@@ -98,9 +88,7 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.source = source
-        self.arguments = arguments
         self.text = str(tokenizer.get_chat_template())
-        self.key_text = f"{self.text} {sorted(arguments.items())}"
         self._uses_marks = _MARKED.search(self.text) is not None and source.train_on != "all"
         # What is no variable of a row: parameters of the call, and the tokenizer's own variables.
         reserved = {
@@ -109,7 +97,6 @@ class ChatTemplate:
             *tokenizer.special_tokens_map,
         }
         self._names = {*_WORD.findall(self.text)} - reserved
-        self._refuse_unknown_arguments(arguments, "data.template_arguments")
         self._thoughts_keys = [
             key for key in THOUGHTS if re.search(rf"""(?:\.|['"]){key}\b""", self.text)
         ]
@@ -128,9 +115,12 @@ class ChatTemplate:
             DataError: the template refuses the chat, or leaves a part of it out, or its answers
                 cannot be located.
         """
-        self._refuse_unknown_arguments(
-            chat.columns.get(_ROW_ARGUMENTS) or {}, f"{chat.location}: {_ROW_ARGUMENTS}"
-        )
+        for name in chat.columns.get(_ROW_ARGUMENTS) or {}:
+            if name not in self._names:
+                raise DataError(
+                    f"{chat.location}: {_ROW_ARGUMENTS}: {name} has no effect: the chat template does not "
+                    "name it; leave it out"
+                )
         try:
             chat, text = self._chat_in_accepted_form_and_text(self._with_names_of_template(chat))
             answers = self._marked_answers(chat) if self._uses_marks else None
@@ -150,13 +140,6 @@ class ChatTemplate:
         if not any(answers) and learned_answer_indices(chat.messages, self.source):
             raise DataError(f"{chat.location}: the chat template renders no answer")
         return RenderedChat(text, self._learned_ranges(chat, text, answers))
-
-    def _refuse_unknown_arguments(self, arguments: Json, owner_name: str) -> None:
-        for name in arguments:
-            if name not in self._names:
-                raise DataError(
-                    f"{owner_name}: {name} has no effect: the chat template does not name it; leave it out"
-                )
 
     def _with_names_of_template(self, chat: Chat) -> Chat:
         """Return a chat with the template's keys for thoughts, and for calls in the older form."""
@@ -191,10 +174,10 @@ class ChatTemplate:
         raise errors[0]
 
     def _row_variables_used_by_template(self, chat: Chat) -> Json:
-        """Return the variables of the template: of the recipe, and columns of a row by name."""
+        """Return the columns of a row that the template may write, by name."""
         names = {*self._names, "tools", "documents"}
         columns = {name: value for name, value in chat.columns.items() if name in names and value}
-        return {**self.arguments, **columns, **(chat.columns.get(_ROW_ARGUMENTS) or {})}
+        return {**columns, **(chat.columns.get(_ROW_ARGUMENTS) or {})}
 
     def _text_of_chat(self, chat: Chat) -> str:
         return self._apply_template_or_empty(
