@@ -152,15 +152,20 @@ def audit_training_and_evaluation_samples(
             )
         ]
         chats = [item for item in sources if isinstance(item, ChatSamples)]
-        has_streamed_chats = any(
-            isinstance(item, StreamedSamples) and item.streamed.chats for item in sources
-        )
+        streamed_chats = [
+            item.streamed.chats
+            for item in sources
+            if isinstance(item, StreamedSamples) and item.streamed.chats
+        ]
+        row_findings = [
+            *(item.row_findings for item in chats),
+            *(item.row_findings() for item in streamed_chats),
+        ]
         findings = itertools.chain(
             _unlearned_chat_findings(chats),
             _empty_text_findings(sources),
-            _unknown_and_cut_token_findings(
-                rows, length, bool(chats) or has_streamed_chats, data.tokenizer
-            ),
+            _unknown_and_cut_token_findings(rows, length, bool(row_findings), data.tokenizer),
+            (AuditFinding(*named) for each in row_findings for named in each.items()),
             _duplicate_findings(rows, data.tokenizer),
         )
         stream_text = (
@@ -244,8 +249,6 @@ def _unlearned_chat_findings(chats: Sequence[ChatSamples]) -> Iterator[AuditFind
         causes_text = ", ".join(f"{count:,} {cause}" for cause, count in causes.items() if count)
         text = f"{unlearned:,} of {total:,} chats have no learned token: {causes_text}"
         yield AuditFinding("no_answers", text, unlearned / total, total)
-    for chat_source in chats:
-        yield from (AuditFinding(name, text) for name, text in chat_source.row_findings.items())
 
 
 def _empty_text_findings(sources: Sequence[Any]) -> Iterator[AuditFinding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,18 @@ from torch.utils.data import default_collate
 
 from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, has_chat_rows
+from ortlaunch.recipe.fields.data import (
+    Corpus,
+    HeldOut,
+    MaskedLm,
+    StreamSettings,
+    has_chat_rows,
+    is_written_by_chat_template,
+)
 from ortlaunch.tables.tasks import Task
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.chats.findings import load_or_find_row_findings
-from ortlaunch.worker.data.chats.rows import chats_of_rows_with_fraction_of_corpus_read
+from ortlaunch.worker.data.chats.findings import findings_of_first_chats, load_or_find_row_findings
+from ortlaunch.worker.data.chats.rows import Chat, chats_of_rows_with_fraction_of_corpus_read
 from ortlaunch.worker.data.chats.samples import (
     ChatSamples,
     cache_key_text_and_encoder_of_chats,
@@ -414,14 +421,21 @@ def _streamed_samples(
         chats = ChatSamples(documents, length, _padding_token_id(tokenizer), "")
         return pack_chats_if_requested(chats, recipe.data, "") if len(chats) else chats
 
+    files = files_of_corpus_patterns(source)
+
+    def row_findings() -> dict[str, str]:
+        template_text = str(tokenizer.chat_template) if is_written_by_chat_template(source) else ""
+        return findings_of_first_chats(_chats_of_file(source, files[0]), source, template_text)
+
     counts = ChatCounts(
         lambda documents: ChatSamples(documents, length, 0, "").kept.tolist(),
         lambda documents: len(window_samples(documents, 0)),
         (recipe.data.evaluation.samples or 0) if isinstance(recipe.data.evaluation, HeldOut) else 0,
+        row_findings,
     )
     streamed = StreamedCorpus(
         source,
-        files_of_corpus_patterns(source),
+        files,
         encode,
         length,
         stream.shuffle,
@@ -438,10 +452,14 @@ def _streamed_samples(
     )
 
 
+def _chats_of_file(source: Corpus, file_path: str) -> Iterator[tuple[Chat, float]]:
+    rows = read_file_rows(file_path, source.format)
+    return chats_of_rows_with_fraction_of_corpus_read(rows, source, set())
+
+
 def _held_out_chats_of_stream(streamed: StreamedCorpus, padding_id: int) -> ChatSamples:
     """Return the first chats of the first file, which the stream leaves out."""
-    rows = read_file_rows(streamed.files[0], streamed.corpus.format)
-    chats = chats_of_rows_with_fraction_of_corpus_read(rows, streamed.corpus, set())
+    chats = _chats_of_file(streamed.corpus, streamed.files[0])
     count = streamed.chats.held_out if streamed.chats else 0
     token_ids = [*streamed.encode([chat for chat, _ in itertools.islice(chats, count)])]
     documents = Documents(

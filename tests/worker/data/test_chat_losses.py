@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import Table, parquet
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.recipe.fields.data import Data
+from ortlaunch.recipe.fields.data import Corpus, Data
 from ortlaunch.worker.data.chats.findings import load_or_find_row_findings
+from ortlaunch.worker.data.chats.rows import read_chats_with_fraction_of_corpus_read
 from ortlaunch.worker.data.chats.samples import ANSWER, load_or_tokenize_chats_marking_trained_text
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.tokenizer import load_tokenizer_with_added_tokens_or_none
@@ -126,6 +128,9 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
         [{**ASK, "role": "human"}, RAIN],
         CHATML,
         r"message 1 has the role 'human', which .* as roles: \{human: user\}, or .* roles: \{human: null\}",
+    ),
+    "developer": (
+        [{**ASK, "role": "developer"}, RAIN], CHATML, r"message 1 has the role .*, as roles: \{developer: system\}, or",
     ),
     "dropped role": (
         CALLED,
@@ -328,3 +333,14 @@ def test_ends_and_begins_of_answers(tmp_path: Path) -> None:
     assert "<think>" in thinks
     (text,) = read(tmp_path, [ASK, RAIN], template=thinks)
     assert text.endswith("<|im_start|>assistant\n[Rain.<|im_end|>]\n")
+
+
+def test_keys_that_parquet_adds_are_absent(tmp_path: Path) -> None:
+    """Parquet gives all calls of a column the arguments that one of them has: the others are null."""
+    first = [ASK, call_of({"at": "Bonn"}), RAIN]
+    second = [ASK, {**call_of({"day": 3}), "content": "Look."}, RAIN]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(Table.from_pylist([{"messages": first}, {"messages": second}]), path)
+    source = Corpus(format="parquet", path=(str(path),), messages_column="messages")
+    chats = [chat.messages for chat, _ in read_chats_with_fraction_of_corpus_read(source)]
+    assert chats == [[ASK, {**first[1], "content": ""}, RAIN], second]

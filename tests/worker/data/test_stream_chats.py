@@ -14,6 +14,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import Batches, LoadedData
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data_audit import audit_training_and_evaluation_samples
 from tests.worker.data.test_chats import cache
 from tests.worker.test_data_audit import chat, made
 
@@ -32,7 +33,7 @@ def no_notes_of_others() -> Iterator[None]:
 def write_files(folder: Path, count: int = 3) -> None:
     """Write files of chats; in each third one is one whose answer is cut off."""
     for number in range(count):
-        rows = [chat() for _ in range(20 + 5 * number)]
+        rows = [{**chat(), "source": "web"} for _ in range(20 + 5 * number)]
         rows[3]["messages"][1]["content"] *= 9
         (folder / f"part{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -112,6 +113,11 @@ def test_the_first_chats_are_held_out(tmp_path: Path, cache: Any) -> None:
     assert held_out is not None
     # The answer of the fourth one is cut off.
     assert len(held_out) == 6
+    part = audit_training_and_evaluation_samples(data)[0]
+    assert (
+        "the columns source are not in the text"
+        in {each.name: each.text for each in part.findings}["unwritten_columns"]
+    )
     whole, _ = trained(data, range(24))
     taken = chats_of([sample for step in whole for sample in step])
     assert len({*taken[:66]}) == len({*taken}) == 66

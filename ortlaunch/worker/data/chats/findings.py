@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ortlaunch.base.cache import (
@@ -17,7 +18,7 @@ from ortlaunch.base.cache import (
 from ortlaunch.base.errors import DamagedFile
 from ortlaunch.recipe.fields.data import Corpus, is_written_by_chat_template
 from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
-from ortlaunch.worker.data.chats.rows import read_chats_with_fraction_of_corpus_read
+from ortlaunch.worker.data.chats.rows import Chat, read_chats_with_fraction_of_corpus_read
 from ortlaunch.worker.data.corpus import corpus_fingerprint
 
 if TYPE_CHECKING:
@@ -47,12 +48,22 @@ def load_or_find_row_findings(
     try:
         findings: dict[str, str] = read_json_or_raise_damaged(path)
     except (DamagedFile, FileNotFoundError):
-        findings = _row_findings(source, template)
+        chats = read_chats_with_fraction_of_corpus_read(source)
+        findings = findings_of_first_chats(chats, source, template)
         write_json_atomically(path, findings)
     return findings
 
 
-def _row_findings(source: Corpus, template_text: str) -> dict[str, str]:
+def findings_of_first_chats(
+    chats_and_fractions: Iterable[tuple[Chat, float]], source: Corpus, template_text: str
+) -> dict[str, str]:
+    """Return the findings of the first chats, by name.
+
+    Args:
+        chats_and_fractions: chats, each with the share of the corpus read so far.
+        source: their source.
+        template_text: the chat template; "": a prompt writes the rows.
+    """
     used_names = {*re.findall(r"\w+", template_text), "tools", "chat_template_kwargs"}
     used_names |= {str(getattr(source, name)) for name in _COLUMN_FIELDS}
     # Without names of columns a prompt has those of Alpaca.
@@ -60,7 +71,7 @@ def _row_findings(source: Corpus, template_text: str) -> dict[str, str]:
     unwritten_columns = dict[str, str]()
     trailing_locations = list[str]()
     chat_count = 0
-    for chat, _ in itertools.islice(read_chats_with_fraction_of_corpus_read(source), _READ_CHATS):
+    for chat, _ in itertools.islice(chats_and_fractions, _READ_CHATS):
         chat_count += 1
         for name, value in chat.columns.items():
             if name not in used_names and value not in (None, "", [], {}):

@@ -28,6 +28,9 @@ _FLAGS = ("weight", "train", "training")
 # Keys of a message that only link a call with its result.
 _LINKS = ("role", "content", "tool_call_id", *CALLS)
 _USUAL_ROLES = {"system", "user", "assistant", "tool"}
+# The usual meaning of roles in other forms of rows.
+_ROLE_BY_OTHER_NAME = {"gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system",
+                       "function": "tool", "observation": "tool"}  # fmt: skip
 _FIRST_TAG = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\])?\s*")
 _SHOWN_CHARACTERS = 40
 _KEEPS_ALL = "use a template that keeps the thoughts of all answers, or train_on: last"
@@ -71,8 +74,9 @@ def refuse_unwritten_parts(
         ):
             raise DataError(
                 f"{chat.location}: message {message_index + 1} has the role {role!r}, which the chat "
-                f"template does not name: give the role that it stands for, as roles: {{{role}: user}}, "
-                f"or leave its messages out by roles: {{{role}: null}}"
+                f"template does not name: give the role that it stands for, as roles: {{{role}: "
+                f"{_ROLE_BY_OTHER_NAME.get(role, 'user')}}}, or leave its messages out by roles: "
+                f"{{{role}: null}}"
             )
     parts = [*_parts_of_chat(chat, source)]
     marks = [f"zq{part_number}qz" for part_number in range(len(parts))]

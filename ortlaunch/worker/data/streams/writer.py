@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -82,6 +82,8 @@ class ChatCounts(NamedTuple):
     """Such chats -> the number of their samples, which several may share."""
     held_out: int = 0
     """The first chats of the first file, which are not trained on."""
+    row_findings: Callable[[], Mapping[str, str]] = dict
+    """Returns findings of the first chats for the audit, by name."""
 
 
 class StreamedCorpus(NamedTuple):
