@@ -16,7 +16,7 @@ from ortlaunch.worker.data import Batches, LoadedData
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data_audit import audit_training_and_evaluation_samples
 from tests.worker.data.test_chats import cache
-from tests.worker.test_data_audit import chat, made
+from tests.worker.test_data_audit import chat, made, text
 
 __all__ = ["cache"]
 SHUFFLE = 8
@@ -34,7 +34,7 @@ def write_files(folder: Path, count: int = 3) -> None:
     """Write files of chats; in each third one is one whose answer is cut off."""
     for number in range(count):
         rows = [{**chat(), "source": "web"} for _ in range(20 + 5 * number)]
-        rows[3]["messages"][1]["content"] *= 9
+        rows[3]["messages"][1]["content"] = text(240)
         (folder / f"part{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -42,7 +42,7 @@ def loaded(files: Path, folder: Path, **fields: Any) -> LoadedData:
     """Return the data of a recipe that streams the files."""
     folder.mkdir(exist_ok=True)
     train = {"format": "jsonl", "path": [str(files)], "messages_column": "messages"}
-    recipe = made(folder, [{"messages": []}], sequence_length=96)
+    recipe = made(folder, [{"messages": []}], sequence_length=192)
     stream = fields.pop("stream", {"buffer": "1MiB", "shuffle": SHUFFLE})
     data = {**recipe.data.model_dump(), "train": {**train, "stream": stream}, **fields}
     whole = recipe.model_copy(update={"data": Data.model_validate(data)})
@@ -89,19 +89,24 @@ def test_each_chat_once_an_epoch_in_any_world(
     files = tmp_path / "part*.jsonl"
     whole, _ = trained(loaded(files, tmp_path / "a", packing=packing), range(30))
     said = capfd.readouterr().out
-    assert "part0.jsonl: 1 of 20 chats have no answer within data.sequence_length (96), and" in said
+    assert (
+        "part0.jsonl: 1 of 20 chats have no answer within data.sequence_length (192), and" in said
+    )
     at_once = loaded(files, tmp_path / "b", stream=None).train
     samples = [at_once.sample(index, 0) for index in range(len(at_once))]
     expected = chats_of([{key: value.tolist() for key, value in one.items()} for one in samples])
-    found = chats_of([sample for step in whole for sample in step])
+    taken = [sample for step in whole for sample in step]
+    found = chats_of(taken)
     assert len(expected) == 72
     assert sorted(found[:72]) == sorted(expected)
     assert len({*found}) == 72
+    samples_of_an_epoch = next(n for n in range(99) if len(chats_of(taken[:n])) == 72)
+    assert (samples_of_an_epoch < 50) == packing
     positions: Any = ()
     for world, steps in ((2, range(4)), (3, range(4, 15)), (1, range(15, 16)), (2, range(16, 30))):
         data = loaded(files, tmp_path / str(steps.start), packing=packing)
-        taken, positions = trained(data, steps, world, positions)
-        assert taken == whole[steps.start : steps.stop]
+        again, positions = trained(data, steps, world, positions)
+        assert again == whole[steps.start : steps.stop]
 
 
 def test_the_first_chats_are_held_out(tmp_path: Path, cache: Any) -> None:
