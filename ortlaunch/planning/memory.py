@@ -9,6 +9,8 @@ them in the run.
 
 from __future__ import annotations
 
+import math
+
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
 from ortlaunch.planning.fsdp_memory import bytes_of_fsdp2_rank, config_of_tensor_slice
@@ -196,13 +198,15 @@ def estimate_rank_memory_or_none(
         )
     offloaded_bytes = 0
     if recipe.parallel is not None:
-        slice_config = config_of_tensor_slice(config, recipe.parallel.tensor)
+        copy_rank_count = copy_rank_count or rank_count
+        # An evaluation may have fewer ranks (planning/mesh.py).
+        tensor_count = math.gcd(recipe.parallel.tensor, copy_rank_count)
+        slice_config = config_of_tensor_slice(config, tensor_count)
         fsdp_bytes = bytes_of_fsdp2_rank(
             recipe,
             slice_config,
             peak_activation_bytes_of_rank(recipe, slice_config, micro_samples, 4, device),
-            # One rank, as an evaluation may have, holds all.
-            max(1, (copy_rank_count or rank_count) // recipe.parallel.tensor),
+            copy_rank_count // tensor_count,
         )
         # On a CPU an offload moves nothing.
         if recipe.parallel.offload and device == "cuda":

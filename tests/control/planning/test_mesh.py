@@ -8,6 +8,7 @@ import pytest
 
 from ortlaunch.base.errors import PlanError
 from ortlaunch.launch_plan import Mesh
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.mesh import mesh_groups_line, mesh_of_ranks_or_none
 from tests.makers import bert, host, plan
 
@@ -112,3 +113,15 @@ def test_the_mesh_in_words() -> None:
         "(FSDP2), of which 2 that follow each other compute a layer together: 0-7, 8-15"
     )
     assert mesh_groups_line(Mesh(8, 2), nodes).endswith(": 0-1, 2-3, 4-5, ..., 14-15")
+
+
+@pytest.mark.parametrize(("rank_count", "tensor"), [(1, 1), (2, 2), (3, 1), (6, 2)])
+def test_the_memory_of_an_evaluation_on_fewer_ranks(rank_count: int, tensor: int) -> None:
+    """It is that of the mesh that these ranks give."""
+    weights = []
+    for tensor_count in (4, tensor):
+        recipe = bert(parallel={"tensor": tensor_count}, zero=None, **EAGER)
+        memory = estimate_rank_memory_or_none(recipe, 1, rank_count)
+        assert memory is not None
+        weights.append(dict(memory.by_stage)["FSDP2"].weights)
+    assert weights[0] == weights[1] > 0
