@@ -101,10 +101,11 @@ def recorded_micro_size_or_none(recipe: Recipe, batch: BatchPlan, run: RunDir) -
     if not run.micro_size.exists():
         return None
     size_record = read_json_or_raise_damaged(run.micro_size)
-    # A size that was found for another batch or number of ranks may not fit here.
+    # A size that was found for another batch, number of ranks or sharding may not fit here.
     is_same_batch = (
         size_record["global_size"] == recipe.batch.global_size
         and size_record["ranks"] == batch.data_parallel_ranks
+        and size_record["sharding"] == _sharding_sections(recipe)
     )
     return (
         int(size_record["found"])
@@ -176,6 +177,10 @@ def _doubled_or_bisected_candidate_index(
     return (largest_fitting_index + smallest_failing_index) // 2
 
 
+def _sharding_sections(recipe: Recipe) -> dict[str, object]:
+    return recipe.model_dump(mode="json", include={"zero", "parallel"})
+
+
 def _write_micro_size_search_record(
     recipe: Recipe, plan: Plan, run: RunDir, largest_fitting_size: int, trials: list[SizeTrial]
 ) -> None:
@@ -183,6 +188,7 @@ def _write_micro_size_search_record(
         "found": largest_fitting_size,
         "global_size": recipe.batch.global_size,
         "ranks": plan.batch.data_parallel_ranks,
+        "sharding": _sharding_sections(recipe),
         "margin": MEMORY_MARGIN,
     }
     write_json_atomically(run.micro_size, {**value, "tries": [trial._asdict() for trial in trials]})

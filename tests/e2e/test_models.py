@@ -157,9 +157,11 @@ def deberta(folder: Path, sizes: dict[str, Any]) -> str:
 
 def test_there_are_ten_models_with_two_methods() -> None:
     """Each model has a recipe for all weights and one for adapters."""
-    models = [name for name in NAMES if not name.endswith("-lora")]
+    # That of 70 billion parameters is for many hosts, and has all weights alone.
+    names = [name for name in NAMES if name != "models/llama3-70b"]
+    models = [name for name in names if not name.endswith("-lora")]
     assert len(models) == 10
-    assert sorted(NAMES) == sorted([*models, *(f"{name}-lora" for name in models)])
+    assert sorted(names) == sorted([*models, *(f"{name}-lora" for name in models)])
 
 
 @needs_ort

@@ -434,8 +434,9 @@ def test_every_sliced_form_is_that_of_one_process(
 
 def test_a_plan_that_lacks_a_layer_is_found(train: Train) -> None:
     """Norms between sliced layers would get a part of their gradient, without an error of torch."""
-    plan = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
-    plan["model.layers.*.self_attn.o_proj"] = "rowwise"
+    plan = dict.fromkeys(
+        ("model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"), "replicate"
+    )
     recipe = with_model(QWEN, parallel={"tensor": 2, "tensor_plan": plan})
     run = train("lacking", recipe, *TWO_RANKS)
     assert run.status == 1

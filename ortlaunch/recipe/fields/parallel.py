@@ -29,8 +29,8 @@ class Parallel(Section, resume_rule=APPLIED):
     the attention heads and of the inner width of a layer, which this number must divide."""
     tensor_plan: dict[Text, Text] = {}
     """How layers are divided over the ranks of `tensor`: a pattern of the layer's name in the model,
-    with `*` for numbers, and `colwise`, `rowwise` or another style of transformers. Empty: the plan
-    that transformers has for the model."""
+    with `*` for numbers, and `colwise`, `rowwise` or another style of transformers. These come beside
+    the plan that transformers has for the model, and before it."""
     across_hosts: bool = False
     """Let the ranks of `tensor` be on several hosts, whose network then carries activations of each
     layer."""

@@ -382,10 +382,11 @@ def _padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _end_mark_flag_and_begin_token_ids(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[bool, list[int]]:
-    # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
+    # A pretrained model has seen no text without its begin mark; see `begin_of_text`. A trained
+    # tokenizer is one of a folder when its run is evaluated or continued.
     predicts = recipe.model.traits.predicts
-    pretrained = predicts == "next" and isinstance(recipe.data.tokenizer, str)
-    return predicts != "masked", begin_token_ids_added_to_text(tokenizer) if pretrained else []
+    begin = begin_token_ids_added_to_text(tokenizer) if predicts == "next" else []
+    return predicts != "masked", begin
 
 
 @functools.cache

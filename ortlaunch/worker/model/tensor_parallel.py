@@ -33,7 +33,8 @@ def slice_layers_in_place(
 
     Args:
         model: the model that returns its loss, the same on all ranks.
-        recipe_plan: styles by patterns of layer names; empty: the model's own, of transformers.
+        recipe_plan: styles by patterns of layer names, beside the model's own plan of transformers,
+            and before it.
         tensor_mesh: the ranks that compute each layer together.
 
     Raises:
@@ -50,7 +51,7 @@ def slice_layers_in_place(
     # Names are those of the model without adapters.
     if hasattr(planned_model, "get_base_model"):
         planned_model = planned_model.get_base_model()
-    plan = dict(recipe_plan or getattr(planned_model, "_tp_plan", None) or {})
+    plan = {**(getattr(planned_model, "_tp_plan", None) or {}), **recipe_plan}
     if not plan:
         raise InputError(
             f"parallel.tensor: transformers has no plan for {type(planned_model).__name__}; give "
