@@ -39,6 +39,9 @@ def missing_item_and_remedy_pairs(recipe: Recipe, world: World) -> Iterator[tupl
         )
     if recipe.model.lora is not None and not _is_installed("peft"):
         yield "model.lora: peft is not installed", 'pip install "ortlaunch[lora]"'
+    for package in ("bitsandbytes", "accelerate"):
+        if recipe.model.quantize is not None and not _is_installed(package):
+            yield f"model.quantize: {package} is not installed", 'pip install "ortlaunch[qlora]"'
     for tracker in recipe.log.trackers:
         if not _is_installed(tracker):
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'

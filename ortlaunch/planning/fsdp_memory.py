@@ -63,13 +63,15 @@ def bytes_of_fsdp2_rank(
         part_count: parts of a copy of the model (`parallel.shard`).
     """
     shape = build_model_shape(slice_config, recipe.model.task)
+    adapters = _adapter_parameters(recipe, shape)
+    if recipe.model.quantize:
+        shape = shape.shape_without_block_layers()
     width = slice_config["hidden_size"]
     layers = [
         _parameters_of_layer(group.linear_layers, group.vector_sizes)
         for group in shape.layer_groups
     ]
     others = _parameters_outside_layers(shape.other_sizes, width)
-    adapters = _adapter_parameters(recipe, shape)
     kept = [*others, *adapters]
     for group, parameters in zip(shape.layer_groups, layers):
         kept += parameters * group.layer_count

@@ -15,6 +15,7 @@ from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
 from ortlaunch.planning.fsdp_memory import bytes_of_fsdp2_rank, config_of_tensor_slice
 from ortlaunch.planning.model_sizes import ModelShape, build_model_shape
+from ortlaunch.planning.quantized_layers import QuantizedLayers, planned_quantized_layers
 from ortlaunch.planning.startup import (
     peak_device_bytes_before_first_step,
     planned_load_snapshot_and_offload_bytes_of_rank,
@@ -145,6 +146,10 @@ def estimate_rank_memory_or_none(
     compared_step_count = parity_step_count_and_reason(recipe, config["model_type"]).steps
     model_shape = build_model_shape(config, recipe.model.task)
     tensor_sizes = trained_sizes = model_shape.parameter_element_counts()
+    quantized = QuantizedLayers(0, 0, 0, 0, 0)
+    if recipe.model.quantize:
+        quantized = planned_quantized_layers(recipe.model.quantize, model_shape, recipe.precision)
+        tensor_sizes = model_shape.shape_without_block_layers().parameter_element_counts()
     if recipe.model.lora:
         adapter_sizes = _adapter_tensor_sizes_or_none(recipe.model.lora, model_shape)
         if adapter_sizes is None:
@@ -196,17 +201,18 @@ def estimate_rank_memory_or_none(
                 ),
             )
         )
-    offloaded_bytes = 0
+    offloaded_bytes, part_count = 0, 1
     if recipe.parallel is not None:
         copy_rank_count = copy_rank_count or rank_count
         # An evaluation may have fewer ranks (planning/mesh.py).
         tensor_count = math.gcd(recipe.parallel.tensor, copy_rank_count)
+        part_count = copy_rank_count // tensor_count
         slice_config = config_of_tensor_slice(config, tensor_count)
         fsdp_bytes = bytes_of_fsdp2_rank(
             recipe,
             slice_config,
             peak_activation_bytes_of_rank(recipe, slice_config, micro_samples, 4, device),
-            copy_rank_count // tensor_count,
+            part_count,
         )
         # On a CPU an offload moves nothing.
         if recipe.parallel.offload and device == "cuda":
@@ -225,6 +231,11 @@ def estimate_rank_memory_or_none(
                 eager_recipe, config, micro_samples, _bytes_per_value(recipe), device
             )
             compared_bytes += int(_COMPARED_SHARE * eager_activation_bytes)
+    if recipe.model.quantize:
+        bytes_by_stage = [
+            (stage, quantized.add_to_stage(stage_bytes, part_count if stage == "FSDP2" else 1))
+            for stage, stage_bytes in bytes_by_stage
+        ]
     gpu_library_bytes = _gpu_library_bytes(recipe, rank_count)
     bytes_by_stage = [
         (
@@ -255,7 +266,7 @@ def estimate_rank_memory_or_none(
         device,
     )
     return Memory(
-        parameter_count,
+        parameter_count + quantized.element_count,
         trainable_count,
         process_memory,
         tuple(bytes_by_stage),
@@ -269,8 +280,13 @@ def estimate_rank_memory_or_none(
             trainable_count,
             value_bytes,
             (copy_rank_count if recipe.parallel else None) or rank_count,
+        )
+        + quantized.packed_bytes
+        + quantized.scale_bytes,
+        host_memory._replace(
+            built=host_memory.built + quantized.packed_bytes + quantized.scale_bytes,
+            offloaded=host_memory.offloaded + offloaded_bytes,
         ),
-        host_memory._replace(offloaded=host_memory.offloaded + offloaded_bytes),
     )
 
 

@@ -47,6 +47,20 @@ class ModelShape(NamedTuple):
         ]
         return [*layer_sizes, *self.other_sizes]
 
+    def block_layer_sides(self) -> list[tuple[int, int]]:
+        """Return inputs and outputs of each linear layer of the repeated layers."""
+        return [
+            (inputs, outputs)
+            for layer_group in self.layer_groups
+            for _, inputs, outputs in layer_group.linear_layers * layer_group.layer_count
+        ]
+
+    def shape_without_block_layers(self) -> ModelShape:
+        """Return the model without the linear layers of its repeated layers."""
+        return self._replace(
+            layer_groups=[group._replace(linear_layers=[]) for group in self.layer_groups]
+        )
+
     def linear_layer_side_sizes_or_none(
         self, names_or_all_linear: Sequence[str]
     ) -> list[int] | None:

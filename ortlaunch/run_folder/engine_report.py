@@ -401,6 +401,8 @@ class EngineReport:
     tensor_slices: dict[str, int | None] | None = None
     """The dimension along which the ranks of `parallel.tensor` slice each parameter; null for one
     that each of them has whole."""
+    quantized_weights: str | None = None
+    """The form of the frozen weights (`model.quantize`), and how many are in it; null: none."""
     plain_evaluations: int = 0
     """Evaluations of engine ort that plain PyTorch ran, because the export of a graph would have
     taken longer than the graph would have saved so far."""

@@ -153,6 +153,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "planning.activations",
             "planning.fsdp_memory",
             "planning.model_sizes",
+            "planning.quantized_layers",
             "planning.startup",
         },
         set(),
@@ -166,6 +167,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "planning.fsdp_memory": (
         {"recipe", "tables.families", "launch_plan", "planning.model_sizes", "planning.startup"},
+        set(),
+    ),
+    "planning.quantized_layers": (
+        {"recipe", "launch_plan", "tables", "planning.model_sizes"},
         set(),
     ),
     "planning.startup": ({"recipe", "launch_plan"}, set()),

@@ -45,6 +45,21 @@ class Lora(Section, resume_rule=OTHER_MODEL):
     in peft's format. Checkpoints contain only the adapters in any case."""
 
 
+class Quantize(Section, resume_rule=OTHER_MODEL):
+    """Frozen base weights in 4 or 8 bits (bitsandbytes), beside which `lora` trains: QLoRA.
+
+    The linear layers inside the model's repeated blocks are quantized, and no embedding, norm or
+    head. For engines eager and inductor, with `zero` up to stage 2, and nf4 with `parallel`.
+    """
+
+    type: Literal["nf4", "int8"]
+    """`nf4`: QLoRA's 4 bits, in blocks of 64 values. `int8`: the 8 bits of LLM.int8()."""
+    double: bool = True
+    """Quantize the scales of the blocks of nf4, too: 4.13 bits a weight in place of 4.5."""
+    compute: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format of the products with nf4 weights; null: `precision`."""
+
+
 class Model(Section, resume_rule=OTHER_MODEL):
     """Model that is trained."""
 
@@ -94,8 +109,17 @@ class Model(Section, resume_rule=OTHER_MODEL):
     an error."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
+    quantize: Quantize | None = None
+    """Keep the frozen weights of `pretrained` quantized, with `lora` (needs the extra
+    `bitsandbytes`). A model that is stored so already needs it, too. The export with merged
+    adapters has whole weights, dequantized in float32."""
 
     @property
     def traits(self) -> ModelTask:
         """The task's row in the table of tasks."""
         return MODEL_TASKS[self.task]
+
+    @property
+    def is_built_of_values(self) -> bool:
+        """Whether each rank needs the values of the base, as scales are made of them."""
+        return self.quantize is not None

@@ -46,6 +46,7 @@ EXAMPLES: dict[KeyPath, str] = {
     ("model",): "{task: masked-lm, pretrained: bert-base-uncased}",
     ("model", "config"): "{model_type: bert, hidden_size: 768}",
     ("model", "lora"): "{r: 8, alpha: 32, target_modules: [q_proj, v_proj]}",
+    ("model", "quantize"): "{type: nf4}",
     ("data",): "{train: python-docs, tokenizer: bert-base-uncased, sequence_length: 128}",
     ("data", "train"): _CORPUS,
     ("data", "evaluation"): _CORPUS,

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.model import Model
+from ortlaunch.recipe.fields.model import Model, Quantize
+from ortlaunch.recipe.fields.parallel import Parallel
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import MAX_COUNT
+from ortlaunch.recipe.fields.section import MAX_COUNT, names_of_non_default_fields
 from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 from ortlaunch.recipe.text.source_location import Problem
 from ortlaunch.tables.families import (
@@ -42,6 +43,7 @@ def all_model_section_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the model."""
     yield from _problems_of_model_builder_for_task(recipe.model)
     yield from function_name_rules("model.factory", recipe.model.factory)
+    yield from _quantize_rules(recipe)
     if recipe.model.config is not None:
         config_problems = list(
             _model_type_and_config_value_rules(recipe.model.config, bool(recipe.model.pretrained))
@@ -69,8 +71,8 @@ def _problems_of_model_builder_for_task(model: Model) -> Iterator[Problem]:
                 f'is missing: task {model.task} needs factory: "package.module:function"',
             )
         unset_values = {
-            "pretrained": None, "config": None, "lora": None, "allow_partial": False,
-            "attention": "auto",
+            "pretrained": None, "config": None, "lora": None, "quantize": None,
+            "allow_partial": False, "attention": "auto",
         }  # fmt: skip
         for field_name, value in unset_values.items():
             if getattr(model, field_name) != value:
@@ -93,6 +95,61 @@ def _problems_of_model_builder_for_task(model: Model) -> Iterator[Problem]:
             "has neither `pretrained` (a folder or hub id) nor `config` (for random weights); "
             "give one",
         )
+
+
+def _quantize_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what `model.quantize` lacks, or does not work with."""
+    quantize = recipe.model.quantize
+    if quantize is None or recipe.model.traits.is_own:
+        return
+    if recipe.model.lora is None:
+        yield (
+            ("model.quantize", "model.lora"),
+            "needs model.lora: a quantized weight has no gradient and is not trained; add "
+            "adapters, or leave it out",
+        )
+    if not recipe.model.pretrained:
+        yield (
+            ("model.quantize", "model.pretrained"),
+            "needs model.pretrained: random weights are not worth keeping; leave it out",
+        )
+    if quantize.type == "int8":
+        for name in sorted(names_of_non_default_fields(quantize) & {"double", "compute"}):
+            yield (
+                (f"model.quantize.{name}", "model.quantize.type"),
+                f"has no effect with int8: it is for nf4; leave it out, or write "
+                f"{'true' if name == 'double' else 'null'}",
+            )
+    if recipe.engine.name == "ort":
+        yield (
+            ("model.quantize", "engine.name"),
+            "got engine ort: ONNX Runtime has no operators for bitsandbytes' weights in a training "
+            "graph; use engine.name: eager",
+        )
+    if recipe.zero and recipe.zero.stage == 3:
+        yield (
+            ("model.quantize", "zero.stage"),
+            "got 3, whose handling of packed weights is neither planned nor tested; use parallel, "
+            "which divides them, or stage 2, which divides all that is trained",
+        )
+    if recipe.parallel:
+        yield from _quantize_and_parallel_rules(quantize, recipe.parallel)
+
+
+def _quantize_and_parallel_rules(quantize: Quantize, parallel: Parallel) -> Iterator[Problem]:
+    if quantize.type == "int8":
+        yield (
+            ("model.quantize.type", "parallel"),
+            "got int8, whose layers read values of their parameters that FSDP2's parts lack; use "
+            "nf4, or zero: {stage: 2}",
+        )
+    for name, is_set in (("tensor", parallel.tensor > 1), ("offload", parallel.offload)):
+        if is_set:
+            yield (
+                ("model.quantize", f"parallel.{name}"),
+                f"got parallel.{name}: the scales of packed weights are neither divided nor moved "
+                "with them; leave it out",
+            )
 
 
 def _model_type_and_config_value_rules(

@@ -66,6 +66,11 @@ from ortlaunch.worker.model.matmul_precision import (
 from ortlaunch.worker.model.model import LossModule, require_forward_takes_batch
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
+from ortlaunch.worker.model.quantized_weights import (
+    move_quantized_scales,
+    parameter_element_count,
+    quantized_weights_text_or_none,
+)
 from ortlaunch.worker.model.tensor_parallel import dimension_by_parameter_pattern
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.tensor_batch import TensorBatch
@@ -219,7 +224,8 @@ def build_engine(
     recipe = _replace_engine_fields(recipe, onednn=onednn)
     # Before DeepSpeed: ZeRO 3 leaves only pieces of the weights on a rank.
     model_flops = training_flops_per_token_or_none(model.model, recipe.data.sequence_length)
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(parameter_element_count(p), p.requires_grad) for p in model.parameters()]
+    quantized_weights_text = quantized_weights_text_or_none(recipe.model.quantize, model)
     loss_weight = LossWeight(recipe, model)
     chunked_loss = _chunk_head_on_all_ranks_or_none(
         recipe, model, loss_weight.batch_without_weight_key_with_counted_label(sample_batch), group
@@ -240,6 +246,7 @@ def build_engine(
         else None
     )
     _move_model_or_buffers_if_weights_are_divided(model, group, recipe)
+    move_quantized_scales(model, group.device)
     require_trained_parameters(model, recipe.model.freeze or ())
     engine_name = recipe.engine.name
     fallback = whole_batch_reason = ""
@@ -274,7 +281,8 @@ def build_engine(
             model,
             recipe.parallel,
             group,
-            narrow_dtype_or_none(recipe.precision),
+            # FSDP2 would cast packed weights, too.
+            None if recipe.model.quantize else narrow_dtype_or_none(recipe.precision),
             marks if engine_name == "inductor" else None,
         )
     elif engine_name == "inductor":
@@ -309,6 +317,7 @@ def build_engine(
         chunked_loss=chunked_loss,
         attention=_attention_implementation(model),
         pretrained=dict(model.loaded) if model.loaded else None,
+        quantized_weights=quantized_weights_text,
         gradient_checkpointing=_gradient_checkpointing_component_or_none(recipe, engine_name),
         onnxruntime=None,
         # torch.__version__ names the build, too, as in 2.4.0+cu121.

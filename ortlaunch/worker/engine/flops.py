@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from ortlaunch.worker.model.quantized_weights import parameter_element_count
+
 # Dense matrix products of 16 bits, in operations per second, by NVIDIA's data sheets. A name that
 # holds another one is before it.
 _VENDOR_FLOPS_PER_SECOND = {
@@ -51,7 +53,7 @@ def training_flops_per_token_or_none(
     tied = {id(head.weight)} if head is not None else set()
     looked_up = {id(table) for table in tables} - tied
     weights = sum(
-        (6 if p.requires_grad else 4) * p.numel()
+        (6 if p.requires_grad else 4) * parameter_element_count(p)
         for p in model.parameters()
         if id(p) not in looked_up
     )

@@ -20,6 +20,7 @@ from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMe
 from ortlaunch.worker.engine.memory_limits import process_status_bytes
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.model.fsdp import part_of_this_rank
+from ortlaunch.worker.model.quantized_weights import quantized_layers, scale_tensors
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Before and after each of the first two steps: gradients exist before a step, and optimizer state
@@ -66,7 +67,7 @@ class RankMemoryMeter:
         self.resets = _try_to_reset_peak_memory(device)
         # The weights are resident already, but count as the run's memory.
         weights = (
-            _bytes_of_new_storages_and_add_them(model.parameters(), {})
+            _bytes_of_new_storages_and_add_them([*model.parameters(), *_scales(model)], {})
             if device.type == "cpu"
             else 0
         )
@@ -187,7 +188,11 @@ def live_tensor_bytes_by_type(stepper: Stepper) -> TensorBytes:
         _tensors_of_attributes(sharder, _MASTERS)
     )
     weights = _bytes_of_new_storages_and_add_them(
-        [*_parameters_and_zero_3_parts(parameters), *_tensors_of_attributes(sharder, _WEIGHTS)],
+        [
+            *_parameters_and_zero_3_parts(parameters),
+            *_scales(stepper.module),
+            *_tensors_of_attributes(sharder, _WEIGHTS),
+        ],
         counted_storages,
     )
     # Before gradients, because gradients may be views of the buckets.
@@ -215,6 +220,11 @@ def _parameters_and_zero_3_parts(parameters: Sequence[torch.Tensor]) -> Iterator
         shard = getattr(parameter, "ds_tensor", None)
         if shard is not None:
             yield shard
+
+
+def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for _, layer in quantized_layers(model):
+        yield from scale_tensors(layer)
 
 
 def _gradient_tensors(owners: list[Any]) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlaunch.base.errors import InputError, MissingDependency
+from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.run_folder.engine_report import OptimizerGroup
@@ -22,6 +22,7 @@ from ortlaunch.worker.model.parameter_groups import (
     named_parameters_without_prefix,
     parameter_group_records,
 )
+from ortlaunch.worker.model.quantized_weights import import_bitsandbytes_or_refuse
 from ortmodule import FusedAdam
 from ortmodule.loops import build_torch_adamw, reason_tensor_is_too_large_or_empty
 
@@ -207,13 +208,7 @@ def adamw_8bit(inputs: OptimizerInputs) -> BuiltOptimizer:
         MissingDependency: bitsandbytes is not installed.
         InputError: it has no kernels for the device.
     """
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise MissingDependency(
-            f"optimizer.name: adamw_8bit needs bitsandbytes: {error}; "
-            'type: pip install "ortlaunch[bitsandbytes]"'
-        ) from None
+    bitsandbytes = import_bitsandbytes_or_refuse("optimizer.name: adamw_8bit", "bitsandbytes")
     if inputs.device.type not in bitsandbytes.supported_torch_devices:
         raise InputError(
             f"optimizer.name: adamw_8bit: bitsandbytes {bitsandbytes.__version__} has no kernels "

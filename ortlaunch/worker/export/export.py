@@ -17,6 +17,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.media.samples import load_media_processor_or_none
 from ortlaunch.worker.engine.stepping import Stepper
+from ortlaunch.worker.model.adapters import merge_adapters
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.patching import hide_package_unless_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -59,8 +60,7 @@ def write_transformers_or_peft_folder(
     """
     model: Any = trained_module.model
     if recipe.model.lora and recipe.model.lora.merge:
-        # safe_merge raises an error if the adapters have nan.
-        model = model.merge_and_unload(safe_merge=True)
+        model = merge_adapters(model)
     elif recipe.model.lora:
         # peft would write a template over the user's own model card; push.py writes the run's card.
         model.create_or_update_model_card = lambda export_folder: None

@@ -57,6 +57,11 @@ def write_and_record_checkpoint_export(
     from ortlaunch.worker.export.export import FORMATS, apply_umask_and_flush_files
 
     recipe = _recipe_with_requested_lora_form(_read_run_recipe(run), export_format, lora_form)
+    if export_format == "ondevice" and recipe.model.quantize:
+        raise InputError(
+            "--format ondevice: ONNX Runtime does not train beside the quantized weights of "
+            "model.quantize; use --format huggingface or onnx, which have whole weights"
+        )
     if export_format == "ondevice":
         recipe = unsharded_one_pass_recipe_for_device(
             recipe, Plan.read(run.plan).batch.micro_samples

@@ -13,6 +13,7 @@ from torch import nn
 
 from ortlaunch.worker.data.identity import data_identity_record as of_data
 from ortlaunch.worker.data.samples import Samples
+from ortlaunch.worker.model.quantized_weights import quantized_layers, scale_tensors
 
 # Elements of each tensor in the fingerprint: another seed or another base changes nearly all.
 _ELEMENTS = 64
@@ -35,10 +36,16 @@ def data_and_frozen_weights_identity(
 def frozen_weights_fingerprint_or_none(model: nn.Module) -> str | None:
     """Return a fingerprint of the frozen parameters; None if all are trained."""
     # A rank without weights gets the fingerprint from the one that has them.
-    frozen = [
+    frozen: list[tuple[str, torch.Tensor]] = [
         (name, value)
         for name, value in model.named_parameters()
         if not value.requires_grad and not value.is_meta
+    ]
+    # The packed weights of two bases that differ by a factor are the same.
+    frozen += [
+        (f"{name}.scale", scale)
+        for name, layer in quantized_layers(model)
+        for scale in scale_tensors(layer)
     ]
     fingerprint = hashlib.blake2b(digest_size=8)
     for name, value in frozen:

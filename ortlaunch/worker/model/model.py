@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ortlaunch.base.errors import InputError, MissingDependency
+from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.inputs import (
     pretrained_files_in_folder,
     refuse_lfs_pointers_and_unreadable_files,
@@ -26,22 +23,26 @@ from ortlaunch.recipe.inputs import (
 )
 from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import LoadedData, seed_and_call_user_function
 from ortlaunch.worker.data.streams.hub import hub_error_reason_and_remedy
-from ortlaunch.worker.data.tokenizer import (
-    download_revision_or_keep_name,
-    tokens_without_pretrained_weights,
-)
+from ortlaunch.worker.data.tokenizer import download_revision_or_keep_name
 from ortlaunch.worker.data.user_data import import_user_function, seed_all_random_generators
 from ortlaunch.worker.data.vocabulary import class_number_by_label_in_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.activation_offload import keep_saved_tensors_on_host_except
+from ortlaunch.worker.model.adapters import (
+    add_lora_adapters,
+    refuse_frozen_embeddings_of_new_tokens,
+)
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_patterns
 from ortlaunch.worker.model.pretrained import (
     LoadedNames,
     load_pretrained_resizing_vocabulary_and_list_names,
+)
+from ortlaunch.worker.model.quantized_weights import (
+    quantized_loading_options,
+    settle_quantized_layers,
 )
 from ortlaunch.worker.model.returned_values import (
     LOSS,
@@ -239,6 +240,7 @@ def seed_and_build_loss_module_on_cpu(
         has_weights: False: a model of transformers gets tensors without memory (torch's meta device),
             and the values come from another rank. A model of the user's own has weights in any case.
     """
+    has_weights = has_weights or recipe.model.is_built_of_values
     seed_all_random_generators(recipe.seed)
     generates_with_cache = None
     loaded = None
@@ -263,9 +265,9 @@ def seed_and_build_loss_module_on_cpu(
         generates_with_cache = _switch_cache_off_and_return_setting(model)
     if recipe.model.lora:
         if loaded is not None and data.tokenizer is not None:
-            _refuse_frozen_embeddings_of_new_tokens(recipe, recipe.model.lora, data, model)
+            refuse_frozen_embeddings_of_new_tokens(recipe, recipe.model.lora, data, model)
         with _meta_device_unless(has_weights):
-            model = _add_lora_adapters(model, recipe.model.lora, recipe.model.task)
+            model = add_lora_adapters(model, recipe.model.lora, recipe.model.task)
     if recipe.model.freeze:
         freeze_parameters_matching_patterns(model, recipe.model.freeze)
     # After the adapters: with checkpointing on, peft would change the embeddings' output.
@@ -409,7 +411,7 @@ def _transformers_model_and_loaded_names_or_none(
             return built, None
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
-        return load_pretrained_resizing_vocabulary_and_list_names(
+        loaded = load_pretrained_resizing_vocabulary_and_list_names(
             auto,
             download_revision_or_keep_name(recipe.model.pretrained),
             config,
@@ -417,7 +419,11 @@ def _transformers_model_and_loaded_names_or_none(
             allows_partial=recipe.model.allow_partial,
             attn_implementation=attention,
             torch_dtype=torch.float32,
+            **quantized_loading_options(recipe.model, config, auto),
         )
+        if recipe.model.quantize is not None:
+            settle_quantized_layers(loaded[0], recipe.model.quantize.compute or recipe.precision)
+        return loaded
     except (OSError, ValueError) as error:
         reason = hub_error_reason_and_remedy(error, str(recipe.model.pretrained))
         raise InputError(f"model: {reason}") from error
@@ -579,93 +585,3 @@ def refuse_data_exceeding_model_sizes(
             else f"the data has {data.classes} classes"
         )
         raise InputError(f"model.config.num_labels: got {config.num_labels}, and {problem}")
-
-
-def _refuse_frozen_embeddings_of_new_tokens(
-    recipe: Recipe, lora: Lora, data: LoadedData, model: Any
-) -> None:
-    """Refuse adapters that leave the embeddings of new tokens as they began.
-
-    Raises:
-        InputError: there are new tokens, and a layer of their embeddings stays frozen.
-    """
-    from transformers import AutoConfig
-
-    source_config = AutoConfig.from_pretrained(
-        download_revision_or_keep_name(str(recipe.model.pretrained))
-    ).get_text_config()
-    new_tokens = tokens_without_pretrained_weights(
-        recipe.data, data.tokenizer, source_config.vocab_size
-    )
-    # The same weight has one name.
-    layers = {
-        id(layer.weight): name.rpartition(".")[2]
-        for name, layer in [*model.named_modules()][::-1]
-        if layer in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
-    frozen = {*layers.values()} - {*lora.modules_to_save, *lora.target_modules}
-    if new_tokens and frozen:
-        trained = ", ".join(sorted({*lora.modules_to_save, *layers.values()}))
-        raise InputError(
-            f"model.lora: {', '.join(new_tokens[:4])} of data.tokenizer are new to model.pretrained, and "
-            f"{', '.join(sorted(frozen))} would stay frozen, so that the model never learns them; "
-            f"set model.lora.modules_to_save: [{trained}]"
-        )
-
-
-def _require_lora_target_modules_exist(model: nn.Module, lora: Lora) -> None:
-    """Refuse names of target modules that no layer has; peft would leave some of them out in silence.
-
-    Raises:
-        InputError: with the names of layers that have a weight matrix.
-    """
-    layers = [name for name, _ in model.named_modules()]
-    missing = [
-        target
-        for target in lora.target_modules
-        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in layers)
-    ]
-    # Weights of target_parameters may be all; the default of target_modules is then of no matter.
-    if missing and not lora.target_parameters:
-        names = {
-            name.rpartition(".")[2]
-            for name, layer in model.named_modules()
-            if getattr(getattr(layer, "weight", None), "ndim", 0) == 2
-        }
-        raise InputError(
-            f"model.lora.target_modules: the model has no layer {', '.join(missing)}; its layers "
-            f"with a weight matrix are {', '.join(sorted(names))}"
-        )
-
-
-def _add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
-    try:
-        import peft
-    except ImportError:
-        raise MissingDependency('model.lora needs peft: pip install "ortlaunch[lora]"') from None
-    _require_lora_target_modules_exist(model, lora)
-    traits = MODEL_TASKS[task]
-    saved_modules = [*filter(None, [traits.new_head]), *lora.modules_to_save]
-    # peft's names of new heads. It saves all layers whose names end so, and fails for an adapter there.
-    excluded_names = [*saved_modules, *(("classifier", "score") if traits.peft else ())]
-    config = peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules="all-linear"
-        if "all-linear" in lora.target_modules
-        else list(lora.target_modules),
-        target_parameters=list(lora.target_parameters) or None,
-        task_type=traits.peft,
-        modules_to_save=saved_modules or None,
-        exclude_modules=f".*({'|'.join(map(re.escape, excluded_names))})"
-        if excluded_names
-        else None,
-    )
-    # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-    try:
-        adapted: nn.Module = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise InputError(f"model.lora.target_modules: {error}") from None
-    return adapted

@@ -16,6 +16,7 @@ from torch import nn
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.worker.model.parameter_groups import CombinedOptimizer
+from ortlaunch.worker.model.quantized_weights import quantized_layers
 
 NamedNumbers = dict[str, float]
 STATE_TENSORS = "state_tensors"
@@ -130,8 +131,12 @@ def require_same_trained_parameters(
 def persistent_buffers_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a model saves besides its parameters."""
     model_state = model.state_dict(keep_vars=True)
+    # Their scales are as frozen as their weights.
+    quantized = tuple(f"{name}." for name, _ in quantized_layers(model))
     return {
-        name: value for name, value in model_state.items() if not isinstance(value, nn.Parameter)
+        name: value
+        for name, value in model_state.items()
+        if not isinstance(value, nn.Parameter) and not name.startswith(quantized)
     }
 
 

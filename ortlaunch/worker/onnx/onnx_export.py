@@ -23,6 +23,7 @@ from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.media.samples import load_media_processor_or_none
 from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
+from ortlaunch.worker.model.adapters import merge_adapters
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.user_model import (
     ExportedModule,
@@ -80,7 +81,7 @@ def write_and_check_onnx_folder(
     _require_onnx_packages()
     model: Any = trained_module.model.float()
     if recipe.model.lora:
-        model = model.merge_and_unload(safe_merge=True)
+        model = merge_adapters(model)
     exported_module: ExportedModule
     if recipe.model.traits.is_own:
         exported_module, batches = model_with_row_outputs_and_batches(recipe, model, data)

@@ -306,7 +306,8 @@ def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
     """Every example in an error message is a valid value."""
     # BASE is changed so that no example contradicts it.
     plain = (
-        "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
+        "optimizer: {name: adamw, momentum: null}\nengine: {name: eager}\n"
+        "model: {pretrained: some-model, config: null, lora: {target_modules: all-linear}}\n"
     )
     plain += "submit: {kubernetes: {image: a, runs: /data/runs, volumes: {training: /data}}}\n"
     top(tmp_path, plain, f"{format_key_path(path)}={EXAMPLES[path]}")

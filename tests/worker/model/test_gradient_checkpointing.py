@@ -13,9 +13,9 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.rules.rules import broken_rule_problems, precision_and_engine_device_rules
+from ortlaunch.worker.model.adapters import add_lora_adapters
 from ortlaunch.worker.model.model import (
     LossModule,
-    _add_lora_adapters,
     _enable_gradient_checkpointing,
 )
 from tests.makers import bert, recipe
@@ -37,7 +37,7 @@ def model(family: str, lora: bool = False) -> nn.Module:
             **SIZES, num_attention_heads=4, attention_dropout=0.1, use_cache=False
         )
         made = transformers.AutoModelForCausalLM.from_config(config)
-    return (_add_lora_adapters(made, Lora(), "causal-lm") if lora else made).train()
+    return (add_lora_adapters(made, Lora(), "causal-lm") if lora else made).train()
 
 
 def saved(run: Callable[[], torch.Tensor], weights: set[int]) -> tuple[torch.Tensor, int]:

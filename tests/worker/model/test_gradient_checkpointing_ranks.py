@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ortlaunch.recipe.fields.model import Lora
+from ortlaunch.worker.model.adapters import add_lora_adapters
 from ortlaunch.worker.model.model import (
     LossModule,
-    _add_lora_adapters,
     _enable_gradient_checkpointing,
 )
 from ortmodule._internal.pass_counters import PassAndGraphCounters
@@ -27,7 +27,7 @@ def models(lora: bool) -> tuple[LossModule, LossModule, LossModule]:
     """Return three equal Llamas: plain, with checkpoints, and a plain one with eager's gradients."""
     plain = language_model("llama", "sdpa")
     if lora:
-        plain = LossModule(_add_lora_adapters(plain.model, Lora(), "causal-lm"))
+        plain = LossModule(add_lora_adapters(plain.model, Lora(), "causal-lm"))
     checkpointed = copy.deepcopy(plain)
     reference = copy.deepcopy(plain)
     _enable_gradient_checkpointing(checkpointed.model)

@@ -22,7 +22,7 @@ from ortlaunch.tables.families import (
     planned_config_or_none,
 )
 from ortlaunch.tables.model_tasks import MODEL_TASKS
-from ortlaunch.worker.model.model import _add_lora_adapters
+from ortlaunch.worker.model.adapters import add_lora_adapters
 from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
@@ -166,7 +166,7 @@ def test_adapters_of_all_linear_layers_are_pefts(kind: str) -> None:
         config = transformers.AutoConfig.for_model(kind, **fields, **more, num_labels=1)
         with torch.device("meta"):
             model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
-            adapted = _add_lora_adapters(model, lora, task)
+            adapted = add_lora_adapters(model, lora, task)
         # A head for labels is trained as a whole, and has no adapter.
         count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
         data = {"train": {"format": "jsonl", "path": "x"}, "tokenizer": "x", "sequence_length": 128}
