@@ -117,6 +117,9 @@ def _adapter_parameters(recipe: Recipe, shape: ModelShape) -> list[_Parameter]:
     if lora is None or sides is None:
         return []
     return [
-        _Parameter(lora.r, side) if index % 2 == 0 else _Parameter(side, lora.r)
-        for index, side in enumerate(sides)
+        *(
+            _Parameter(lora.r, side) if index % 2 == 0 else _Parameter(side, lora.r)
+            for index, side in enumerate(sides)
+        ),
+        *(_Parameter(side, 1) for side in (sides[1::2] if lora.dora else ())),
     ]

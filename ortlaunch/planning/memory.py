@@ -61,6 +61,8 @@ _NCCL_BYTES = 300 << 20
 # DeepSpeed's defaults, in elements: the largest tensor that ZeRO 3 keeps whole on every rank; the
 # elements reduced together; the elements that ZeRO 3 gathers together.
 _PERSISTENT_ELEMENTS = 100_000
+# With them, adapters have sizes that the recipe and the model's family do not give.
+_UNPLANNED_LORA_FIELDS = ("pretrained", "modules_to_save", "target_parameters", "rank_pattern")
 _BUCKET_ELEMENTS = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 
@@ -367,13 +369,7 @@ def reason_rank_memory_cannot_be_estimated(recipe: Recipe) -> str:
     if model.lora is None:
         return f"models of type {model_type} have no estimate for task {model.task}"
     lora = model.lora
-    lora_field = (
-        "modules_to_save"
-        if lora.modules_to_save
-        else "target_parameters"
-        if lora.target_parameters
-        else "target_modules"
-    )
+    lora_field = next(filter(lora.__getattribute__, _UNPLANNED_LORA_FIELDS), "target_modules")
     return (
         f"adapters with these model.lora.{lora_field} have no estimate; a training records its memory "
         "in memory.json"
@@ -512,9 +508,14 @@ def _zero_setting(recipe: Recipe, setting_name: str, default: float) -> float:
 
 
 def _adapter_tensor_sizes_or_none(lora: Lora, model_shape: ModelShape) -> list[int] | None:
-    """Return the number of elements of each matrix of the adapters; None: an unknown target."""
-    if lora.target_parameters or lora.modules_to_save:
+    """Return the number of elements of each tensor of the adapters; None: an unknown target."""
+    if any(getattr(lora, name) for name in _UNPLANNED_LORA_FIELDS):
         return None
     side_sizes = model_shape.linear_layer_side_sizes_or_none(lora.target_modules)
-    # Each adapter has two matrices, of r x input and output x r elements.
-    return None if side_sizes is None else [lora.r * side_size for side_size in side_sizes]
+    if side_sizes is None:
+        return None
+    # Each adapter has two matrices, of r x input and output x r elements, and with DoRA lengths.
+    return [
+        *(lora.r * side_size for side_size in side_sizes),
+        *(side_sizes[1::2] if lora.dora else ()),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -29,10 +30,31 @@ class Lora(Section, resume_rule=OTHER_MODEL):
     """Rank of the update matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32
     """Scale: the update is multiplied by alpha / r."""
+    rslora: bool = False
+    """Multiply it by alpha / sqrt(r) instead (rsLoRA)."""
+    dora: bool = False
+    """Train the length of each weight's rows apart from their direction (DoRA)."""
+    rank_pattern: dict[Text, Positive] = {}
+    """Other ranks: a regular expression for the end of a layer's name, as `layers.0.*q_proj`, and
+    its `r`."""
+    alpha_pattern: dict[Text, Annotated[float, Field(gt=0)]] = {}
+    """Other scales, in the same way."""
+    init: Literal[
+        "default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"
+    ] = "default"
+    """First values, by peft's names. `default`: the update is zero. `pissa`, `olora`: from the base
+    weights' largest singular values, or their QR decomposition, which is taken off the base; with
+    `merge` alone, for the adapters do not fit the published base. `pissa_niter_N`: faster, with N
+    iterations."""
+    pretrained: Text | None = None
+    """Local folder or hub id (`owner/name@revision`) of published adapters to continue. They have
+    all the fields of this section except `merge`."""
     dropout: Decay = 0.0
     """Dropout before the adapters."""
     target_modules: OneOrMore = ("q_proj", "v_proj")
-    """Names of the linear layers that get an adapter; `all-linear`: all but the head."""
+    """Names of the linear layers that get an adapter; `all-linear`: all but the head. A single text
+    with other signs than letters, digits, `_`, `.` and `-` is a regular expression of whole names in
+    the model, as `model.layers.[0-3].*_proj`."""
     target_parameters: Words = ()
     """More weights that get an adapter, by the end of their names, for experts that a model has in
     one tensor, as `experts.gate_up_proj`. Not with engine ort, and with `dropout` 0."""
@@ -43,6 +65,12 @@ class Lora(Section, resume_rule=OTHER_MODEL):
     merge: Annotated[bool, effect_rule("it affects only the export")] = True
     """Export the whole model with the adapters merged into its weights; false: only the adapters,
     in peft's format. Checkpoints contain only the adapters in any case."""
+
+    @property
+    def target_pattern(self) -> str:
+        """The regular expression of `target_modules`; "" where it has names."""
+        is_name = re.fullmatch(r"[\w.-]*", self.target_modules[0]) is not None
+        return "" if is_name or len(self.target_modules) > 1 else self.target_modules[0]
 
 
 class Quantize(Section, resume_rule=OTHER_MODEL):
@@ -121,5 +149,7 @@ class Model(Section, resume_rule=OTHER_MODEL):
 
     @property
     def is_built_of_values(self) -> bool:
-        """Whether each rank needs the values of the base, as scales are made of them."""
-        return self.quantize is not None
+        """Whether each rank needs the base's values: scales or first adapters are made of them."""
+        lora = self.lora
+        has_values = lora is not None and (lora.pretrained or lora.init != "default")
+        return self.quantize is not None or bool(has_values)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.model import Model, Quantize
+from ortlaunch.recipe.fields.model import Lora, Model, Quantize
 from ortlaunch.recipe.fields.parallel import Parallel
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import MAX_COUNT, names_of_non_default_fields
@@ -44,6 +44,8 @@ def all_model_section_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _problems_of_model_builder_for_task(recipe.model)
     yield from function_name_rules("model.factory", recipe.model.factory)
     yield from _quantize_rules(recipe)
+    if recipe.model.lora:
+        yield from _lora_field_rules(recipe.model.lora, recipe.model)
     if recipe.model.config is not None:
         config_problems = list(
             _model_type_and_config_value_rules(recipe.model.config, bool(recipe.model.pretrained))
@@ -95,6 +97,29 @@ def _problems_of_model_builder_for_task(model: Model) -> Iterator[Problem]:
             "has neither `pretrained` (a folder or hub id) nor `config` (for random weights); "
             "give one",
         )
+
+
+def _lora_field_rules(lora: Lora, model: Model) -> Iterator[Problem]:
+    """Yield the fields of `model.lora` that contradict each other or the base."""
+    if lora.pretrained:
+        for name in sorted(names_of_non_default_fields(lora) - {"pretrained", "merge"}):
+            yield (
+                (f"model.lora.{name}", "model.lora.pretrained"),
+                "has no effect with model.lora.pretrained, whose adapters have it; leave it out",
+            )
+    if lora.init.startswith(("pissa", "olora")):
+        if model.quantize:
+            yield (
+                ("model.lora.init", "model.quantize"),
+                f"got {lora.init}, which changes the base weights, and they are quantized; leave "
+                "one out",
+            )
+        if not lora.merge:
+            yield (
+                ("model.lora.merge", "model.lora.init"),
+                f"got false with init {lora.init}: the base weights are no longer the published "
+                "ones, so that adapters alone do not fit them; leave it out",
+            )
 
 
 def _quantize_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -310,7 +335,7 @@ def _length_and_vocabulary_rules(recipe: Recipe, full_config: PlannedConfig) -> 
 
 def _lora_target_module_rules(model: Model) -> Iterator[Problem]:
     family = family_with_all_fields_or_none((model.config or {}).get("model_type"))
-    if model.lora is None or family is None:
+    if model.lora is None or model.lora.pretrained or model.lora.target_pattern or family is None:
         return
     linear_layers = tuple(dict.fromkeys(family.layer_names))
     unknown_modules = [

@@ -167,6 +167,11 @@ def _recipe_with_requested_lora_form(recipe: Recipe, export_format: str, lora_fo
         raise InputError(
             f"--lora {lora_form}: --format {export_format} has {problem}; leave --lora out"
         )
+    if lora_form == "alone" and recipe.model.lora.init.startswith(("pissa", "olora")):
+        raise InputError(
+            f"--lora alone: model.lora.init {recipe.model.lora.init} has changed the base weights, so that "
+            "adapters alone do not fit the published ones; leave --lora out"
+        )
     model = recipe.model.model_copy(
         update={"lora": recipe.model.lora.model_copy(update={"merge": lora_form == "merged"})}
     )

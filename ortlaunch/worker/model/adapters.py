@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from ortlaunch.base.errors import InputError, MissingDependency
+from ortlaunch.base.units import first_names_and_count_of_rest
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.tables.model_tasks import MODEL_TASKS
@@ -69,7 +71,7 @@ def _require_lora_target_modules_exist(model: nn.Module, lora: Lora) -> None:
         if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in layers)
     ]
     # Weights of target_parameters may be all; the default of target_modules is then of no matter.
-    if missing and not lora.target_parameters:
+    if missing and not (lora.target_parameters or lora.target_pattern):
         names = {
             name.rpartition(".")[2]
             for name, layer in model.named_modules()
@@ -92,8 +94,14 @@ def add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         import peft
     except ImportError:
         raise MissingDependency('model.lora needs peft: pip install "ortlaunch[lora]"') from None
-    _require_lora_target_modules_exist(model, lora)
+    # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+    # Our own error comes after it.
+    warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
     traits = MODEL_TASKS[task]
+    if lora.pretrained:
+        return _load_published_adapters(model, lora.pretrained, traits.has_new_head)
+    _require_lora_target_modules_exist(model, lora)
     saved_modules = [*filter(None, [traits.new_head]), *lora.modules_to_save]
     # peft's names of new heads. It saves all layers whose names end so, and fails for an adapter there.
     excluded_names = [*saved_modules, *(("classifier", "score") if traits.peft else ())]
@@ -103,21 +111,105 @@ def add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         lora_dropout=lora.dropout,
         target_modules="all-linear"
         if "all-linear" in lora.target_modules
-        else list(lora.target_modules),
+        else lora.target_pattern or list(lora.target_modules),
         target_parameters=list(lora.target_parameters) or None,
         task_type=traits.peft,
         modules_to_save=saved_modules or None,
         exclude_modules=f".*({'|'.join(map(re.escape, excluded_names))})"
         if excluded_names
         else None,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+        init_lora_weights=True if lora.init == "default" else lora.init,
     )
-    # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+    thread_count = torch.get_num_threads()
+    # Singular values differ in their last bits with the threads, and a run that continues with other
+    # ranks must find the same base.
+    torch.set_num_threads(thread_count if lora.init == "default" else 1)
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise InputError(f"model.lora.target_modules: {error}") from None
+    # Each of them for fields that do not fit the model, or each other.
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise InputError(f"model.lora: {error}") from None
+    finally:
+        torch.set_num_threads(thread_count)
+    _require_patterns_match(adapted, lora)
     return adapted
+
+
+def _require_patterns_match(adapted: nn.Module, lora: Lora) -> None:
+    """Refuse a pattern that matches no layer with an adapter; peft would ignore it.
+
+    Raises:
+        InputError: there is one.
+    """
+    names = [name for name, layer in adapted.named_modules() if hasattr(layer, "lora_A")]
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, field):
+            # As peft compares.
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                raise InputError(
+                    f"model.lora.{field}: {pattern} matches no layer with an adapter; they are "
+                    f"{first_names_and_count_of_rest(names, 4)}"
+                )
+
+
+def lora_of_published_adapters(lora: Lora) -> Lora:
+    """Return `lora` with the layers of published adapters, if it names some.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    if lora.pretrained is None:
+        return lora
+    import peft
+
+    try:
+        config: Any = peft.PeftConfig.from_pretrained(
+            download_revision_or_keep_name(lora.pretrained)
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(f"model.lora.pretrained: got {lora.pretrained}: {error}") from None
+    targets = config.target_modules or ()
+    return lora.model_copy(
+        update={
+            "modules_to_save": tuple(config.modules_to_save or ()),
+            "target_modules": (targets,) if isinstance(targets, str) else tuple(targets),
+        }
+    )
+
+
+def _load_published_adapters(model: nn.Module, source: str, has_new_head: bool) -> nn.Module:
+    """Return the model with the adapters of a folder or the hub, to be trained further.
+
+    Raises:
+        InputError: they cannot be read, or are of another model or task.
+    """
+    import peft
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            adapted: Any = peft.PeftModel.from_pretrained(
+                model,
+                download_revision_or_keep_name(source),
+                is_trainable=True,
+                torch_device="cpu",
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(f"model.lora.pretrained: got {source}: {reason}") from None
+    problem = next(
+        (str(item.message) for item in caught if "adapter keys" in str(item.message)), ""
+    )
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    if has_new_head and all(".lora_" in name for name in trained):
+        problem = "they have no head for the task, which would stay at random"
+    if problem or not trained:
+        raise InputError(f"model.lora.pretrained: got {source}: {problem or 'nothing is trained'}")
+    return cast("nn.Module", adapted)
 
 
 def merge_adapters(adapted: Any) -> Any:
