@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ortlaunch.base.errors import InputError, RecipeError
 from ortlaunch.importers import (
     accelerate,
+    adapters,
     axolotl,
     deepspeed,
     llama_factory,
@@ -173,6 +174,7 @@ def convert_config_to_recipe(
     )
     tool.convert(draft)
     sharding.replace_division_that_optimizer_lacks(draft)
+    adapters.change_division_that_quantized_weights_lack(draft)
     draft.assume_default(
         "name",
         re.sub(r"[^A-Za-z0-9._-]+", "-", config_path.stem).strip("-._") or "imported",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from ortlaunch.importers import trainer
+from ortlaunch.importers import adapters, trainer
 from ortlaunch.importers.draft import Draft, number_or_none
 from ortlaunch.importers.rules import (
     ANY_KEY,
@@ -88,7 +87,8 @@ def convert_axolotl_config(draft: Draft) -> None:
     _add_chat_template_of_all_sets(draft)
     has_adapter = draft.config_value("adapter")
     assume_defaults(draft, {"model.task": "causal-lm"}, "Axolotl trains no other")
-    if has_adapter:
+    published = adapters.published_adapters_rules(draft, "lora_model_dir", ("lora_", "peft_"))
+    if has_adapter and not published:
         assume_defaults(draft, {"model.lora.r": 8, "model.lora.alpha": 8}, "peft's default")
     warmups = [draft.config_value(name) for name in ("warmup_steps", "warmup_ratio")]
     if draft.config_value("lr_scheduler") != "constant" and warmups == [None, None]:
@@ -101,7 +101,10 @@ def convert_axolotl_config(draft: Draft) -> None:
     }
     trainer.convert_with_shared_arguments(
         draft,
-        {**_RULES, **({} if has_adapter else rules_without_adapters(draft, "there is no adapter"))},
+        {
+            **_RULES,
+            **(published if has_adapter else rules_without_adapters(draft, "there is no adapter")),
+        },
         {**defaults, **_every_epoch_evaluation_and_save_unless_given(draft)},
         "Axolotl's default",
         1,  # Trainer's default is three
@@ -140,13 +143,6 @@ def _pretrained_model_and_tokenizer(key: ConfigKey) -> Rule:
         put("model.pretrained", source),
         assume("data.tokenizer", tokenizer_source, "it lies with the model"),
     )
-
-
-def _rslora_rule(key: ConfigKey) -> Rule | None:
-    # It divides alpha by the root of the rank, peft's usual scale by the rank.
-    alpha, rank = (number_or_none(key.sibling(name)) or 8 for name in ("lora_alpha", "lora_r"))
-    alpha_rule = put("model.lora.alpha", round(alpha * math.sqrt(rank), 6))
-    return alpha_rule if key.sibling("adapter") else None
 
 
 def _unfrozen_parameters(key: ConfigKey) -> Rule:
@@ -473,14 +469,25 @@ _RULES: Rules = {
         "the tokenizer that transformers reads for the model, with its chat template"
     ),
     "model_type": needless("the pretrained model's config says it"),
-    # LoRA without quantization trains the same adapters, so qlora is converted with a remark.
     "adapter": by_text(
         {
             "lora": needless("model.lora is there"),
-            "qlora": drop("model.lora, whose base weights are not quantized"),
+            "qlora": first_of(
+                (lambda key: key.sibling("load_in_4bit"), needless("model.quantize is there")),
+                otherwise=adapters.quantized_base_rule("nf4"),
+            ),
         },
         refuse("adapters here are lora"),
     ),
+    "load_in_4bit": lambda key: adapters.quantized_base_rule(
+        "nf4", (key.sibling("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
+    ),
+    "load_in_8bit": adapters.quantized_base_rule("int8"),
+    "bnb_config_kwargs": {"bnb_4bit_use_double_quant": EvenIfEmpty(adapters.IN_QUANTIZE)},
+    "gptq": adapters.OTHER_FORM,
+    "peft_use_rslora": put("model.lora.rslora"),
+    "peft_use_dora": put("model.lora.dora"),
+    "peft_init_lora_weights": lambda key: adapters.init_rule(key.value),
     "lora_target_linear": put("model.lora.target_modules", ["all-linear"]),
     # A linear layer that the list names, too; the head and the word table are none of them.
     "lora_target_modules": first_of(
@@ -497,13 +504,8 @@ _RULES: Rules = {
         put("model.lora.target_parameters"),
         assume("engine.name", "eager", "lora_target_parameters requires it"),
     ),
-    "peft_use_rslora": _rslora_rule,
     "lora_r": put("model.lora.r"),
-    "lora_alpha": lambda key: (
-        needless("model.lora.alpha has it")
-        if key.sibling("peft_use_rslora")
-        else put("model.lora.alpha")
-    ),
+    "lora_alpha": put("model.lora.alpha"),
     **dict.fromkeys(_DATA_KEYS, _rule_for_train_or_test_data_sets),
     "val_set_size": trainer.held_out_data,
     "chat_template_jinja": put("data.chat_template"),

@@ -160,6 +160,8 @@ class Draft:
         """Set the defaults of those keys that the config does not set."""
         if self.recipe_tree.find_subtree(("parallel",)) is not None:
             self.assume_default(*_ENGINE_FOR_PARALLEL)
+        if self.recipe_tree.find_subtree(("model", "quantize")) is not None:
+            self.assume_default("engine.name", "eager", "model.quantize requires it")
         if self.expected_recipe_value_or_none("precision") == "bf16":
             self.assume_default(*_ENGINE_FOR_BF16)
         for recipe_key, recipe_value, reason in self._assumed_values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.importers import llama_data, llama_v1, trainer
+from ortlaunch.importers import adapters, llama_data, llama_v1, trainer
 from ortlaunch.importers.draft import Draft, number_or_none
 from ortlaunch.importers.rules import (
     ConfigKey,
@@ -10,6 +10,7 @@ from ortlaunch.importers.rules import (
     Rule,
     Rules,
     by_text,
+    drop,
     first_of,
     needless,
     put,
@@ -38,7 +39,12 @@ def convert_llama_factory_config(draft: Draft) -> None:
     if is_second_schema:
         defaults |= {"schedule.name": "constant", "precision": "bf16"}
         defaults |= {"optimizer.learning_rate": 1e-4}
-    if not is_full:
+    published: Rules = {}
+    if not draft.config_value("create_new_adapter"):
+        published = adapters.published_adapters_rules(
+            draft, "adapter_name_or_path", ("lora_", "pissa_", "use_rslora", "use_dora")
+        )
+    if not is_full and not published:
         # Without finetuning_type LLaMA-Factory trains adapters.
         rank = number_or_none(draft.config_value("lora_rank")) or 8
         lora_values = {"r": 8, "alpha": 2 * rank, "dropout": 0.0, "target_modules": ["all-linear"]}
@@ -46,6 +52,7 @@ def convert_llama_factory_config(draft: Draft) -> None:
     rules: Rules = {
         **llama_v1.RULES,
         **_METHOD_RULES,
+        **published,
         **trainer.MODEL_RULES,
         **llama_data.rules_by_dataset_info(draft, _has_chats(draft), _loss_fields(draft)),
         **_DATA_RULES,
@@ -76,6 +83,12 @@ def _loss_part(key: ConfigKey) -> Rule | None:
     return part_rule if _has_chats(key.draft) else None
 
 
+def _quantized_in_4_bits(key: ConfigKey) -> Rule:
+    if key.sibling("quantization_type") not in (None, "nf4"):
+        return adapters.OTHER_FORM
+    return adapters.quantized_base_rule("nf4", key.sibling("double_quantization") is not False)
+
+
 _THINKING_REMARK = "only for a chat template that names it; the thoughts of rows stay"
 _LOSS_PARTS = {"train_on_prompt": "all", "mask_history": "last"}
 _METHOD_RULES: Rules = {
@@ -96,6 +109,29 @@ _METHOD_RULES: Rules = {
     "lora_rank": put("model.lora.r"),
     "lora_alpha": put("model.lora.alpha"),
     "lora_dropout": put("model.lora.dropout"),
+    "use_rslora": put("model.lora.rslora"),
+    "use_dora": put("model.lora.dora"),
+    "additional_target": lambda key: put(
+        "model.lora.modules_to_save", [name.strip() for name in key.text.split(",")]
+    ),
+    "pissa_init": lambda key: adapters.init_rule(
+        {None: "pissa_niter_16", -1: "pissa"}.get(
+            key.sibling("pissa_iter"), f"pissa_niter_{key.sibling('pissa_iter')}"
+        )
+    ),
+    "pissa_iter": needless("model.lora.init has it"),
+    "pissa_convert": needless("the export is merged"),
+    "adapter_name_or_path": drop(
+        "with create_new_adapter: export those merged, and begin with that model"
+    ),
+    "quantization_bit": by_text(
+        {"8": adapters.quantized_base_rule("int8"), "4": _quantized_in_4_bits}, adapters.OTHER_FORM
+    ),
+    "quantization_type": by_text({"nf4": adapters.IN_QUANTIZE}, adapters.OTHER_FORM),
+    "quantization_method": by_text(
+        dict.fromkeys(("bnb", "bitsandbytes"), adapters.IN_QUANTIZE), adapters.OTHER_FORM
+    ),
+    "double_quantization": EvenIfEmpty(adapters.IN_QUANTIZE),
     **dict.fromkeys(_LOSS_PARTS, _loss_part),
 }
 _DATA_RULES: Rules = {

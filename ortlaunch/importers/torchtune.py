@@ -46,6 +46,7 @@ _DATASETS: dict[str, tuple[str | None, dict[str, object]]] = {
     "text_completion_dataset": (None, {"text_column": "text"}),
 }
 _ANSWERS = "answers alone count in the loss of chats"
+_NF4_BY_BITSANDBYTES = put("model.quantize", {"type": "nf4"}, "by bitsandbytes, not torchao")
 _NOT_PAGED = "with its state not paged"
 # torchtune's component -> the recipe's optimizer, and how the meaning differs.
 _OPTIMIZERS = {
@@ -152,7 +153,7 @@ _RULES: Rules = {
             ),
             (
                 lambda key: ".qlora_" in key.text and key.sibling("lora_attn_modules"),
-                drop("the base weights are not quantized"),
+                _NF4_BY_BITSANDBYTES,
             ),
             otherwise=(),
         ),
@@ -164,6 +165,8 @@ _RULES: Rules = {
         "lora_rank": _adapter_rule(put("model.lora.r")),
         "lora_alpha": _adapter_rule(put("model.lora.alpha")),
         "lora_dropout": _adapter_rule(put("model.lora.dropout")),
+        "use_dora": _adapter_rule(put("model.lora.dora")),
+        "quantize_base": _adapter_rule(_NF4_BY_BITSANDBYTES),
     },
     "dataset": _data_set,
     "dataset_val": _data_set,
@@ -214,7 +217,7 @@ _RULES: Rules = {
     "profiler": lambda key: (drop if key.child("enabled") else needless)(
         "log.profile_steps profiles"
     ),
-    "quantizer": drop("there is no quantized training"),
+    "quantizer": drop("there is no training of quantized weights"),
     **sharding.FSDP_RULES,
     "fsdp_cpu_offload": (sharding.ALL_RANKS_SHARE_ONE_COPY, put("parallel.offload", True)),
     "custom_sharded_layers": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ortlaunch.importers import adapters
 from ortlaunch.importers.draft import Draft
 from ortlaunch.importers.rules import (
     ConfigKey,
@@ -144,6 +145,18 @@ _RULES: Rules = {
     "lora_alpha": put("model.lora.alpha"),
     "lora_dropout": put("model.lora.dropout"),
     "lora_target_modules": lambda key: put("model.lora.target_modules", key.items),
+    "lora_target_parameters": lambda key: put("model.lora.target_parameters", key.items),
+    "lora_modules_to_save": lambda key: put("model.lora.modules_to_save", key.items),
+    "use_rslora": put("model.lora.rslora"),
+    "use_dora": put("model.lora.dora"),
+    "load_in_4bit": first_of(
+        (lambda key: key.sibling("bnb_4bit_quant_type") not in (None, "nf4"), adapters.OTHER_FORM),
+        otherwise=lambda key: adapters.quantized_base_rule(
+            "nf4", bool(key.sibling("use_bnb_nested_quant"))
+        ),
+    ),
+    "load_in_8bit": adapters.quantized_base_rule("int8"),
+    **dict.fromkeys(("use_bnb_nested_quant", "bnb_4bit_quant_type"), adapters.IN_QUANTIZE),
     "eos_token": put("data.special_tokens.eos_token"),
     "pad_token": put("data.special_tokens.pad_token"),
 }

@@ -31,7 +31,7 @@ _RESUME = "the command line option --run-dir with the folder of the run to conti
 _CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
-_QUANTIZED = "precision (there is no quantized training)"
+_QUANTIZED = "model.quantize: {type: nf4} or {type: int8}, beside model.lora"
 NO_MODEL_PARALLELISM = (
     "parallel or zero.stage, which divide the model over the ranks (there is no pipeline or "
     "sequence parallelism; parallel.tensor divides layers)"

@@ -358,7 +358,7 @@ def test_axolotls_own_ways(
     [
         ({"revision_of_model": "v2"}, "data.tokenizer", "here@v2"),
         ({"adapter": "lora", "lora_r": 16, "lora_alpha": 8, "peft_use_rslora": True},
-         "model.lora.alpha", 32.0),
+         "model.lora", {"rslora": True, "r": 16, "alpha": 8}),
         ({"adapter": "lora", "lora_modules_to_save": ["lm_head"], "lora_target_linear": True,
           "lora_target_modules": ["q_proj"], "lora_target_parameters": ["mlp.experts.up_proj"]},
          "model.lora", {"modules_to_save": ["lm_head"], "target_modules": ["all-linear"],
