@@ -38,6 +38,8 @@ class NonFiniteLoss(NamedTuple):
     rank: int
     loss_index: int
     loss: float
+    process_rank: int
+    """The first rank that computed it; those of its tensor group follow."""
 
 
 def gather_non_finite_losses(
@@ -51,10 +53,11 @@ def gather_non_finite_losses(
     ]
     # Python's JSON also reads and writes nan and inf.
     losses_by_rank = group.data_parallel.gather(indexed_losses)
+    tensor = group.mesh.tensor if group.mesh else 1
     return [
-        NonFiniteLoss(rank, *indexed_loss)
+        NonFiniteLoss(rank, loss_index, loss, rank * tensor)
         for rank, rank_losses in enumerate(losses_by_rank)
-        for indexed_loss in rank_losses
+        for loss_index, loss in rank_losses
     ]
 
 
@@ -63,7 +66,7 @@ def non_finite_loss_line(
 ) -> str:
     """Return the line about one loss; `step_index` counts from 0."""
     return (
-        f"step {step_index + 1}: the loss is {non_finite_loss.loss} on rank {non_finite_loss.rank}, "
+        f"step {step_index + 1}: the loss is {non_finite_loss.loss} on rank {non_finite_loss.process_rank}, "
         f"samples {first_names_and_count_of_rest(sample_indices, MAX_SHOWN)} of data.train"
     )
 
