@@ -405,11 +405,10 @@ def _transformers_model_and_loaded_names_or_none(
     auto = getattr(transformers, recipe.model.traits.auto_class)
     try:
         if not has_weights:
+            # The type of a pretrained config is that of its file.
+            options = {} if recipe.model.pretrained is None else {"torch_dtype": torch.float32}
             with torch.device("meta"):
-                # The type of a pretrained config is that of its file.
-                built = auto.from_config(
-                    config, attn_implementation=attention, torch_dtype=torch.float32
-                )
+                built = auto.from_config(config, attn_implementation=attention, **options)
             return built, None
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None

@@ -401,6 +401,7 @@ def test_new_tokens_that_adapters_leave_frozen(
     [
         ("masked-lm", {"config": BERT}),
         ("masked-lm", {}),
+        ("causal-lm", {"config": {**LLAMA, "dtype": "bfloat16"}}),
         ("causal-lm", {"config": LLAMA, "lora": {"r": 2, "target_modules": "all-linear"}}),
         ("causal-lm", {"config": LLAMA, "lora": {"r": 2, "modules_to_save": ["lm_head"]}}),
     ],
