@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import nn
 
 from ortlaunch.tables.precisions import PRECISIONS
 from ortlaunch.worker.engine.comparison import (
+    UnrepeatableRandomNumbersError,
     disable_dropout,
     loss_and_scaled_gradients,
     use_whole_logits_without_reentrancy,
@@ -36,12 +38,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class ReferencePass(NamedTuple):
+@dataclass
+class ReferencePass:
     """The first micro batch of rank 0, and its pass in plain PyTorch."""
 
     batch: TensorBatch
     result: PassResult | None
-    """None on the other ranks."""
+    """None on the other ranks, without a pass, and after the comparison."""
+    error: str = ""
+    """Why rank 0 has none that can be compared, on all ranks."""
+    is_compared: bool = False
+    """Whether the comparison was made: a rollback may lead to the first step again."""
 
 
 def run_reference_pass_on_rank_0(
@@ -56,8 +63,22 @@ def run_reference_pass_on_rank_0(
         group: all ranks.
     """
     shared_batch = _batch_of_rank_0(batch, group)
-    if group.rank > 0:
-        return ReferencePass(shared_batch, None)
+    result, error = None, ""
+    if group.rank == 0:
+        # Such as a kernel that a CPU lacks. The divided model may train all the same.
+        try:
+            result = _result_of_whole_model(model, shared_batch, precision)
+        except Exception as raised:
+            error = str(raised) or type(raised).__name__
+    return ReferencePass(shared_batch, result, group.gather(error)[0])
+
+
+def _result_of_whole_model(model: nn.Module, batch: TensorBatch, precision: str) -> PassResult:
+    """Run the pass on the CPU.
+
+    Raises:
+        UnrepeatableRandomNumbersError: the model draws random numbers, and slices draw others.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     dtype = narrow_dtype_or_none(precision)
     with (
@@ -65,10 +86,13 @@ def run_reference_pass_on_rank_0(
         use_whole_logits_without_reentrancy(model),
         torch.autocast("cpu", dtype, enabled=dtype is not None),
     ):
+        random_state = torch.get_rng_state()
         loss, gradients = loss_and_scaled_gradients(
-            model.forward, shared_batch, trained, PRECISIONS[precision].scale
+            model.forward, batch, trained, PRECISIONS[precision].scale
         )
-    return ReferencePass(shared_batch, PassResult(loss, gradients, {}))
+        if not torch.equal(random_state, torch.get_rng_state()):
+            raise UnrepeatableRandomNumbersError
+    return PassResult(loss, gradients, {})
 
 
 def compare_pass_of_divided_model_on_rank_0(
@@ -90,10 +114,13 @@ def compare_pass_of_divided_model_on_rank_0(
                     gradients[name] = None if whole is None else whole.cpu() * scale
         stepper.drop_gradients()
         stepper.returned_values.begin_step()
-    if reference.result is None:
+    # Else rank 0 would hold the gradients of the whole model for the whole run.
+    reference_result, reference.result = reference.result, None
+    reference.is_compared = True
+    if reference_result is None:
         return None
     return loss_gradient_and_state_differences(
-        PassResult(float(loss), gradients, {}), reference.result, PRECISIONS[precision]
+        PassResult(float(loss), gradients, {}), reference_result, PRECISIONS[precision]
     )
 
 
@@ -107,10 +134,12 @@ def _comparable_passes_until_end(model: nn.Module) -> Iterator[None]:
         disable_dropout(model),
         use_matmul_precision("highest"),
     ):
-        yield
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
 
 def _batch_of_rank_0(batch: TensorBatch, group: DistributedContext) -> TensorBatch:

@@ -70,7 +70,9 @@ class ParitySteps:
         # `why` is set if the comparison was not requested, but chosen by `auto`.
         steps, self.automatic_reason = compared_step_count_and_reason(session)
         self.end_step = min(steps, recipe.train.steps)
-        if self.group.mesh is not None and engine.reference_pass is None:
+        is_divided = self.group.mesh is not None
+        reference = engine.reference_pass
+        if is_divided and (reference is None or reference.is_compared):
             # A resumed run has no whole model of its step.
             self.end_step = 0
         self.tolerance = recipe.engine.parity_tolerance or recipe.format.tolerance
@@ -79,18 +81,13 @@ class ParitySteps:
         self.comparison_module: Any = None
         self.replaying_module: Any = None
         self.records = _comparison_records_of_earlier_starts(session.run, first_step, session.group)
-        if (
-            self.group.mesh is not None
-            and self.automatic_reason
-            and not self.end_step
-            and not first_step
-        ):
+        if is_divided and self.automatic_reason and not reference and session.checkpoint is None:
             self._end_comparison_as_not_compared(
                 f"{engine.record.parameters:,} parameters are many for the CPU of rank 0; "
                 "engine.parity_steps=1 compares them"
             )
         # The requested engine fell back to eager, which the recipe allows.
-        elif is_plain_pytorch(engine):
+        elif not is_divided and is_plain_pytorch(engine):
             self._end_comparison_as_not_compared("plain PyTorch itself runs")
         elif self.records:
             engine.record.parity = self._parity_summary_of_all_steps()
@@ -166,6 +163,8 @@ class ParitySteps:
 
     def _compare_divided_model(self, reference: ReferencePass) -> ParityRecord:
         """Return rank 0's record of the first step, on all ranks (collective)."""
+        if reference.error:
+            return {"rank": 0, "error": reference.error}
         # An error on one rank ends the run: the others wait for its part.
         comparison = compare_pass_of_divided_model_on_rank_0(
             cast(ShardedStepper, self.engine.stepper),

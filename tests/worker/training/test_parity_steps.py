@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from ortlaunch.base.errors import EngineError, ParityError
+from ortlaunch.launch_plan import Mesh
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.engine.divided_comparison import ReferencePass
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training.parity_steps import ParitySteps
 from tests.makers import engine_report, plan, recipe
@@ -242,3 +244,48 @@ def test_one_module_is_made_for_all_compared_steps(tmp_path: Path) -> None:
     assert compared.comparison_module is not None
     compared.compare_and_record_step_if_due(1)
     assert (made, compared.comparison_module) == ([1], None)
+
+
+def divided(run: RunDir, first_step: int = 0, **changed: Any) -> ParitySteps:
+    """Return the comparison of a model that two ranks divide, in eager."""
+    made = recipe(
+        engine={"name": "eager"},
+        parallel={"tensor": 2, "tensor_plan": {"model": "colwise"}},
+    )
+    built = engine()
+    built.record = engine_report("eager")
+    vars(built).update(changed)
+    ranks = group()
+    ranks.mesh = Mesh(1, 1, 2)
+    batches: Any = None
+    checkpoint: Any = SimpleNamespace(step=first_step) if first_step else None
+    session = Session(
+        made, plan(recipe()), run, ranks, NO_DATA, batches, NO_MODEL, built, checkpoint=checkpoint
+    )
+    return ParitySteps(session, first_step)
+
+
+def test_a_whole_model_that_a_cpu_cannot_run_is_trained_divided(tmp_path: Path) -> None:
+    """A comparison that nobody requested does not end the run; a requested one does."""
+    failed = ReferencePass(BATCH, None, "FlashAttention only supports CUDA")
+    compared = divided(RunDir(tmp_path), reference_pass=failed)
+    compared.compare_and_record_step_if_due(0)
+    parity = compared.engine.record.parity
+    assert parity is not None
+    assert (parity.verdict, parity.why) == ("not compared", failed.error)
+    compared = divided(RunDir(tmp_path), reference_pass=failed)
+    compared.automatic_reason = ""
+    with pytest.raises(EngineError, match="could not compare with plain PyTorch: FlashAttention"):
+        compared.compare_and_record_step_if_due(0)
+
+
+def test_a_resumed_divided_run_keeps_its_comparison(tmp_path: Path) -> None:
+    """It has the verdict of its first step, also after a rollback, and compares no other."""
+    run = RunDir(tmp_path)
+    steps(run).compare_and_record_step_if_due(0)
+    resumed = divided(run, first_step=3)
+    parity = resumed.engine.record.parity
+    assert parity is not None
+    assert (parity.verdict, resumed.end_step) == ("passed", 0)
+    compared = ReferencePass(BATCH, None, is_compared=True)
+    assert divided(run, reference_pass=compared).end_step == 0
