@@ -25,6 +25,8 @@ def test_an_imported_config_trains(train: Train) -> None:
     made["model"].update(
         pretrained=None, config={"model_type": "llama", **SMALL, "max_position_embeddings": 32}
     )
+    # There are no weights to quantize then.
+    assert made["model"].pop("quantize") == {"type": "int8"}
     made["data"].update(tokenizer={"train": "bpe", "vocab_size": 300}, sequence_length=32)
     made["schedule"]["warmup_steps"] = 1
     run = ended_well(
