@@ -203,7 +203,7 @@ def _smallest_world(
     worlds: Sequence[World],
 ) -> FittingWorld:
     recipe = division.divided_recipe(recipe)
-    reason, planned, least = _refusal_or_empty(recipe), None, None
+    reason, planned, least = _reason_recipe_is_refused_or_empty(recipe), None, None
     for world in worlds if not reason else ():
         if division.has_copies_on_hosts and len(world.hosts) == 1:
             continue
@@ -240,7 +240,7 @@ def _smallest_world(
     )
 
 
-def _refusal_or_empty(recipe: Recipe) -> str:
+def _reason_recipe_is_refused_or_empty(recipe: Recipe) -> str:
     """Return the first rule that the recipe breaks, or why its layers cannot be sliced."""
     for paths, message in broken_rule_problems(recipe):
         return f"{paths[0]}: {message}"

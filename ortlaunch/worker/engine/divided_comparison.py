@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.tables.precisions import PRECISIONS
@@ -31,7 +30,10 @@ from ortlaunch.worker.engine.differences import (
 from ortlaunch.worker.engine.stepping import ShardedStepper
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
-from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import (
+    DistributedContext,
+    overwrite_by_values_of_rank_0,
+)
 from ortlaunch.worker.tensor_batch import TensorBatch
 
 if TYPE_CHECKING:
@@ -149,7 +151,6 @@ def _batch_of_rank_0(batch: TensorBatch, group: DistributedContext) -> TensorBat
         dtype = getattr(torch, dtype_text.removeprefix("torch."))
         value = batch[name] if group.rank == 0 else torch.empty(shape, dtype=dtype)
         flat = value.to(group.device).contiguous().view(-1)
-        # As bytes: gloo does not have all types.
-        dist.broadcast(flat.view(torch.uint8), src=0)
+        overwrite_by_values_of_rank_0(flat)
         shared[name] = flat.cpu().view(shape)
     return shared

@@ -69,7 +69,7 @@ from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.model.quantized_weights import (
     move_quantized_scales,
     parameter_element_count,
-    quantized_weights_text_or_none,
+    quantized_form_and_count_text_or_none,
 )
 from ortlaunch.worker.model.tensor_parallel import dimension_by_parameter_pattern
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -225,7 +225,7 @@ def build_engine(
     # Before DeepSpeed: ZeRO 3 leaves only pieces of the weights on a rank.
     model_flops = training_flops_per_token_or_none(model.model, recipe.data.sequence_length)
     sizes = [(parameter_element_count(p), p.requires_grad) for p in model.parameters()]
-    quantized_weights_text = quantized_weights_text_or_none(recipe.model.quantize, model)
+    quantized_weights_text = quantized_form_and_count_text_or_none(recipe.model.quantize, model)
     loss_weight = LossWeight(recipe, model)
     chunked_loss = _chunk_head_on_all_ranks_or_none(
         recipe, model, loss_weight.batch_without_weight_key_with_counted_label(sample_batch), group

@@ -156,7 +156,7 @@ def _require_patterns_match(adapted: nn.Module, lora: Lora) -> None:
                 )
 
 
-def lora_of_published_adapters(lora: Lora) -> Lora:
+def lora_with_settings_of_published_adapters(lora: Lora) -> Lora:
     """Return `lora` with the layers of published adapters, if it names some.
 
     Raises:

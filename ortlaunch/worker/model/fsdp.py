@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.base.errors import InputError
@@ -26,7 +25,11 @@ from ortlaunch.worker.model.tensor_parallel import (
     slice_of_tensor_rank,
     sliced_dimension_or_none,
 )
-from ortlaunch.worker.process_group.distributed import DistributedContext, build_device_mesh
+from ortlaunch.worker.process_group.distributed import (
+    DistributedContext,
+    build_device_mesh,
+    overwrite_by_values_of_rank_0,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -130,9 +133,9 @@ def _fill_parts_with_values_of_rank_0(
             if group.rank == 0
             else torch.empty(values.numel(), dtype=values.dtype, device=group.device)
         )
-        dist.broadcast(flat.view(torch.uint8), src=0)
+        overwrite_by_values_of_rank_0(flat)
         part = parameter.to_local()
-        place = place_of_part(parameter, group)
+        place = place_of_own_part(parameter, group)
         sliced = flat if place.runs is None else place.runs.view_of(flat).reshape(-1)
         part.view(-1).copy_(sliced[place.start :][: part.numel()])
 
@@ -142,8 +145,7 @@ def copy_values_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.devic
     """Give every rank rank 0's values of these tensors, one after another (collective)."""
     for tensor in tensors:
         values = tensor.to(device).contiguous()
-        # As bytes: gloo does not have all types.
-        dist.broadcast(values.view(-1).view(torch.uint8), src=0)
+        overwrite_by_values_of_rank_0(values.view(-1))
         tensor.copy_(values)
 
 
@@ -202,7 +204,7 @@ def ranges_of_this_rank(
         # A rank has no rows of a small parameter.
         if not parameter.requires_grad or not (count := parameter.to_local().numel()):
             continue
-        place = place_of_part(parameter, group)
+        place = place_of_own_part(parameter, group)
         ranges.append(
             ParameterRange(
                 name,
@@ -229,7 +231,7 @@ class PlaceOfPart(NamedTuple):
     """Whether no rank before this one in its tensor group has the part, too."""
 
 
-def place_of_part(parameter: DTensor, group: DistributedContext) -> PlaceOfPart:
+def place_of_own_part(parameter: DTensor, group: DistributedContext) -> PlaceOfPart:
     """Return the place of this rank's part of a divided parameter."""
     assert group.mesh is not None
     mesh = group.mesh

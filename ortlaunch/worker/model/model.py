@@ -32,7 +32,7 @@ from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.activation_offload import keep_saved_tensors_on_host_except
 from ortlaunch.worker.model.adapters import (
     add_lora_adapters,
-    lora_of_published_adapters,
+    lora_with_settings_of_published_adapters,
     refuse_frozen_embeddings_of_new_tokens,
 )
 from ortlaunch.worker.model.chunked_head import ChunkedHead
@@ -266,7 +266,7 @@ def seed_and_build_loss_module_on_cpu(
         generates_with_cache = _switch_cache_off_and_return_setting(model)
     if recipe.model.lora:
         if loaded is not None and data.tokenizer is not None:
-            lora = lora_of_published_adapters(recipe.model.lora)
+            lora = lora_with_settings_of_published_adapters(recipe.model.lora)
             refuse_frozen_embeddings_of_new_tokens(recipe, lora, data, model)
         with _meta_device_unless(has_weights):
             model = add_lora_adapters(model, recipe.model.lora, recipe.model.task)

@@ -192,7 +192,9 @@ def parameter_element_count(parameter: torch.Tensor) -> int:
     return int(parameter.numel() if state is None else state.shape.numel())
 
 
-def quantized_weights_text_or_none(quantize: Quantize | None, model: nn.Module) -> str | None:
+def quantized_form_and_count_text_or_none(
+    quantize: Quantize | None, model: nn.Module
+) -> str | None:
     """Return the form of the quantized weights and their count; None without them."""
     layers = [layer for _, layer in quantized_layers(model)]
     if quantize is None or not layers:

@@ -62,7 +62,7 @@ def slice_layers_in_place(
     _require_fitting_plan(planned_model, recipe_plan, [*ALL_PARALLEL_STYLES])
     # A plan of a recipe may leave out the attention.
     if any("att" in pattern for pattern in plan):
-        _require_divisible_heads(planned_model, tensor_mesh.size())
+        _require_heads_divisible_by_rank_count(planned_model, tensor_mesh.size())
     # Gathering a parameter for an export takes two gathers: of the rows, and of the slices.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
@@ -97,7 +97,7 @@ def _require_fitting_plan(
             )
 
 
-def _require_divisible_heads(model: nn.Module, rank_count: int) -> None:
+def _require_heads_divisible_by_rank_count(model: nn.Module, rank_count: int) -> None:
     config: Any = getattr(model, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
     for field_name in _HEAD_COUNTS:

@@ -173,6 +173,12 @@ def create_cpu_group_of_all_ranks() -> dist.ProcessGroup:
     return new_group
 
 
+def overwrite_by_values_of_rank_0(flat_tensor: torch.Tensor) -> None:
+    """Give every rank rank 0's values of a contiguous tensor of one dimension (collective)."""
+    # As bytes: gloo does not have all types.
+    dist.broadcast(flat_tensor.view(torch.uint8), src=0)
+
+
 def build_device_mesh(group: DistributedContext) -> DeviceMesh:
     """Make the groups of ranks along the axes of the group's mesh (collective)."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -130,6 +130,9 @@ def test_what_was_found_is_known_later(tmp_path: Path, monkeypatch: pytest.Monke
         recorded_micro_size_or_none(made, plan(made, [host("localhost", 2)], "torchrun").batch, run)
         is None
     )
+    # Another sharding leaves other memory.
+    sharded = auto(24, zero={"stage": 2})
+    assert recorded_micro_size_or_none(sharded, plan(made).batch, run) is None
 
 
 def test_the_found_size_is_planned_and_written() -> None:

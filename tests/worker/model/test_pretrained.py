@@ -16,7 +16,7 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
-from tests.worker.models import BERT, LLAMA, first_loss, labels, recipe
+from tests.worker.models import BERT, BPE, LLAMA, WORDPIECE, first_loss, labels, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -424,3 +424,18 @@ def test_a_model_without_weights_has_the_same_parameters(
     ]
     assert found[0] == found[1]
     assert {p.device.type for p in empty.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("words", [BPE, WORDPIECE], ids=lambda words: str(words["train"]))
+def test_a_trained_tokenizer_gives_the_same_samples_from_its_folder(
+    words: dict[str, Any], tmp_path: Path
+) -> None:
+    """An evaluation of a run reads its tokenizer from a folder, and must see the run's texts."""
+    chosen = recipe("causal-lm", {"config": LLAMA}, {"tokenizer": words})
+    trained = LoadedData(chosen)
+    trained.tokenizer.save_pretrained(tmp_path)
+    again = LoadedData(recipe("causal-lm", {"config": LLAMA}, {"tokenizer": str(tmp_path)}))
+    assert len(trained.train) == len(again.train)
+    for index in (0, len(trained.train) - 1):
+        one, other = (data.train.sample(index, 0)["input_ids"] for data in (trained, again))
+        assert one.tolist() == other.tolist()

@@ -20,7 +20,7 @@ from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
 from ortlaunch.worker.engine.stepping import ShardedStepper
 from ortlaunch.worker.model.named_state import NamedState, ParameterRange
 from ortlaunch.worker.model.tensor_parallel import (
-    _require_divisible_heads,
+    _require_heads_divisible_by_rank_count,
     slice_layers_in_place,
     slice_of_tensor_rank,
 )
@@ -219,6 +219,6 @@ def test_heads_that_do_not_divide() -> None:
     """The error has the field and the largest number that divides."""
     model = nn.Module()
     model.config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)  # type: ignore[assignment]
-    _require_divisible_heads(model, 2)
+    _require_heads_divisible_by_rank_count(model, 2)
     with pytest.raises(InputError, match="num_key_value_heads 2, which it must divide; give 2"):
-        _require_divisible_heads(model, 4)
+        _require_heads_divisible_by_rank_count(model, 4)

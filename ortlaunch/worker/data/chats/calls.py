@@ -61,11 +61,11 @@ def checked_calls_by_key(message: Json, message_name: str) -> Json:
                     f"{message_name}: {key} is {calls!r:.80}; a call must have a name, as "
                     '{"type": "function", "function": {"name": "weather", "arguments": {}}}'
                 )
-            _refuse_arguments_without_object(function, message_name)
+            _require_call_arguments_are_object(function, message_name)
     return calls_by_key
 
 
-def _refuse_arguments_without_object(function: Json, message_name: str) -> None:
+def _require_call_arguments_are_object(function: Json, message_name: str) -> None:
     arguments: Any = function.get("arguments") or {}
     name = f"{message_name}: the arguments of its call of {function['name']}"
     try:

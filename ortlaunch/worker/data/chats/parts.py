@@ -56,7 +56,7 @@ def part_ranges_of_answers(
             value
             for message_index, message in enumerate(chat.messages)
             if message["role"] == "assistant"
-            for value in _located_values(
+            for value in _ranges_of_answer_and_thoughts(
                 chat, chat_text, text_of_chat, message_index, message_index in learned_indices
             )
         ),
@@ -82,14 +82,16 @@ def part_ranges_of_answers(
     return pieces
 
 
-def _located_values(
+def _ranges_of_answer_and_thoughts(
     chat: Chat, chat_text: str, text_of_chat: TextOfChat, message_index: int, is_learned: bool
 ) -> Iterator[PartRange]:
     message = chat.messages[message_index]
     texts = [(_THOUGHTS, key) for key in THOUGHTS if str(message.get(key) or "").strip()]
     texts += [(_ANSWERS, "content")] if message["content"].strip() else []
     for part, key in texts:
-        marked_text = _text_with_message(chat, text_of_chat, message_index, {**message, key: _MARK})
+        marked_text = _chat_text_with_replaced_message(
+            chat, text_of_chat, message_index, {**message, key: _MARK}
+        )
         if _MARK not in marked_text and not is_learned:
             continue
         start, length_after = _mark_position(chat, marked_text, message_index)
@@ -111,7 +113,7 @@ def _located_values(
             else {**calls[0], "function": {**function, "name": _MARK}}
         )
         changed = [first_call, *calls[1:]] if key == "tool_calls" else first_call
-        marked_text = _text_with_message(
+        marked_text = _chat_text_with_replaced_message(
             chat, text_of_chat, message_index, {**message, key: changed}
         )
         start, _ = _mark_position(chat, marked_text, message_index)
@@ -132,7 +134,7 @@ def _end_before_following_value(
         between = chat_text[value.characters.stop : following.characters.start]
         message = chat.messages[value.message_index]
         without_calls, without_thoughts = (
-            _text_with_message(
+            _chat_text_with_replaced_message(
                 chat,
                 text_of_chat,
                 value.message_index,
@@ -160,7 +162,7 @@ def _end_before_following_value(
     return following.characters.start if value.part == _THOUGHTS else value.characters.stop
 
 
-def _text_with_message(
+def _chat_text_with_replaced_message(
     chat: Chat, text_of_chat: TextOfChat, message_index: int, message: dict[str, object]
 ) -> str:
     messages = [*chat.messages]

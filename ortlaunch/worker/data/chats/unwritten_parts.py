@@ -122,7 +122,7 @@ def _parts_of_chat(chat: Chat, source: Corpus) -> Iterator[ChatPart]:
         are_thoughts_needed = (
             message["role"] != "assistant" or source.train_on == "all" or message_index in learned
         )
-        yield from _content_parts(message, message_index, are_thoughts_needed)
+        yield from _parts_of_message_content(message, message_index, are_thoughts_needed)
         called_names.update(
             function_of_tool_or_call(call)["name"] for call in calls_of_message(message)
         )
@@ -141,7 +141,7 @@ def _parts_of_chat(chat: Chat, source: Corpus) -> Iterator[ChatPart]:
         yield from _call_parts(message, message_index)
 
 
-def _content_parts(
+def _parts_of_message_content(
     message: Json, message_index: int, are_thoughts_needed: bool
 ) -> Iterator[ChatPart]:
     content = message["content"]
