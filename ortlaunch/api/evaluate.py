@@ -24,7 +24,7 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe, dump_recipe_yaml, load_recipe
-from ortlaunch.recipe.fields.held_out import missing_evaluation_message_with_example
+from ortlaunch.recipe.hints.missing_evaluation import missing_evaluation_message_with_example
 from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import ResumeOptions

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.fields.compared_texts import Reranker
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.tables.families import FAMILIES, PlannedConfig
 
@@ -31,7 +33,7 @@ def peak_activation_bytes_of_rank(
     """
     sample_token_count = sample_tokens(recipe, model_config)
     layer_count = int(model_config["num_hidden_layers"])
-    token_count = micro_samples * sample_token_count
+    token_count = sample_token_count * _sequences_at_once(recipe, micro_samples)
     bytes_of_layer = token_count * _activation_bytes_per_layer_and_token(
         recipe, model_config, sample_token_count, value_bytes, device
     )
@@ -52,6 +54,19 @@ def peak_activation_bytes_of_rank(
     return layer_count * bytes_of_layer + bytes_of_logits
 
 
+def _sequences_at_once(recipe: Recipe, micro_samples: int) -> int:
+    """Return the sequences of a pass: samples, or the texts of samples that have several."""
+    settings = recipe.model.text_comparison
+    if settings is None:
+        return micro_samples
+    source = recipe.data.parts[0].source
+    # A column may hold a list of texts, which only the data show.
+    text_count = len(source.text_columns) if isinstance(source, Corpus) else 3
+    sequence_count = micro_samples * max(1, text_count - isinstance(settings, Reranker))
+    mini_batch = getattr(settings, "mini_batch", None)
+    return min(mini_batch or sequence_count, sequence_count)
+
+
 def sample_tokens(recipe: Recipe, config: PlannedConfig) -> int:
     """Return the number of tokens of a sample; for images and audio the model's config has it."""
     return recipe.data.sequence_length or int(config.get("positions", 0))
@@ -61,7 +76,7 @@ def _logits_and_loss_bytes(
     recipe: Recipe, model_config: PlannedConfig, token_count: int, device: str
 ) -> int:
     """Return the bytes of the logits and of the loss's other tensors."""
-    if recipe.model.traits.label:
+    if recipe.model.traits.label or recipe.model.traits.compares:
         return 0
     vocabulary_size = int(model_config["vocab_size"])
     rows_per_chunk = loss_chunk_rows_if_recipe_allows(recipe, token_count, vocabulary_size, device)

@@ -112,7 +112,7 @@ def assumed_model_sizes_text_or_empty(recipe: Recipe) -> str:
     ):
         parts.append(f"at most {tokenizer.vocab_size:,} tokens of data.tokenizer")
     traits = recipe.model.traits
-    has_classes = traits.has_new_head and traits.label != "number"
+    has_classes = traits.has_new_head and traits.label != "number" and not traits.compares
     if has_classes and "num_labels" not in _model_config_fields_known_before_loading(recipe):
         parts.append("2 classes (model.config.num_labels)")
     return " and ".join(parts)
@@ -321,7 +321,7 @@ def _process_overhead_bytes_of_costliest_engine(
     engine_names = _OVERHEAD_BY_ENGINE if recipe.engine.name == "auto" else [recipe.engine.name]
     module_bytes = _DEEPSPEED_BYTES if recipe.zero else 0
     traits = recipe.model.traits
-    if recipe.data.evaluation is not None and (traits.label or traits.media):
+    if recipe.data.evaluation is not None and (traits.label or traits.media or traits.compares):
         module_bytes += _TORCHMETRICS_BYTES
     return module_bytes + max(
         int(

@@ -93,8 +93,11 @@ def _label_head_tensor_sizes(
 ) -> list[int]:
     """Return weight and bias of a head for labels; nothing for tasks without."""
     traits = MODEL_TASKS[task_name]
-    class_count = 1 if traits.label == "number" else model_config.get("num_labels", 2)
-    return [hidden_size * class_count, class_count] if traits.has_new_head else []
+    if traits.compares == "embedding" or not traits.has_new_head:
+        return []
+    has_one_class = traits.label == "number" or traits.compares
+    class_count = 1 if has_one_class else model_config.get("num_labels", 2)
+    return [hidden_size * class_count, class_count]
 
 
 def _named_layers(model_config: PlannedConfig, sizes: list[tuple[int, int]]) -> list[LinearLayer]:

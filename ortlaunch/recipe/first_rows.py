@@ -87,6 +87,8 @@ def _fields_naming_required_columns(recipe: Recipe, corpus: Corpus) -> Sequence[
     """Return the fields of a source whose columns each row must have."""
     if has_chat_rows(corpus):
         return ("messages_column",) if corpus.messages_column else tuple(_DEFAULT_COLUMNS)
+    if recipe.model.traits.compares:
+        return ()
     label = ("label_column",) if recipe.model.traits.label else ()
     text = ("text_column", *label)
     media = {"image": ("file_column", "label_column"), "sound": ("file_column", "text_column")}

@@ -53,7 +53,10 @@ _CLASSES = dict.fromkeys(
     ("sequence-classification", "token-classification", "image-classification"), _SCORES
 )
 _TAGS = {"token-classification": _SCORES}
-_VALUES = {"sequence-regression": _SCORES}
+_FOUND = {
+    "embedding": Measure("ortlaunch.worker.evaluation.retrieval:EmbeddingScores"),
+    "reranker": Measure("ortlaunch.worker.evaluation.retrieval:RankingScores"),
+}
 _TRANSCRIPTS = {
     "speech-seq2seq": Measure("ortlaunch.worker.evaluation.scores:Transcripts", needs_scores=False)
 }
@@ -71,6 +74,58 @@ METRICS = {
         "min",
         "perplexity {:,.4g}",
         {"causal-lm": _LOSS, **_MASKED},
+    ),
+    "ndcg_at_10": BuiltInMetric(
+        "Normalized discounted gain of the first 10 documents of each query. Embeddings choose among "
+        "all documents of the evaluation samples, a reranker among the query's own.",
+        "max",
+        "nDCG@10 {:.4f}",
+        _FOUND,
+        is_share=True,
+        always=False,
+        hub="ndcg",
+    ),
+    "mrr_at_10": BuiltInMetric(
+        "Mean of 1 / place of the first right document, 0 beyond the 10th.",
+        "max",
+        "MRR@10 {:.4f}",
+        _FOUND,
+        is_share=True,
+        always=False,
+        hub="mrr",
+    ),
+    "recall_at_10": BuiltInMetric(
+        "Share of a query's right documents among its first 10, of embeddings.",
+        "max",
+        "recall@10 {:.4f}",
+        {"embedding": _FOUND["embedding"]},
+        is_share=True,
+        always=False,
+        hub="recall",
+    ),
+    "map": BuiltInMetric(
+        "Mean average precision of the order of each query's documents, of a reranker.",
+        "max",
+        "MAP {:.4f}",
+        {"reranker": _FOUND["reranker"]},
+        is_share=True,
+        always=False,
+    ),
+    "average_precision": BuiltInMetric(
+        "Of right pairs among all pairs, by a reranker's score.",
+        "max",
+        "average precision {:.4f}",
+        {"reranker": _FOUND["reranker"]},
+        is_share=True,
+        always=False,
+    ),
+    "triplet_accuracy": BuiltInMetric(
+        "Share of the rows whose query is nearer to the first document than to the second, by cosine.",
+        "max",
+        "triplet accuracy {:.2%}",
+        {"embedding": _FOUND["embedding"]},
+        is_share=True,
+        always=False,
     ),
     "masked_word_accuracy": BuiltInMetric(
         "Share of the masked tokens that the model predicts correctly.",
@@ -145,13 +200,24 @@ METRICS = {
         hub="wer",
         trainer=("wer",),
     ),
-    "mse": BuiltInMetric("Mean squared error.", "min", "MSE {:.4g}", _VALUES),
+    "mse": BuiltInMetric(
+        "Mean squared error.", "min", "MSE {:.4g}", {"sequence-regression": _SCORES}
+    ),
     "pearson": BuiltInMetric(
         'Correlation with the labels; "nan" where either is constant.',
         "max",
         "Pearson {:.4f}",
-        _VALUES,
+        {"sequence-regression": _SCORES, **_FOUND},
         trainer=("pearsonr",),
+    ),
+    "spearman": BuiltInMetric(
+        "Correlation of the ranks of scores and labels.",
+        "max",
+        "Spearman {:.4f}",
+        _FOUND,
+        always=False,
+        hub="spearmanr",
+        trainer=("spearmanr",),
     ),
 }
 

@@ -36,10 +36,17 @@ class ModelTask:
     wrapper: str = ""
     """`module:function` of the worker that wraps a LightningModule; "": the model is none."""
 
+    compares: str = ""
+    """Section of `model` for a task whose samples are several texts each (`text_columns`), which the
+    loss compares: `embedding`, of each text alone, or `reranker`, of a query with each document."""
+    loss_module: str = ""
+    """`module:class` of the worker that computes the loss from the model's output; "": the model
+    returns its loss."""
+
     @property
     def has_new_head(self) -> bool:
         """Whether the pretrained model's head may be another one than the task's."""
-        return bool(self.label or self.new_head)
+        return bool(self.label or self.new_head or self.compares)
 
     @property
     def is_own(self) -> bool:
@@ -49,7 +56,7 @@ class ModelTask:
     @property
     def pools(self) -> bool:
         """Whether a head reads the pooled representation of a whole sample."""
-        return self.pairs or self.label in ("class", "number")
+        return self.pairs or bool(self.compares) or self.label in ("class", "number")
 
 
 MODEL_TASKS = {
@@ -76,6 +83,20 @@ MODEL_TASKS = {
         label="word",
         pipeline="token-classification",
         peft="TOKEN_CLS",
+    ),
+    "embedding": ModelTask(
+        "AutoModel",
+        pipeline="sentence-similarity",
+        peft="FEATURE_EXTRACTION",
+        compares="embedding",
+        loss_module="ortlaunch.worker.model.embedding:EmbeddingLossModule",
+    ),
+    "reranker": ModelTask(
+        "AutoModelForSequenceClassification",
+        pipeline="text-ranking",
+        peft="SEQ_CLS",
+        compares="reranker",
+        loss_module="ortlaunch.worker.model.reranking:RerankerLossModule",
     ),
     # Custom data for them have `pixel_values` or `input_features`, and `labels`.
     "image-classification": ModelTask(

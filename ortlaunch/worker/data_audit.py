@@ -76,6 +76,8 @@ class AuditRow(NamedTuple):
     sample: int
     tags: _Ints | None = None
     """(tokens,): the class of each token, where words have classes."""
+    longest: int = 0
+    """Tokens of the longest text of a row with several."""
 
 
 class PartAudit(NamedTuple):
@@ -175,6 +177,7 @@ def audit_training_and_evaluation_samples(
         is_padded = (
             len(rows) == len(audited_places)
             and not recipe.data.padding_bucket_or_multiple_of_8_lengths
+            and not recipe.model.traits.compares
         )
         part_audits.append(
             PartAudit(
@@ -268,6 +271,13 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
         label_type: the type of its labels, as in model_tasks.py; "": they are tokens.
     """
     ids = np.asarray(sample["input_ids"])
+    if ids.ndim > 1:
+        mask = np.asarray(sample["attention_mask"]) > 0
+        all_ids = ids[mask]
+        none_learned = np.zeros(len(all_ids), bool)
+        longest = int(mask.sum(-1).max())
+        yield AuditRow(all_ids, none_learned, None, sample_index, longest=longest)
+        return
     labels = np.asarray(sample.get("labels", IGNORED))
     by_token = labels.shape == ids.shape
     learned = labels != IGNORED if by_token else np.zeros(len(ids), bool)
@@ -309,8 +319,11 @@ def _unknown_and_cut_token_findings(
     )
     share = 0.0 if is_mark else float((tokens == unknown).mean())
     cut_rows = sum(
-        len(row.ids) >= max_length
-        and (row.label is not None or (are_chats and bool(row.learned[-1])))
+        (
+            len(row.ids) >= max_length
+            and (row.label is not None or (are_chats and bool(row.learned[-1])))
+        )
+        or row.longest >= max_length
         for row in rows
     )
     if share > _USUAL_UNKNOWN_SHARE:

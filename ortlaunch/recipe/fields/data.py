@@ -129,6 +129,9 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     their transcript in `text_column`."""
     text_column: Text = "text"
     """Column with the text; for token-classification a list of words."""
+    text_columns: Words = ()
+    """Columns with the texts of a row, for tasks embedding and reranker: the query, then documents,
+    as [query, positive, negative]. A column may hold a list of texts, as many in each row."""
     label_column: Text = "label"
     """Column with the class, for sequence-classification: an integer from 0 to 999,999, or a word.
     Words get the numbers that the model to be trained already has for them, else numbers in
@@ -233,7 +236,7 @@ class MaskedLm(Section, resume_rule=OTHER_DATA):
 
 # The lower bound of `sequence_length`, too.
 BucketLength = Annotated[int, Field(ge=8, le=MAX_COUNT)]
-BuiltIn = Literal["python-docs", "python-chats"]
+BuiltIn = Literal["python-docs", "python-chats", "python-pairs"]
 # Tags instead of a plain union: pydantic then reports errors of the chosen branch only.
 Source = Annotated[
     Annotated[BuiltIn, Tag(WORD)] | Annotated[Corpus, Tag(MAPPING)],
@@ -290,10 +293,11 @@ class Data(Section, resume_rule=OTHER_DATA):
 
     train: TrainingSource
     """The training corpus: a mapping, or `python-docs`, the language reference inside every
-    CPython, or `python-chats`, the same as questions and answers, to try instruction tuning. Or a
-    mixture, a list as `[{source: python-docs, weight: 1}, {source: {format: text, path: a.txt},
-    weight: 3}]`: in every 65,536 samples the weights hold exactly. An epoch of a mixture has as
-    many samples as all its sources together."""
+    CPython, or `python-chats`, the same as questions and answers, to try instruction tuning, or
+    `python-pairs`, its sentences as queries, each with the rest of its paragraph and that of another
+    one, to try embedding and reranker. Or a mixture, a list as `[{source: python-docs, weight: 1},
+    {source: {format: text, path: a.txt}, weight: 3}]`: in every 65,536 samples
+    the weights hold exactly. An epoch of a mixture has as many samples as all its sources together."""
     # Nothing is trained on it.
     evaluation: Annotated[EvaluationSource | None, APPLIED] = None
     """Held-out corpus for the evaluation loss, or a part of the training data, as `{share: 0.05}`

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ortlaunch.recipe.fields.compared_texts import Embedding, Reranker
 from ortlaunch.recipe.fields.section import (
     OTHER_MODEL,
     Decay,
@@ -94,6 +95,8 @@ class Model(Section, resume_rule=OTHER_MODEL):
     task: Annotated[str, NameIn(MODEL_TASKS)]
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
     for a text; `sequence-regression`: a number; `token-classification`: a class for each word.
+    `embedding`: a vector for a text, and `reranker`: a number for a query with a document, both of
+    rows with several texts (`text_columns`).
     `image-classification` and `speech-seq2seq` take files, by `format: folder` or a table with
     `file_column`, or custom data, whose samples have `pixel_values` or `input_features`, and
     `labels`.
@@ -141,6 +144,19 @@ class Model(Section, resume_rule=OTHER_MODEL):
     """Keep the frozen weights of `pretrained` quantized, with `lora` (needs the extra
     `bitsandbytes`). A model that is stored so already needs it, too. The export with merged
     adapters has whole weights, dequantized in float32."""
+    embedding: Embedding | None = None
+    """For task embedding: pooling, prompts and loss; null: the defaults."""
+    reranker: Reranker | None = None
+    """For task reranker: the loss; null: the default."""
+
+    @property
+    def text_comparison(self) -> Embedding | Reranker | None:
+        """The section of a task that compares texts, with defaults; None: another task."""
+        sections: dict[str, Embedding | Reranker] = {
+            "embedding": self.embedding or Embedding(),
+            "reranker": self.reranker or Reranker(),
+        }
+        return sections.get(self.traits.compares)
 
     @property
     def traits(self) -> ModelTask:

@@ -148,7 +148,7 @@ def _accepted_values_and_guess_text(
         guess_note = _guess_text(
             closest_or_translated_name_or_none(written_text, names_accepted_by_field(key_path))
         )
-        return f"it must be python-docs, python-chats or a mapping, as {_CORPUS}{other_forms}{guess_note}"
+        return f"it must be python-docs, python-chats, python-pairs or a mapping, as {_CORPUS}{other_forms}{guess_note}"
     if key_path == ("data", "tokenizer"):
         return f"it must be a folder, a hub id, or a mapping, as {EXAMPLES[key_path]}"
     if error_type == "literal_error":

@@ -29,10 +29,10 @@ _LOSS_FIELDS = ("train_on", "train_on_end")
 _TEMPLATE_FIELDS = ("tools_column", "ignore_fields")
 _CHAT_FIELDS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
           "train_key", "train_parts", *_TEMPLATE_FIELDS, *_LOSS_FIELDS)  # fmt: skip
-_COLUMN_FIELDS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column",
+_COLUMN_FIELDS = ("text_column", "text_columns", "label_column", "messages_column", "prompt_column", "response_column",
             *_CHAT_FIELDS, "most_rows")  # fmt: skip
 # A cell of CSV is text, so that it has no messages.
-_CSV_FIELDS = ("text_column", "label_column", "prompt_column", "response_column", "system_column",
+_CSV_FIELDS = ("text_column", "text_columns", "label_column", "prompt_column", "response_column", "system_column",
           "input_column", "prompt", *_TEMPLATE_FIELDS, *_LOSS_FIELDS, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
@@ -211,7 +211,7 @@ def _streamed_source_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> I
     traits = recipe.model.traits
     least_buffer_bytes = 4 * stream.shuffle * (data.sequence_length or 0) * 4
     needs_text = f"needs all samples of data.train, and {stream_key} has none yet; give"
-    needs_all_rows = traits.label or traits.pairs
+    needs_all_rows = traits.label or traits.pairs or traits.compares
     may_hold_out_first_chats = (
         has_chat_rows(corpus)
         and data.train is corpus
@@ -345,8 +345,19 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
         for key_names, is_broken, message in (
             ((key, "model.task", format_key), traits.media and file_format not in _FILE_FORMATS,
              f"names no files; {task} needs format {', '.join(_FILE_FORMATS)}"),
-            ((key, "model.task", format_key), traits.label and file_format == "text",
-             f"has no labels; {task} needs format jsonl, csv, parquet, hub or custom"),
+            ((key, "model.task", format_key),
+             (traits.label or traits.compares) and file_format == "text" and source != "python-pairs",
+             f"has no {'labels' if traits.label else 'rows of several texts'}; {task} needs format "
+             "jsonl, csv, parquet, hub or custom"),
+            ((key, "model.task"), source == "python-pairs" and not traits.compares,
+             f"got python-pairs, which is for embedding and reranker, not for {task}"),
+            ((f"{key}.text_columns", "model.task"),
+             isinstance(source, Corpus) and source.text_columns and not traits.compares,
+             f"is for embedding and reranker, not for {task}; use text_column"),
+            ((f"{key}.text_columns", "model.task"),
+             isinstance(source, Corpus) and traits.compares and not is_custom_data
+             and len(source.text_columns) < 2,
+             f"is missing: {task} needs the columns of a query and its documents, as [query, positive]"),
             ((format_key, "model.task"), file_format == "folder" and not traits.media,
              "got folder, which is for image-classification and speech-seq2seq"),
             ((format_key, "model.task"), file_format == "csv" and traits.label == "word",
@@ -442,8 +453,11 @@ def _padding_length_rules(data_section: Data, task_name: str) -> Iterator[Proble
     if lengths is None and data_section.padding == "fixed":
         return
     # Other text is cut into windows of equal length.
-    if not MODEL_TASKS[task_name].label and not any(
-        has_chat_rows(source) for _, source in data_section.key_and_source_pairs()
+    traits = MODEL_TASKS[task_name]
+    if (
+        not traits.label
+        and not traits.compares
+        and not any(has_chat_rows(source) for _, source in data_section.key_and_source_pairs())
     ):
         yield (
             (field_path, "model.task"),

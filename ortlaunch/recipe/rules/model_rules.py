@@ -44,6 +44,7 @@ def all_model_section_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _problems_of_model_builder_for_task(recipe.model)
     yield from function_name_rules("model.factory", recipe.model.factory)
     yield from _quantize_rules(recipe)
+    yield from _text_comparison_rules(recipe)
     if recipe.model.lora:
         yield from _lora_field_rules(recipe.model.lora, recipe.model)
     if recipe.model.config is not None:
@@ -96,6 +97,41 @@ def _problems_of_model_builder_for_task(model: Model) -> Iterator[Problem]:
             ("model", "model.pretrained", "model.config"),
             "has neither `pretrained` (a folder or hub id) nor `config` (for random weights); "
             "give one",
+        )
+
+
+def _text_comparison_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of `model.embedding`, `model.reranker`, and the batch of their losses."""
+    model = recipe.model
+    for name in ("embedding", "reranker"):
+        if getattr(model, name) is not None and model.traits.compares != name:
+            yield (
+                (f"model.{name}", "model.task"),
+                f"is for task {name}, and task is {model.task}; leave one of both out",
+            )
+    settings = model.text_comparison
+    if settings is None:
+        return
+    unused = {
+        "temperature": ("multiple-negatives-ranking", "cosent"),
+        "symmetric": ("multiple-negatives-ranking",),
+        "distance": ("triplet",),
+        "margin": ("triplet",),
+    }
+    for name in sorted(names_of_non_default_fields(settings) & unused.keys()):
+        if settings.loss not in unused[name]:
+            yield (
+                (f"model.embedding.{name}", "model.embedding.loss"),
+                f"has no effect with loss {settings.loss}; it is for {', '.join(unused[name])}",
+            )
+    batch = recipe.batch
+    # A pass of accumulation compares its own samples alone, so that another number of ranks would
+    # train something else.
+    if settings.traits.is_over_batch and batch.accumulation_steps != 1 and batch.micro_size:
+        yield (
+            ("batch.micro_size", "model.task"),
+            f"got {batch.micro_size}: loss {settings.loss} compares all samples of a step, which must be "
+            "one pass; give batch.global_size alone, and model.embedding.mini_batch to save memory",
         )
 
 

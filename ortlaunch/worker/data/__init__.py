@@ -31,6 +31,7 @@ from ortlaunch.worker.data.chats.samples import (
     cache_key_text_and_encoder_of_chats,
     load_or_tokenize_chats_marking_trained_text,
 )
+from ortlaunch.worker.data.compared_texts import ComparedTexts
 from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus_patterns
 from ortlaunch.worker.data.file_rows import DataError, read_file_rows
 from ortlaunch.worker.data.identity import data_identity_record
@@ -351,6 +352,8 @@ def samples_of_source_for_task(
     traits = recipe.model.traits
     if traits.media and isinstance(source, Corpus):
         return MEDIA[traits.media](source, recipe, tokenizer)
+    if traits.compares:
+        return ComparedTexts(source, recipe, tokenizer, show_progress)
     if traits.label:
         return SAMPLES_BY_LABEL[traits.label](source, tokenizer, length, show_progress)
     if has_chat_rows(source):

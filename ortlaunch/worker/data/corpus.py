@@ -40,6 +40,8 @@ from ortlaunch.worker.data.streams.remote import remote_files_of_url
 
 # Bytes of a corpus that is hashed as a whole.
 _WHOLE_BYTES = 64 << 20
+# Characters of a query of python-pairs, and of its document.
+_LEAST_CHARACTERS = 20
 
 
 def read_texts_with_fraction_of_corpus_read(
@@ -108,13 +110,36 @@ def require_column_value_of_allowed_length(row: Row, column: str) -> Any:
     return cell
 
 
-def read_corpus_rows_up_to_limit(source: Corpus) -> Iterator[Row]:
-    """Return the rows of a corpus, streamed, up to `most_rows`.
+def read_corpus_rows_up_to_limit(source: str | Corpus) -> Iterator[Row]:
+    """Return the rows of a corpus, streamed, up to `most_rows`; of a name those of `python-pairs`.
 
     Raises:
         DataError: the file or data set does not exist, or is not of the recipe's format.
     """
+    if isinstance(source, str):
+        return _sentences_with_rest_of_their_paragraph()
     return itertools.islice(_rows_of_hub_folder_or_files(source), source.most_rows)
+
+
+def _sentences_with_rest_of_their_paragraph() -> Iterator[Row]:
+    """Yield a row for each paragraph of the language reference: its first sentence is the query.
+
+    The positive is the rest of the paragraph, the negative that of the paragraph before (an inverse
+    cloze task).
+    """
+    # Several topics have the same paragraphs.
+    rests = {
+        sentence: (rest, share)
+        for text, share in read_texts_with_fraction_of_corpus_read("python-docs")
+        for paragraph in text.split("\n\n")
+        for sentence, _, rest in [" ".join(paragraph.split()).partition(". ")]
+        if len(sentence) >= _LEAST_CHARACTERS <= len(rest)
+    }
+    negative = [*rests.values()][-1][0]
+    for row_number, (query, (positive, share)) in enumerate(rests.items(), 1):
+        values = {"query": query, "positive": positive, "negative": negative}
+        yield Row(values, f"python-pairs: row {row_number}", share)
+        negative = positive
 
 
 def _rows_of_hub_folder_or_files(source: Corpus) -> Iterator[Row]:
@@ -240,7 +265,7 @@ def column_and_changed_settings_text(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
     optional_settings = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
               "prompt", "train_on", "train_on_end", "train_key", "train_parts", "tools_column",
-              "ignore_fields")  # fmt: skip
+              "ignore_fields", "text_columns")  # fmt: skip
     changed_settings = [
         f" {key}: {getattr(source, key)}"
         for key in optional_settings

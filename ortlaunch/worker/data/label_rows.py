@@ -25,7 +25,7 @@ from ortlaunch.worker.data.file_rows import DataError, Row
 
 # A number in a cell of CSV.
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
-ReadLabelledRow = Callable[[Row, Corpus, Any], tuple[Any, list[Any]]]
+ReadLabelledRow = Callable[[Row, Any, Any], tuple[Any, list[Any]]]
 """(row, source, first label of the source or None) -> text or words, and a list of labels.
 
 The list has one label, or one for each word.
@@ -98,7 +98,7 @@ def refuse_too_large_class(label: int, row_location: str) -> None:
 
 
 def labelled_rows_filling_summary(
-    source: Corpus, read_row: ReadLabelledRow, summary: SourceSummary
+    source: str | Corpus, read_row: ReadLabelledRow, summary: SourceSummary
 ) -> Iterator[LabelledRow]:
     """Yield rows in a fixed order, and collect their summary.
 
@@ -113,7 +113,7 @@ def labelled_rows_filling_summary(
     row = None
     for row in read_corpus_rows_up_to_limit(source):
         text, labels = read_row(row, source, next(iter(summary.labels), None))
-        names = row.names.get(source.label_column)
+        names = row.names.get(getattr(source, "label_column", ""))
         if names and names not in summary.names:
             summary.names.append(names)
         if not (text.strip() if isinstance(text, str) else text):

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.label_rows import (
     LabelledRow,
+    ReadLabelledRow,
     SourceSummary,
     labelled_rows_filling_summary,
     require_text_and_finite_number_of_row,
@@ -63,7 +64,7 @@ class LabelledTexts:
     """Samples of texts with a class each, cut or padded to one length."""
 
     task = "sequence-classification"
-    read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(text_and_class_of_row)
+    read: ReadLabelledRow = staticmethod(text_and_class_of_row)
     behind = 1
     """Count of integers after the tokens of a row."""
 
@@ -74,7 +75,6 @@ class LabelledTexts:
         length: int,
         show_progress: ShowProgress = ignore_progress,
     ) -> None:
-        assert isinstance(source, Corpus)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token is None:
@@ -85,8 +85,9 @@ class LabelledTexts:
         self._pad = tokenizer.pad_token_id
         self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
+        label_column = source.label_column if isinstance(source, Corpus) else ""
         # The 3 is the version of this format.
-        self._key = f"{self.task} 3 {corpus_fingerprint(source)} {source.label_column}"
+        self._key = f"{self.task} 3 {corpus_fingerprint(source)} {label_column}"
         key = f"{self._key} {length} {_tokenizer_state_text(tokenizer)}"
         self._documents = load_or_write_cached_tokens(
             TokenizeWork(
@@ -167,7 +168,7 @@ class LabelledTexts:
         return int(max(self.labels)) + 1
 
     def sample(self, index: int, epoch: int) -> Sample:
-        document = _document_tokens(self._documents, index)
+        document = document_tokens(self._documents, index)
         size = self.size(index)
         ids = document[:size]
         stored_labels = document[size:]
@@ -230,7 +231,7 @@ class ScoredTexts(LabelledTexts):
     """Samples of texts with a number each, for regression."""
 
     task = "sequence-regression"
-    read = staticmethod(require_text_and_finite_number_of_row)
+    read: ReadLabelledRow = staticmethod(require_text_and_finite_number_of_row)
     behind = 2
     classes = 0
 
@@ -319,14 +320,15 @@ def _tokenizer_state_text(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {state_text}"
 
 
-def _document_tokens(documents: Documents, index: int) -> _Ints:
+def document_tokens(documents: Documents, index: int) -> _Ints:
+    """Return the stored integers of a row."""
     token_range = token_range_of_document(documents.ends, index)
     return documents.tokens[token_range.start : token_range.stop]
 
 
 def _json_bytes_of_document(documents: Documents, index: int) -> bytes:
     """Return a document that is JSON, stored as one byte in each token."""
-    return _document_tokens(documents, index).astype(np.uint8).tobytes()
+    return document_tokens(documents, index).astype(np.uint8).tobytes()
 
 
 SAMPLES_BY_LABEL = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}

@@ -33,20 +33,25 @@ def cut_padding_to_shortest_fitting_bucket(
     """Cut the padding of a batch to the shortest bucket that has room for its longest sample.
 
     Args:
-        batch: tensors of (samples, length) are cut, others stay.
+        batch: tensors with the length of the mask, (samples, length) or (samples, texts, length), are
+            cut; others stay.
         bucket_lengths: allowed lengths, ascending.
     """
     mask = batch.get("attention_mask")
     if mask is None:
         return batch
-    padded_length = mask.shape[1]
-    longest = int(mask.sum(1).max())
+    padded_length = mask.shape[-1]
+    longest = int(mask.sum(-1).max())
     length = next((bucket for bucket in bucket_lengths if bucket >= longest), padded_length)
     # Some tokenizers pad on the left. All rows are summed, as an empty text shows no side.
-    on_the_left = mask[:, 0].sum() < mask[:, -1].sum()
+    on_the_left = mask[..., 0].sum() < mask[..., -1].sum()
     kept_slice = slice(padded_length - length, padded_length) if on_the_left else slice(length)
+    length_axis = mask.dim() - 1
+    kept = (slice(None),) * length_axis + (kept_slice,)
     return {
-        name: value[:, kept_slice].contiguous() if value.shape[1:2] == (padded_length,) else value
+        name: value[kept].contiguous()
+        if value.shape[length_axis:][:1] == (padded_length,)
+        else value
         for name, value in batch.items()
     }
 

@@ -10,7 +10,7 @@ from torch import nn
 from ortlaunch.base.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.held_out import missing_evaluation_message_with_example
+from ortlaunch.recipe.hints.missing_evaluation import missing_evaluation_message_with_example
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import Evaluation

@@ -30,7 +30,7 @@ from ortlaunch.worker.engine.differences import (
 from ortlaunch.worker.engine.float64 import compute_in_float64
 from ortlaunch.worker.engine.random_draws import RandomNumberRecorder, ReplayingModel
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
-from ortlaunch.worker.model.model import disable_chunked_head
+from ortlaunch.worker.model.model import LossModule, disable_chunked_head
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import loss_of_engine_output
 from ortlaunch.worker.patching import replace_attribute_temporarily
@@ -99,6 +99,7 @@ def run_and_compare_passes(
         torch.random.fork_rng(devices),
         disable_dropout(reference_model),
         use_matmul_precision("highest"),
+        _compute_loss_of_own_rank(model),
     ):
         state_before = _cpu_and_device_random_state(device)
         with use_whole_logits_without_reentrancy(model):
@@ -184,6 +185,7 @@ def compare_passes_replaying_random_numbers_if_drawn(
         torch.random.fork_rng([parameter.device] if parameter.is_cuda else []),
         disable_dropout(reference_model),
         disable_chunked_head(reference_model),
+        _compute_loss_of_own_rank(reference_model),
         _restore_weights_and_yield_changes(reference_model),
         torch.no_grad(),
         RandomNumberRecorder() as draws,
@@ -233,6 +235,7 @@ def evaluation_losses_or_none(
     with (
         torch.random.fork_rng(devices),
         torch.no_grad(),
+        _compute_loss_of_own_rank(reference_model),
         _restore_weights_and_yield_changes(reference_model),
         use_matmul_precision("highest"),
         torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
@@ -260,6 +263,15 @@ class UnrepeatableRandomNumbersError(EngineError):
             "the model draws random numbers in forward that cannot be given to both, so that its "
             "passes cannot be compared"
         )
+
+
+def _compute_loss_of_own_rank(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Compare one rank's samples alone: another rank may need no further pass, and not take part."""
+    return (
+        model.compute_loss_of_own_rank()
+        if isinstance(model, LossModule)
+        else contextlib.nullcontext()
+    )
 
 
 @contextlib.contextmanager

@@ -214,6 +214,7 @@ def build_engine(
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
     """
     torch.set_num_threads(plan.threads or threads_per_rank(group.local.local_world_size))
+    model.join_ranks(group.data_parallel)
     if recipe.model.factory and not recipe.model.traits.wrapper:
         require_forward_takes_batch(model.model, sample_batch, recipe.train.loss_weight)
     is_exact = recipe.engine.matmul_precision == "highest"
@@ -286,7 +287,7 @@ def build_engine(
             marks if engine_name == "inductor" else None,
         )
     elif engine_name == "inductor":
-        model.compile(dynamic=False, options=marks or None)
+        module = model.with_engine_of(functools.partial(_compile_in_place, options=marks or None))
     built_optimizer = build_optimizer(
         recipe.optimizer, module, engine_name, group.device, plan.deepspeed, group.size
     )
@@ -379,6 +380,11 @@ def build_engine(
         evaluation_seconds_or_none=evaluation_seconds,
         reference_pass=reference_pass,
     )
+
+
+def _compile_in_place(module: nn.Module, options: dict[str, Any] | None) -> nn.Module:
+    module.compile(dynamic=False, options=options)
+    return module
 
 
 def cast_floating_point_parameters_in_place(model: torch.nn.Module, dtype: torch.dtype) -> None:

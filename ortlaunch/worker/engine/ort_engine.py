@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -134,7 +135,8 @@ def _export_with_batch_or_reason_of_any_rank(
     """Export a graph by a pass of one batch; return why it cannot run it or a later one, on any rank."""
     module: nn.Module = model
     try:
-        module = ort_module = wrap_model_in_ortmodule(recipe, model, group)
+        ort_module: Any = wrap_model_in_ortmodule(recipe, model, group)
+        module = ort_module
         _run_probe_pass_and_restore_state(recipe, ort_module, model, group, export_batch)
         reason = ""
         if later_batch_or_none is not None:
@@ -170,8 +172,8 @@ def _autocast_of_recipe(recipe: Recipe, device_type: str) -> torch.autocast:
 
 
 def wrap_model_in_ortmodule(
-    recipe: Recipe, model: LossModule, group: DistributedContext
-) -> ortmodule.ORTModule:
+    recipe: Recipe, model: nn.Module, group: DistributedContext
+) -> nn.Module:
     """Wrap the model in ORTModule with the recipe's settings."""
     # The state that transformers' models read does not change between steps. A model class of the
     # user may change its state in any pass.
@@ -185,7 +187,9 @@ def wrap_model_in_ortmodule(
         if postprocess_name
         else None,
     )
-    return ortmodule.ORTModule(model, settings)
+    wrap = functools.partial(ortmodule.ORTModule, settings=settings)
+    # A model that replays random numbers is wrapped with its loss.
+    return model.with_engine_of(wrap) if isinstance(model, LossModule) else wrap(model)
 
 
 def _run_probe_pass_and_restore_state(
@@ -198,7 +202,12 @@ def _run_probe_pass_and_restore_state(
     """Run one forward and backward pass without effect on buffers, gradients or random state."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     devices = [group.device] if group.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _autocast_of_recipe(recipe, group.device.type):
+    with (
+        torch.random.fork_rng(devices),
+        _autocast_of_recipe(recipe, group.device.type),
+        # A rank that fails must not wait for the others in the loss.
+        model.compute_loss_of_own_rank(),
+    ):
         loss = loss_of_engine_output(module(**sample_batch))
         require_gradient(loss)
         loss.backward()

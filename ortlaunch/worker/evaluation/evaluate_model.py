@@ -51,10 +51,11 @@ def load_and_evaluate_model_file(
     from ortlaunch.worker.data.vocabulary import vocabulary_of_transformers_config
     from ortlaunch.worker.model.model import (
         LossModule,
+        loss_module_of_model,
         refuse_data_exceeding_model_sizes,
         seed_and_build_loss_module_on_cpu,
     )
-    from ortlaunch.worker.onnx.onnx_model import OnnxModel
+    from ortlaunch.worker.onnx.onnx_model import OnnxModel, OnnxTextEncoder
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
     append_factory_folders_to_sys_path(recipe, modules_folder)
@@ -71,7 +72,14 @@ def load_and_evaluate_model_file(
     if config is not None:
         refuse_data_exceeding_model_sizes(recipe, data, config)
     if model_path.suffix == ".onnx":
-        loss_module = LossModule(OnnxModel(model_path, recipe.model.task, config))
+        onnx_model = OnnxModel(model_path, recipe.model.task, config)
+        loss_module = (
+            loss_module_of_model(onnx_model, recipe).with_engine_of(
+                lambda _: OnnxTextEncoder(onnx_model)
+            )
+            if recipe.model.traits.loss_module
+            else LossModule(onnx_model)
+        )
     else:
         loss_module = seed_and_build_loss_module_on_cpu(recipe, data)
     return evaluate_loss_module(recipe, loss_module, data.evaluation, group)

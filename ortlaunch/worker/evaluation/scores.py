@@ -81,7 +81,7 @@ class ClassScores:
     """
 
     def __init__(self, class_count: int, class_names: Sequence[str], device: torch.device) -> None:
-        metric_classes = _import_torchmetrics_quietly().classification
+        metric_classes = import_torchmetrics_quietly().classification
         options = {"validate_args": False, "sync_on_compute": False}
         self._accuracy = metric_classes.MulticlassAccuracy(class_count, average="micro", **options)
         # Each class is a binary label: MulticlassF1Score would build a matrix of classes x classes,
@@ -157,7 +157,7 @@ class Transcripts:
     def __init__(self, evaluated_model: EvaluatedModel) -> None:
         self._plain = evaluated_model.plain
         self._has_mesh = evaluated_model.group.mesh is not None
-        self._errors = _import_torchmetrics_quietly().text.WordErrorRate(sync_on_compute=False)
+        self._errors = import_torchmetrics_quietly().text.WordErrorRate(sync_on_compute=False)
         # Nothing yet: else it warns on a rank that has no sample.
         self._errors.update([], [])
         # It warns of marks that are two things at once, as Whisper's end of text is.
@@ -215,7 +215,7 @@ class ValueScores:
         predicted, labelled = (
             torch.tensor(values, dtype=torch.float64) for values in gathered_values
         )
-        metric_functions = _import_torchmetrics_quietly().functional
+        metric_functions = import_torchmetrics_quietly().functional
         return {
             "mse": float(metric_functions.mean_squared_error(predicted, labelled)),
             "pearson": float(metric_functions.pearson_corrcoef(predicted, labelled)),
@@ -246,7 +246,8 @@ def _replace_state_by_sum_over_ranks_and_compute(metric: Any, group: Distributed
     return metric.compute()
 
 
-def _import_torchmetrics_quietly() -> Any:
+def import_torchmetrics_quietly() -> Any:
+    """Return the module torchmetrics, which is imported at the first evaluation that needs it."""
     # torchmetrics imports matplotlib, which warns of a home folder that is not writable.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import torchmetrics

@@ -17,6 +17,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.media.samples import load_media_processor_or_none
 from ortlaunch.worker.engine.stepping import Stepper
+from ortlaunch.worker.export.sentence_transformers_files import write_sentence_transformers_files
 from ortlaunch.worker.model.adapters import merge_adapters
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.patching import hide_package_unless_loaded
@@ -72,6 +73,9 @@ def write_transformers_or_peft_folder(
         # accelerate would import DeepSpeed, for seconds, to see whether the model is wrapped by it.
         with hide_package_unless_loaded("deepspeed"):
             model.save_pretrained(export_folder)
+        # Adapters alone have no config of a model.
+        if (export_folder / "config.json").exists():
+            write_sentence_transformers_files(recipe, export_folder, model)
     else:
         _save_safetensors_with_shared_tensors_once(model, str(export_folder / "model.safetensors"))
     for part in (data.tokenizer, load_media_processor_or_none(recipe)):

@@ -56,6 +56,8 @@ def _card_metadata(
     library: str | None,
 ) -> ModelCardData:
     used = [f"engine:{engine['engine']['used']}"] if engine else []
+    if recipe.model.traits.compares and library == "transformers":
+        library = "sentence-transformers"
     return ModelCardData(
         base_model=_hub_id_or_none(recipe.model.pretrained),
         datasets=sorted(

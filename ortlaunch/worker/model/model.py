@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,6 +149,17 @@ class LossModule(nn.Module):
     ) -> None:
         """Move a LightningModule to the end of a step, the run's `completed_steps`-th, from 1."""
 
+    def with_engine_of(self, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return the module that `wrap` puts on an engine: this one, or its model without the loss."""
+        return wrap(self)
+
+    def join_ranks(self, group: DistributedContext) -> None:
+        """Let a loss that compares samples see those of all data-parallel ranks."""
+
+    def compute_loss_of_own_rank(self) -> contextlib.AbstractContextManager[None]:
+        """Leave the other ranks' samples out of the loss while the context is open."""
+        return contextlib.nullcontext()
+
     def chunk_head_or_restore_it(self, chunked_head: ChunkedHead | None) -> None:
         """Compute head and loss in chunks from now on; with None, as the model itself does."""
         if self.chunked is not None:
@@ -278,13 +289,25 @@ def seed_and_build_loss_module_on_cpu(
     if recipe.data.separates_documents and not is_on_meta_device(model):
         packing.require_model_separates_documents(model)
     traits = recipe.model.traits
-    wrap = import_user_function("model.task", traits.wrapper) if traits.wrapper else LossModule
-    loss_module: LossModule = wrap(model.train())
+    loss_module = loss_module_of_model(model.train(), recipe)
     loss_module.generates_with_cache = generates_with_cache
     loss_module.tokenizer = data.tokenizer
     loss_module.loaded = loaded
     loss_module.has_numbers = traits.is_own
     loss_module.offloads = recipe.model.offload_activations
+    return loss_module
+
+
+def loss_module_of_model(model: nn.Module, recipe: Recipe) -> LossModule:
+    """Return the module of the recipe's task that computes the loss of a model."""
+    traits = recipe.model.traits
+    if traits.loss_module:
+        loss_class = import_user_function("model.task", traits.loss_module)
+        loss_module: LossModule = loss_class(model, recipe)
+    elif traits.wrapper:
+        loss_module = import_user_function("model.task", traits.wrapper)(model)
+    else:
+        loss_module = LossModule(model)
     return loss_module
 
 
@@ -480,7 +503,7 @@ def build_transformers_config_fitting_data_or_refuse(recipe: Recipe, data: Loade
         raise InputError(
             f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {problem}"
         )
-    if recipe.model.traits.label == "number":
+    if recipe.model.traits.label == "number" or recipe.model.traits.compares == "reranker":
         fields = {**fields, "num_labels": 1, "problem_type": "regression"}
     fields = {**_config_fields_from_data(recipe, data, config), **fields}
     try:

@@ -19,11 +19,13 @@ from torch import nn
 
 from ortlaunch.base.errors import EngineError, InputError, MissingDependency, first_message_line
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.fields.compared_texts import Embedding
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.media.samples import load_media_processor_or_none
 from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
 from ortlaunch.worker.model.adapters import merge_adapters
+from ortlaunch.worker.model.embedding import TextEncoder
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.user_model import (
     ExportedModule,
@@ -39,6 +41,8 @@ DIFFERENCE_LIMIT = 1e-4
 # Bytes: protobuf's 2 GiB, less room for the graph itself.
 _MOST_IN_ONE_FILE = 2**31 - 2**16
 # Tensors of a batch that are no inputs of the graph: labels, and the additions of packing.
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_ENCODER_INPUTS = ("input_ids", "attention_mask")
 _LABELS = ("labels", "next_sentence_label", "position_ids", "document_ids")
 
 
@@ -61,6 +65,14 @@ class LogitsModel(ExportedModule):
         if not logits_by_name:
             raise InputError(f"--format onnx: {type(self.model).__name__} returns no logits")
         return logits_by_name
+
+
+class EmbeddingGraph(ExportedModule):
+    """A model of transformers with its pooling: a vector for each text."""
+
+    def loss_and_other_tensor_outputs_by_name(self, *tensors: torch.Tensor) -> TensorBatch:
+        """Return the vectors by sentence-transformers' name."""
+        return {"sentence_embedding": self.model(**dict(zip(self.inputs, tensors)))}
 
 
 def write_and_check_onnx_folder(
@@ -89,7 +101,12 @@ def write_and_check_onnx_folder(
         batches = three_media_batches_or_none_for_texts(
             recipe, model, data
         ) or three_text_batches_of_own_data(model, data)
-        exported_module = LogitsModel(model, tuple(batches[0])).eval()
+        settings = recipe.model.text_comparison
+        if isinstance(settings, Embedding):
+            batches = [{name: batch[name] for name in _ENCODER_INPUTS} for batch in batches]
+            exported_module = EmbeddingGraph(TextEncoder(model, settings), _ENCODER_INPUTS).eval()
+        else:
+            exported_module = LogitsModel(model, tuple(batches[0])).eval()
     sizes = _input_and_output_variable_axis_names(exported_module, batches)
     fixed_values = _write_graph_and_list_fixed_values(
         exported_module, batches[0], sizes, export_folder
@@ -185,6 +202,11 @@ def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[T
     full_batch = collate(
         [samples.sample(indices[index % len(indices)], epoch=0) for index in range(3)]
     )
+    if full_batch["input_ids"].dim() > 2:
+        # Several texts of a sample are rows of the graph.
+        full_batch = {
+            name: full_batch[name].flatten(0, 1)[:3] for name in full_batch if name in _TEXT_INPUTS
+        }
     length = full_batch["input_ids"].size(1)
     batch = {}
     for name in _graph_input_names(model, full_batch):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # The constant values of inputs that the data lack.
+_OUTPUTS = {"embedding": ("sentence_embedding",)}
 _ABSENT = {"attention_mask": 1, "token_type_ids": 0}
 
 
@@ -44,9 +45,10 @@ class OnnxModel(nn.Module):
         self.config = config
         self.inputs = [graph_value.name for graph_value in self.session.get_inputs()]
         self.outputs = [graph_value.name for graph_value in self.session.get_outputs()]
-        if not {"logits", "prediction_logits"} & {*self.outputs}:
+        wanted = _OUTPUTS.get(MODEL_TASKS[task].compares, ("logits", "prediction_logits"))
+        if not {*wanted} & {*self.outputs}:
             raise InputError(
-                f"{path} has outputs {', '.join(self.outputs)}; none of them is called logits"
+                f"{path} has outputs {', '.join(self.outputs)}; none of them is called {wanted[0]}"
             )
 
     def forward(self, **batch: torch.Tensor) -> TensorBatch:
@@ -57,6 +59,19 @@ class OnnxModel(nn.Module):
             if "labels" in batch
             else output
         )
+
+
+class OnnxTextEncoder(nn.Module):
+    """A graph as the encoder of a loss that compares texts."""
+
+    def __init__(self, onnx_model: OnnxModel) -> None:
+        super().__init__()
+        self.onnx_model = onnx_model
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        output: TensorBatch = self.onnx_model(**inputs)
+        vectors = output.get("sentence_embedding")
+        return output["logits"][:, 0] if vectors is None else vectors
 
 
 def graph_input_arrays(input_names: Sequence[str], batch: TensorBatch) -> dict[str, NDArray[Any]]:

@@ -122,6 +122,16 @@ class DistributedContext:
             for forms_and_bytes in zip(self.gather(form_by_name), map(bytearray, parts))
         ]
 
+    def gather_rows_with_gradients(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks in rank order; all ranks give equally many (collective).
+
+        The backward pass sums the gradients of all ranks for each rank's rows, so it is collective.
+        """
+        if self.size == 1:
+            return rows
+        all_rows: torch.Tensor = _RowsOfAllRanks.apply(rows, self.size, self.rank, self._channel)
+        return all_rows
+
     def _gather_bytes(self, rank_bytes: bytes, goes_to_all_ranks: bool = True) -> list[bytes]:
         """Return every rank's bytes in rank order, on all ranks or on rank 0 alone."""
         # torch's collectives of objects unpickle what comes, which runs the sender's code.
@@ -149,6 +159,26 @@ class DistributedContext:
         """Print the lines on rank 0 alone."""
         if self.rank == 0 and lines:
             print(*lines, sep="\n", flush=True)
+
+
+class _RowsOfAllRanks(torch.autograd.Function):
+    """All-gather along the first dimension; torch's own with gradients is deprecated from 2.13 on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, rank_count: int, own_rank: int, channel: Any
+    ) -> torch.Tensor:
+        ctx.channel, ctx.begin, ctx.count = channel, own_rank * len(rows), len(rows)
+        parts = [torch.empty_like(rows) for _ in range(rank_count)]
+        dist.all_gather(parts, rows.contiguous(), group=channel)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        # Each rank's loss uses the rows of all ranks.
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.channel)
+        return gradient[ctx.begin : ctx.begin + ctx.count], None, None, None
 
 
 def _arrays_by_name_from_bytes(

@@ -360,6 +360,9 @@ def _python_code_to_load_export(recipe: Recipe, run: RunDir, trained_module: Los
         resize = f"base_model.resize_token_embeddings({vocabulary_size}); "
         resized = resize if trained_module.loaded and trained_module.loaded["resized"] else ""
         return f'{resized}peft.PeftModel.from_pretrained(base_model, "{run.export}")'
+    if recipe.model.traits.compares:
+        class_name = {"embedding": "SentenceTransformer", "reranker": "CrossEncoder"}
+        return f'sentence_transformers.{class_name[recipe.model.traits.compares]}("{run.export}")'
     # With merged LoRA, load with the class of the model that peft wraps.
     loadable_model = model.get_base_model() if recipe.model.lora else model
     return f'transformers.{type(loadable_model).__name__}.from_pretrained("{run.export}")'

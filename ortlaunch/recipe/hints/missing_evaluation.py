@@ -10,6 +10,7 @@ from ortlaunch.recipe.fields.section import names_of_non_default_fields
 _BUILT_IN = {
     "python-docs": Corpus(format="text"),
     "python-chats": Corpus(format="jsonl", messages_column="messages"),
+    "python-pairs": Corpus(format="jsonl", text_columns=("query", "positive", "negative")),
 }
 # Placeholders that the user replaces.
 _FILES = {

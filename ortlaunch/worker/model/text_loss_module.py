@@ -1,0 +1,125 @@
+"""The loss of tasks whose samples are several texts: the parts that embedding and reranker share.
+
+Shapes: S samples, T texts (or pairs of texts) of a sample, L tokens, W values of a vector.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.process_group.distributed import DistributedContext
+
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+class RowsOfRanks:
+    """Gathers rows of all data-parallel ranks, once they are known."""
+
+    def __init__(self) -> None:
+        self.group: DistributedContext | None = None
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks in rank order, with gradients to each rank's own."""
+        return rows if self.group is None else self.group.gather_rows_with_gradients(rows)
+
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+        return 0 if self.group is None else self.group.rank
+
+
+class TextLossModule(LossModule):
+    """A LossModule whose engine runs the model alone: the loss sees the texts of all ranks.
+
+    `encode` turns (S x T, L) tokens into (S x T, ...) outputs. It is what ONNX Runtime or torch.compile
+    runs; gathering over ranks and recomputing parts stay outside of the graph.
+    """
+
+    mini_batch: int | None = None
+    """Texts of a pass; None: all."""
+
+    def __init__(self, model: nn.Module, encoder: nn.Module) -> None:
+        super().__init__(model)
+        # Not registered, because its weights are those of `model`.
+        self._encoders = [encoder]
+        self.ranks = RowsOfRanks()
+
+    def with_engine_of(self, wrap: Callable[[nn.Module], nn.Module]) -> TextLossModule:
+        """Return a module with the same weights, whose model `wrap` puts on an engine."""
+        on_engine = copy.copy(self)
+        # A copy of the encoder, too: torch.compile works in place, and this module stays as it is.
+        on_engine._encoders = [wrap(copy.copy(self._encoders[0]))]
+        return on_engine
+
+    def reason_for_another_export(self, **batch: Tensor) -> str:
+        """Return why ORTModule would export another graph for this batch; "": it would not."""
+        encoder: Any = self._encoders[0]
+        reason: str = encoder.reason_for_another_export(**self._rows_of_texts(batch))
+        return reason
+
+    def join_ranks(self, group: DistributedContext) -> None:
+        self.ranks.group = group
+
+    @contextmanager
+    def compute_loss_of_own_rank(self) -> Iterator[None]:
+        group, self.ranks.group = self.ranks.group, None
+        try:
+            yield
+        finally:
+            self.ranks.group = group
+
+    def _rows_of_texts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: batch[name].flatten(0, 1) for name in _INPUTS if name in batch}
+
+    def outputs_of_texts(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the encoder's output for each text: (S, T, ...)."""
+        rows = self._rows_of_texts(batch)
+        encoder = self._encoders[0]
+        # Dropout may have been switched since; an inner module does not hear of it.
+        if encoder.training != self.training:
+            encoder.train(self.training)
+        parts = []
+        for part in zip(*(value.split(self.mini_batch or len(value)) for value in rows.values())):
+            inputs = dict(zip(rows, part))
+            if self.mini_batch is None or not torch.is_grad_enabled():
+                parts.append(encoder(**inputs))
+            else:
+                # Only the outputs are kept; the backward pass computes one part after another.
+                parts.append(checkpoint(encoder, use_reentrant=False, **inputs))
+        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
+        by_sample: Tensor = outputs.unflatten(0, batch["input_ids"].shape[:2])
+        return by_sample
+
+    def _loss_or_dict_of_loss_and_values(
+        self, batch: dict[str, Tensor]
+    ) -> Tensor | dict[str, Tensor]:
+        if not self.training:
+            # Ranks may have unequal batches then; metrics join the outputs of all ranks.
+            with self.compute_loss_of_own_rank():
+                return self._loss_and_outputs(batch)
+        return self._loss_and_outputs(batch)
+
+    def _loss_and_outputs(self, batch: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        outputs = self.outputs_of_texts(batch)
+        # Of sums of exponentials; bfloat16 has two digits.
+        with torch.autocast(outputs.device.type, enabled=False):
+            wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            loss = self.loss_of_outputs(wide, batch)
+        if self.evaluates_with_scores and not self.training:
+            return {"loss": loss, self.output_name: outputs}
+        return loss
+
+    output_name = ""
+    """Name of the encoder's output in an evaluation."""
+
+    def loss_of_outputs(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss of the encoder's outputs (S, T, ...)."""
+        raise NotImplementedError
