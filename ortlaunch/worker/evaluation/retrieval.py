@@ -204,7 +204,7 @@ class RankingScores(_OutputsOfSamples):
             )
         by_query = [queries == query for query in queries.unique()]
         ranked = [
-            (scores[rows], labels[rows] > 0)
+            _by_place(scores[rows], labels[rows] > 0)
             for rows in by_query
             if 0 < labels[rows].sum() < rows.sum()
         ]
@@ -218,3 +218,9 @@ class RankingScores(_OutputsOfSamples):
                 found = [float(measure(*pair, **options)) for pair in ranked]
                 metrics[name] = sum(found) / len(found)
         return metrics
+
+
+def _by_place(scores: Tensor, is_right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positive scores in the same order, and which are right: torchmetrics leaves others out."""
+    order = scores.argsort(descending=True, stable=True)
+    return torch.arange(len(order), 0, -1).double(), is_right[order]

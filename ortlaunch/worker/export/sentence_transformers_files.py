@@ -46,7 +46,7 @@ def write_sentence_transformers_files(recipe: Recipe, export_folder: Path, model
         ],
     )
     for path in paths[1:]:
-        (export_folder / path).mkdir()
+        (export_folder / path).mkdir(exist_ok=True)
     _write_json(
         export_folder / "1_Pooling" / "config.json",
         {
