@@ -7,10 +7,14 @@ Activation Recomputation in Large Transformer Models" (2022), section 4.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.compared_texts import Reranker
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.rules.document_mask import document_mask_reason_or_empty
 from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.tables.families import FAMILIES, PlannedConfig
 
@@ -38,6 +42,7 @@ def peak_activation_bytes_of_rank(
         recipe, model_config, sample_token_count, value_bytes, device
     )
     bytes_of_logits = _logits_and_loss_bytes(recipe, model_config, token_count, device)
+    mask_bytes = _document_mask_bytes(recipe, model_config, token_count, value_bytes)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
         # The inputs of all layers are kept. Beside them are either the logits or one recomputed
         # layer, but on a CPU both count: the heap keeps the blocks of one during the other.
@@ -50,8 +55,8 @@ def peak_activation_bytes_of_rank(
         kept_per_token += _attention_bytes_kept_at_recomputation(
             recipe, model_config, sample_token_count, value_bytes, device
         )
-        return layer_count * token_count * kept_per_token + other_bytes
-    return layer_count * bytes_of_layer + bytes_of_logits
+        return layer_count * token_count * kept_per_token + other_bytes + mask_bytes
+    return layer_count * bytes_of_layer + bytes_of_logits + mask_bytes
 
 
 def _sequences_at_once(recipe: Recipe, micro_samples: int) -> int:
@@ -70,6 +75,19 @@ def _sequences_at_once(recipe: Recipe, micro_samples: int) -> int:
 def sample_tokens(recipe: Recipe, config: PlannedConfig) -> int:
     """Return the number of tokens of a sample; for images and audio the model's config has it."""
     return recipe.data.sequence_length or int(config.get("positions", 0))
+
+
+def _document_mask_bytes(
+    recipe: Recipe, model_config: PlannedConfig, token_count: int, value_bytes: int
+) -> int:
+    """Return the bytes of the masks that keep packed documents apart, one for each type of layer."""
+    data_section = recipe.data
+    may_be_ort = data_section.separates_documents and recipe.engine.name == "auto"
+    if not may_be_ort and not document_mask_reason_or_empty(recipe):
+        return 0
+    layer_types = cast(Sequence[str], model_config.get("layer_types") or ("full_attention",))
+    mask_count = len({*layer_types})
+    return mask_count * token_count * sample_tokens(recipe, model_config) * value_bytes
 
 
 def _logits_and_loss_bytes(

@@ -570,6 +570,7 @@ _ENGINE_FACTS: tuple[Fact, ...] = (
         lambda record: _mapping_without_empty_values(record.engine.get("pretrained")),
     ),
     ("quantized weights", lambda record: record.engine.get("quantized_weights")),
+    ("packed documents", lambda record: record.engine.get("packed_documents")),
     ("unused parameters", lambda record: record.engine.get("unused_parameters")),
     ("settings of engine ort", lambda record: record.ort.get("settings")),
     ("ORTModule's variables", lambda record: record.ort.get("variables")),

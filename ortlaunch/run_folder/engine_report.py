@@ -403,6 +403,9 @@ class EngineReport:
     that each of them has whole."""
     quantized_weights: str | None = None
     """The form of the frozen weights (`model.quantize`), and how many are in it; null: none."""
+    packed_documents: str | None = None
+    """How packed documents are kept apart: by attention, or by a mask, its size, and the reason why;
+    null: samples are not packed, or documents attend to each other."""
     plain_evaluations: int = 0
     """Evaluations of engine ort that plain PyTorch ran, because the export of a graph would have
     taken longer than the graph would have saved so far."""

@@ -40,6 +40,7 @@ from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
 from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
+from ortlaunch.worker.model.packing import set_document_attention
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.run_length import resolve_max_steps_and_write_length
@@ -156,9 +157,11 @@ def load_data_and_build_session(
     assert samples is not None, "the control side has looked for data.evaluation"
     trained_identity = data_and_frozen_weights_identity(None if is_evaluation else samples, model)
     if group.mesh is not None:
-        model.loaded, trained_identity["weights"] = group.gather(
-            [model.loaded, trained_identity["weights"]]
+        model.loaded, trained_identity["weights"], model.document_mask_reason = group.gather(
+            [model.loaded, trained_identity["weights"], model.document_mask_reason]
         )[0]
+        if model.document_mask_reason == "":
+            set_document_attention(model.model)
     require_same_samples_on_all_ranks("data.train", trained_identity.get("data"), recipe, group)
     if recipe.data.is_custom and data.evaluation is not None:
         require_same_samples_on_all_ranks(

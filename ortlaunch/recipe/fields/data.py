@@ -352,9 +352,9 @@ class Data(Section, resume_rule=OTHER_DATA):
     inductor, which compiles few shapes and runs the others as eager."""
     attend_across_documents: bool = True
     """For causal-lm on text, whose samples are packed with several documents: whether a token
-    attends to earlier documents of its sample. false: each document is independent, by a
-    block-diagonal mask of fixed shape and by positions that restart at 0; its first token is not
-    predicted. Attention then needs a mask, and is slower than fused kernels without one."""
+    attends to earlier documents of its sample. false: each document is independent, and positions
+    restart at 0; its first token is not predicted. Attention runs on each document alone; on engine
+    ort, and in models without transformers' sdpa, a mask keeps at most 8,192 tokens apart."""
     packing: bool = False
     """Whether several chats, or prompts with their responses, share a sample. They are packed whole
     by first-fit decreasing; none attends to another, and positions restart at 0, as with

@@ -21,6 +21,10 @@ from ortlaunch.recipe.fields.section import (
     NO_EFFECT_MESSAGE,
     names_of_non_default_fields,
 )
+from ortlaunch.recipe.rules.document_mask import (
+    document_mask_reason_or_empty,
+    too_long_for_mask_text_or_empty,
+)
 from ortlaunch.recipe.rules.model_rules import function_name_rules
 from ortlaunch.recipe.text.source_location import Problem
 from ortlaunch.tables.model_tasks import MODEL_TASKS
@@ -84,6 +88,10 @@ def all_data_section_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _tokenizer_and_masking_rules(recipe.data, recipe.model.task)
     yield from _chat_task_and_template_rules(recipe.data, recipe.model.task)
     yield from _packing_and_attention_rules(recipe.data, recipe.model.task)
+    if problem := too_long_for_mask_text_or_empty(
+        recipe.data.sequence_length, document_mask_reason_or_empty(recipe)
+    ):
+        yield ("data.sequence_length", "engine.name"), problem
     yield from _padding_length_rules(recipe.data, recipe.model.task)
     if recipe.data.padding == "longest" and recipe.engine.name == "inductor":
         message = (

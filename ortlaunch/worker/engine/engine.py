@@ -64,6 +64,7 @@ from ortlaunch.worker.model.matmul_precision import (
     use_onednn_if_required_or_faster,
 )
 from ortlaunch.worker.model.model import LossModule, require_forward_takes_batch
+from ortlaunch.worker.model.packing import packed_documents_text_or_none
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.model.quantized_weights import (
@@ -319,6 +320,9 @@ def build_engine(
         attention=_attention_implementation(model),
         pretrained=dict(model.loaded) if model.loaded else None,
         quantized_weights=quantized_weights_text,
+        packed_documents=packed_documents_text_or_none(
+            model.document_mask_reason, recipe.data.sequence_length or 0
+        ),
         gradient_checkpointing=_gradient_checkpointing_component_or_none(recipe, engine_name),
         onnxruntime=None,
         # torch.__version__ names the build, too, as in 2.4.0+cu121.

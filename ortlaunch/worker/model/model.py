@@ -85,6 +85,8 @@ class LossModule(nn.Module):
         """The tokenizer of the data; None for custom data."""
         self.loaded: LoadedNames | None = None
         self.chunked: ChunkedHead | None = None
+        self.document_mask_reason: str | None = None
+        """Why a mask keeps packed documents apart; "": attention does; None: there are none."""
         self.has_numbers = False
         """Whether values that the model returns beside its loss are logged.
 
@@ -108,7 +110,7 @@ class LossModule(nn.Module):
         self, batch: dict[str, torch.Tensor]
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
-            batch = packing.batch_with_documents_in_rows_or_masked(batch, self.model)
+            batch = packing.batch_with_documents_apart(batch, self.model)
         if self.chunked is not None:
             loss, output = self.chunked.chunked_loss_and_output(self.model, batch, self.training)
         else:
@@ -286,13 +288,15 @@ def seed_and_build_loss_module_on_cpu(
     # After the adapters: with checkpointing on, peft would change the embeddings' output.
     if recipe.model.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
+    document_mask_reason = None
     if recipe.data.separates_documents and not is_on_meta_device(model):
-        packing.require_model_separates_documents(model)
+        document_mask_reason = packing.choose_document_form_or_refuse(model, recipe)
     traits = recipe.model.traits
     loss_module = loss_module_of_model(model.train(), recipe)
     loss_module.generates_with_cache = generates_with_cache
     loss_module.tokenizer = data.tokenizer
     loss_module.loaded = loaded
+    loss_module.document_mask_reason = document_mask_reason
     loss_module.has_numbers = traits.is_own
     loss_module.offloads = recipe.model.offload_activations
     return loss_module

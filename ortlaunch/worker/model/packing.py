@@ -1,21 +1,33 @@
 """`data.attend_across_documents: false`: no attention between documents packed into one sample.
 
-Models of PyTorch use a mask for that. An exported graph has no such mask, and gets each document in
-a row of its own.
+Models of PyTorch attend within each document (document_attention.py) where their attention and the
+engine permit that, and use a mask of length x length values elsewhere. An exported graph has no
+such mask, and gets each document in a row of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ortlaunch.base.errors import InputError
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.rules.document_mask import (
+    document_mask_reason_or_empty,
+    too_long_for_mask_text_or_empty,
+)
 from ortlaunch.worker.data import IGNORED
+from ortlaunch.worker.model.document_attention import (
+    ATTENTION,
+    register_document_attention,
+    window_and_document_ids,
+)
 
 DOCUMENTS = "document_ids"
 # Tokens in each sample of the test.
@@ -26,15 +38,19 @@ _LOCAL = ("sliding_attention", "chunked_attention")
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
 
-def batch_with_documents_in_rows_or_masked(
-    batch: Mapping[str, Tensor], model: nn.Module
-) -> dict[str, Any]:
+def batch_with_documents_apart(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
     """Return a packed batch in the form that the model accepts."""
     # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
     if parameter is None:
         return split_packed_documents_into_rows_or_copy_unpacked(batch)
-    return replace_document_ids_by_mask(batch, parameter.dtype, getattr(model, "config", None))
+    config = getattr(model, "config", None)
+    # The prediction of a step has tensors without values.
+    if getattr(config, "_attn_implementation", None) == ATTENTION and not isinstance(
+        batch[DOCUMENTS], FakeTensor
+    ):
+        return replace_document_ids_by_windows(batch, config)
+    return replace_document_ids_by_mask(batch, parameter.dtype, config)
 
 
 def split_packed_documents_into_rows_or_copy_unpacked(
@@ -78,15 +94,40 @@ def replace_document_ids_by_mask(
     distances = token_places[:, None] - token_places[None, :]
     is_visible = (documents[:, None, :, None] == documents[:, None, None, :]) & (distances >= 0)
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
-    masks = {}
-    for attention_type, size in _visible_token_limit_by_attention_type(config).items():
+
+    def mask_of_type(attention_type: str, size: int) -> Tensor:
         is_near = is_visible
         if size and attention_type == "chunked_attention":
             chunks = batch["position_ids"] // size
             is_near = is_visible & (chunks[:, None, :, None] == chunks[:, None, None, :])
         elif size:
             is_near = is_visible & (distances < size)
-        masks[attention_type] = torch.where(is_near, torch.zeros_like(hidden), hidden)
+        return torch.where(is_near, torch.zeros_like(hidden), hidden)
+
+    return _batch_with_mask_of_each_type(batch, config, mask_of_type)
+
+
+def replace_document_ids_by_windows(batch: Mapping[str, Tensor], config: Any) -> dict[str, Any]:
+    """Return a batch for a model whose attention is `document_attention.ATTENTION`."""
+
+    def mask_of_type(attention_type: str, size: int) -> Tensor:
+        documents = batch[DOCUMENTS]
+        if size and attention_type == "chunked_attention":
+            # Chunks of a document do not see each other, as documents.
+            documents = documents * documents.shape[1] + batch["position_ids"] // size
+            size = 0
+        return window_and_document_ids(documents, size)
+
+    return _batch_with_mask_of_each_type(batch, config, mask_of_type)
+
+
+def _batch_with_mask_of_each_type(
+    batch: Mapping[str, Tensor], config: Any, mask_of_type: Callable[[str, int], Tensor]
+) -> dict[str, Any]:
+    masks = {
+        attention_type: mask_of_type(attention_type, size)
+        for attention_type, size in _visible_token_limit_by_attention_type(config).items()
+    }
     # transformers' models with `layer_types` take a mask for each type; others take one mask.
     (first_mask, *_) = masks.values()
     has_types = getattr(_text_config(config), "layer_types", None) and masks.keys() != {_FULL}
@@ -125,36 +166,77 @@ def _visible_token_limit_by_attention_type(config: Any) -> dict[str, int]:
     )
 
 
-@torch.no_grad()
+def choose_document_form_or_refuse(model: nn.Module, recipe: Recipe) -> str:
+    """Let the model attend within documents, or return the reason why a mask keeps them apart.
+
+    Raises:
+        InputError: the samples are too long for a mask, or the model does not respect it.
+    """
+    reason = document_mask_reason_or_empty(recipe) or _reason_against_document_attention(model)
+    if reason:
+        if problem := too_long_for_mask_text_or_empty(recipe.data.sequence_length, reason):
+            raise InputError(f"data.sequence_length: {problem}")
+        require_model_separates_documents(model)
+    return reason
+
+
+def _reason_against_document_attention(model: Any) -> str:
+    """Let the model attend within documents and return "", or the reason why it cannot."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    former_attention = getattr(config, "_attn_implementation", None)
+    if former_attention != "sdpa":
+        return f"{name} has no sdpa attention of transformers"
+    try:
+        expected = _second_document_logits_alone(model)
+        set_document_attention(model)
+        separate_difference, joined_difference = _differences_beside_first_document(
+            model, expected, lambda batch: replace_document_ids_by_windows(batch, config)
+        )
+        if separate_difference <= max(joined_difference / 10, 1e-6):
+            return ""
+        reason = f"{name} gives a document other scores in a pack than alone with {ATTENTION}"
+    # A model whose attention is not transformers' may raise any exception.
+    except Exception as error:
+        reason = f"{name} does not run {ATTENTION}: {' '.join(str(error).split())[:200]}"
+    model.set_attn_implementation(former_attention)
+    return reason
+
+
+def packed_documents_text_or_none(mask_reason: str | None, sample_tokens: int) -> str | None:
+    """Return how documents are kept apart: for a reason against attention, None without packs."""
+    if mask_reason is None:
+        return None
+    if not mask_reason:
+        return f"each attends alone ({ATTENTION}), without a mask"
+    mebibytes = 4 * sample_tokens**2 / 2**20
+    return (
+        f"apart by a mask of {sample_tokens:,} x {sample_tokens:,} values (in float32 "
+        f"{mebibytes:,.1f} MiB a sample): {mask_reason}"
+    )
+
+
+def set_document_attention(model: Any) -> None:
+    """Make a model of transformers attend within documents; other batches are sdpa's, as before."""
+    register_document_attention()
+    model.set_attn_implementation(ATTENTION)
+
+
 def require_model_separates_documents(model: nn.Module) -> None:
-    """Check on a few tokens that a document has the scores in a pack that it has alone.
+    """Check on a few tokens that a document has the scores in a masked pack that it has alone.
 
     Raises:
         InputError: it has others, or the model does not accept such a mask.
     """
-    # Two samples: different first documents, the same second document.
-    half = _TEST_TOKENS // 2
-    ids = torch.arange(2 * _TEST_TOKENS).reshape(2, _TEST_TOKENS) % 3
-    ids[:, half:] = ids[0, half:]
-    batch = {"input_ids": ids, "position_ids": (torch.arange(_TEST_TOKENS) % half).expand(2, -1),
-             DOCUMENTS: (torch.arange(_TEST_TOKENS) // half).expand(2, -1)}  # fmt: skip
-    lone_documents = {"input_ids": ids[:, half:], "position_ids": batch["position_ids"][:, half:]}
     config = getattr(model, "config", None)
     name = type(model).__name__
     dtype = next(model.parameters()).dtype
     try:
-        with (
-            _evaluation_mode_until_end(model),
-            _shrink_attention_limits_until_end(_text_config(config)),
-        ):
-            expected = model(**lone_documents, attention_mask=None).logits
-            separate_difference, joined_difference = (
-                _largest_logit_difference_of_second(
-                    model(**replace_document_ids_by_mask(tested_batch, dtype, config)).logits,
-                    expected,
-                )
-                for tested_batch in (batch, {**batch, DOCUMENTS: torch.zeros_like(ids)})
-            )
+        separate_difference, joined_difference = _differences_beside_first_document(
+            model,
+            _second_document_logits_alone(model),
+            lambda batch: replace_document_ids_by_mask(batch, dtype, config),
+        )
     # A model without such an argument may raise any exception.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -169,6 +251,41 @@ def require_model_separates_documents(model: nn.Module) -> None:
         )
 
 
+def _test_batch() -> dict[str, Tensor]:
+    """Return two samples: different first documents, the same second document."""
+    half = _TEST_TOKENS // 2
+    ids = torch.arange(2 * _TEST_TOKENS).reshape(2, _TEST_TOKENS) % 3
+    ids[:, half:] = ids[0, half:]
+    return {"input_ids": ids, "position_ids": (torch.arange(_TEST_TOKENS) % half).expand(2, -1),
+            DOCUMENTS: (torch.arange(_TEST_TOKENS) // half).expand(2, -1)}  # fmt: skip
+
+
+@torch.no_grad()
+def _second_document_logits_alone(model: nn.Module) -> Tensor:
+    half = _TEST_TOKENS // 2
+    batch = {name: value[:, half:] for name, value in _test_batch().items() if name != DOCUMENTS}
+    with _small_limits_and_evaluation_mode_until_end(model):
+        logits: Tensor = model(**batch, attention_mask=None).logits
+    return logits
+
+
+@torch.no_grad()
+def _differences_beside_first_document(
+    model: nn.Module,
+    expected: Tensor,
+    replace_ids: Callable[[Mapping[str, Tensor]], dict[str, Any]],
+) -> tuple[float, float]:
+    """Return the differences of the second documents' logits: documents apart, and joined."""
+    batch = _test_batch()
+    joined_batch = {**batch, DOCUMENTS: torch.zeros_like(batch[DOCUMENTS])}
+    with _small_limits_and_evaluation_mode_until_end(model):
+        separate, joined = (
+            _largest_logit_difference_of_second(model(**replace_ids(tested)).logits, expected)
+            for tested in (batch, joined_batch)
+        )
+    return separate, joined
+
+
 def _largest_logit_difference_of_second(logits: Tensor, expected: Tensor) -> float:
     """Return the largest difference of the second documents' logits, relative to their maximum."""
     second = logits[:, _TEST_TOKENS // 2 :].float()
@@ -176,24 +293,19 @@ def _largest_logit_difference_of_second(logits: Tensor, expected: Tensor) -> flo
 
 
 @contextlib.contextmanager
-def _shrink_attention_limits_until_end(config: Any) -> Iterator[None]:
-    """Make the limits of a model's attention so small that the test's documents exceed them."""
-    names = [name for name in _LIMITS if getattr(config, name, None)]
-    former_limits = [getattr(config, name) for name in names]
-    try:
-        for name in names:
-            setattr(config, name, _TEST_TOKENS // 4)
-        yield
-    finally:
-        for name, value in zip(names, former_limits):
-            setattr(config, name, value)
-
-
-@contextlib.contextmanager
-def _evaluation_mode_until_end(model: nn.Module) -> Iterator[None]:
+def _small_limits_and_evaluation_mode_until_end(model: nn.Module) -> Iterator[None]:
+    """Turn dropout off, and let a token see fewer others than the test's documents have."""
+    config = _text_config(getattr(model, "config", None))
+    former_limits = {name: getattr(config, name, None) for name in _LIMITS}
     training = model.training
     model.eval()
     try:
+        for name, limit in former_limits.items():
+            if limit:
+                setattr(config, name, _TEST_TOKENS // 4)
         yield
     finally:
+        for name, limit in former_limits.items():
+            if limit:
+                setattr(config, name, limit)
         model.train(training)

@@ -84,6 +84,7 @@ def engine_plan_lines(engine_report: EngineReport) -> list[str]:
     optimizer = engine_report.optimizer
     fp16 = engine_report.fp16_optimizer
     quantized = engine_report.quantized_weights
+    documents = engine_report.packed_documents
     all_are_trained = engine_report.trained_parameters == engine_report.parameters
     trained = "" if all_are_trained else f"{engine_report.trained_parameters:,} trained of "
     lines = [
@@ -101,6 +102,7 @@ def engine_plan_lines(engine_report: EngineReport) -> list[str]:
         *_matmul_precision_lines(engine_report),
         *_chunked_loss_lines(engine_report.chunked_loss),
         *([f"quantized weights: {quantized}"] if quantized else []),
+        *([f"packed documents: {documents}"] if documents else []),
         *_ort_setting_lines(engine_report.onnxruntime),
         *_binding_lines(engine_report.binding),
     ]

@@ -140,6 +140,15 @@ def test_long_attention_stays_torchs_on_engine_ort(monkeypatch: pytest.MonkeyPat
     assert planned(again) - planned(plain) == 2 * TOKENS * 4 * SIZES["hidden_size"] * 4
 
 
+def test_masks_of_packed_documents_are_planned() -> None:
+    """A mask is planned on engine ort, which needs one; attention keeps documents apart on eager."""
+    for engine, mask_bytes in (("ort", 4 * TOKENS * LENGTH), ("eager", 0)):
+        joined = made("llama", 2, "auto", 0.0, engine={"name": engine})
+        data = joined.data.model_copy(update={"attend_across_documents": False})
+        apart = joined.model_copy(update={"data": data})
+        assert planned(apart) - planned(joined) == mask_bytes
+
+
 def test_recomputed_layers_keep_their_input() -> None:
     """Recomputation keeps the inputs of layers, the loss, and one layer."""
     # On a GPU loss and layer are not kept at once: the larger one counts.

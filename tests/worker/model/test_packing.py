@@ -14,11 +14,14 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import IGNORED, collate
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.data.windows import SeparateDocuments
+from ortlaunch.worker.model import document_attention
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.packing import (
+    choose_document_form_or_refuse,
     replace_document_ids_by_mask,
     require_model_separates_documents,
 )
+from tests.makers import recipe as recipe_of_sections
 from tests.ort import needs_ort
 
 LENGTH = 24
@@ -42,16 +45,22 @@ def model(family: str = "llama", attention: str = "eager") -> Any:
         "vocab_size": 64,
         "initializer_range": 0.5,
     }
-    if family != "gpt2":
+    if family not in ("gpt2", "bert"):
         sizes |= {"intermediate_size": 64, "head_dim": 8, "pad_token_id": 0}
+    if family == "bert":
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        sizes |= {"is_decoder": True, "intermediate_size": 64, **dropout}
     # Some of the documents above are longer.
     limits = {
+        "gemma2": "sliding_window",
         "mistral": "sliding_window",
         "gemma3_text": "sliding_window",
         "llama4_text": "attention_chunk_size",
     }
     if family in limits:
         sizes |= {limits[family]: 6, "num_key_value_heads": 2}
+    if family in ("qwen3", "mixtral"):
+        sizes["num_key_value_heads"] = 4
     config = AutoConfig.for_model(family, **sizes, use_cache=False)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
@@ -116,6 +125,58 @@ def test_losses_are_those_of_documents_alone(family: str, attention: str) -> Non
         mixed = float(LossModule(net)(**names, attention_mask=torch.ones(5, LENGTH)))
     assert found == pytest.approx(alone(net, samples), rel=1e-5)
     assert mixed != pytest.approx(found, rel=1e-3)
+
+
+def recipe(length: int = LENGTH, engine: str = "eager") -> Any:
+    """Return a recipe that keeps documents apart."""
+    data = {"train": "python-docs", "tokenizer": "here", "sequence_length": length,
+            "attend_across_documents": False}  # fmt: skip
+    task = {"task": "causal-lm", "config": {"model_type": "llama"}}
+    return recipe_of_sections(model=task, data=data, engine={"name": engine})
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "bert", "mistral", "llama4_text"],
+)
+def test_attention_within_documents_is_that_of_the_mask(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Loss and gradients with the documents' numbers are those with the mask, without any mask."""
+    # The windows of a document are computed in several blocks.
+    monkeypatch.setattr(document_attention, "_BLOCK", 4)
+    net = model(family, "sdpa").eval()
+    vars(net)["loss_type"] = "ForCausalLM"
+    batch = collate([packed().sample(index, 0) for index in range(5)])
+    found = []
+    for form in ("mask", "numbers"):
+        if form == "numbers":
+            assert choose_document_form_or_refuse(net, recipe()) == ""
+        net.zero_grad()
+        loss = LossModule(net)(**batch)
+        loss.backward()
+        gradients = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
+        found.append((float(loss), torch.cat(gradients)))
+    (masked_loss, masked_gradients), (loss_by_number, gradients_by_number) = found
+    assert loss_by_number == pytest.approx(masked_loss, rel=1e-6)
+    largest = (gradients_by_number - masked_gradients).abs().max()
+    assert largest <= 5e-6 * masked_gradients.abs().max()
+    assert not torch.equal(gradients_by_number, masked_gradients)
+
+
+def test_a_mask_remains_where_attention_cannot_separate() -> None:
+    """Models without sdpa and engine ort keep a mask; too long samples for it are refused."""
+    net = model("gemma2")
+    assert choose_document_form_or_refuse(net, recipe()) == (
+        "Gemma2ForCausalLM has no sdpa attention of transformers"
+    )
+    assert float(LossModule(net.eval())(**collate([packed().sample(0, 0)]))) > 0
+    long = recipe(8200)
+    with pytest.raises(InputError, match=r"data.sequence_length: got 8200, but at most 8,192"):
+        choose_document_form_or_refuse(net, long)
+    assert choose_document_form_or_refuse(model(attention="sdpa"), long) == ""
+    on_ort = choose_document_form_or_refuse(model(attention="sdpa"), recipe(engine="ort"))
+    assert "engine ort" in on_ort
 
 
 @needs_ort
