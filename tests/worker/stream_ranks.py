@@ -8,16 +8,28 @@ import os
 import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ortlaunch.run_folder.folder import read_json_or_raise_damaged, write_json_atomically
 from tests.worker.data import test_stream
 
 
-def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier, form: str) -> None:
+class Training(NamedTuple):
+    """What the ranks of all starts share."""
+
+    paths: list[str]
+    folder: Path
+    form: str
+    environ: dict[str, str]
+
+
+def run(rank: int, world: int, meet: Barrier, training: Training) -> None:
     """Take the batches of a rank from the newest checkpoint on; one checkpoint every third step."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    of = test_stream.batches(test_stream.STREAMS[form](paths, folder / "stream"), world)
+    os.environ.update(training.environ, LOCAL_RANK=str(rank))
+    folder = training.folder
+    of = test_stream.batches(
+        test_stream.STREAMS[training.form](training.paths, folder / "stream"), world
+    )
     checkpoint = folder / "checkpoint.json"
     begin: Any = {"step": 0, "positions": []}
     if checkpoint.exists():

@@ -421,6 +421,46 @@ while sys.stdin.readline():
 """
 
 
+@contextmanager
+def served_by_s3(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[float], None]]]:
+    """Serve a folder's files as `s3://bucket/data/`.
+
+    Gives the variables that a reader needs, and a function that stops the server for some seconds.
+    """
+    import s3fs
+
+    keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "testing")
+    command = [str(MOTO), "-c", SERVE_S3]
+    pipe = subprocess.PIPE
+    timers: list[threading.Timer] = []
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        write, read = server.stdin.write, server.stdout.readline
+
+        def outage(seconds: float) -> None:
+            write("stop\n")
+            assert read() == "stopped\n"
+            timers.append(threading.Timer(seconds, write, ["start\n"]))
+            timers[-1].start()
+
+        try:
+            write("start\n")
+            url = f"http://127.0.0.1:{int(read())}"
+            bucket = s3fs.S3FileSystem(
+                key="testing", secret="testing", endpoint_url=url, skip_instance_cache=True
+            )
+            bucket.mkdir("bucket")
+            bucket.put(str(folder), "bucket/data", recursive=True)
+            yield {**keys, "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": url}, outage
+            for _ in timers:
+                assert int(read())
+        finally:
+            for timer in timers:
+                timer.join()
+            server.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.skipif(not MOTO.exists(), reason="make test-ci installs moto, a server of S3")
@@ -428,34 +468,13 @@ def test_files_of_s3_are_read_again_after_an_outage(
     whole: list[Taken], shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket gives the samples of the local files, also after its server was down."""
-    import s3fs
-
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(remote, "_PAUSES", (0.1,) * 100)
-    command = [str(MOTO), "-c", SERVE_S3]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write("start\n")
-        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        bucket = s3fs.S3FileSystem(endpoint_url=url, skip_instance_cache=True)
-        bucket.mkdir("bucket")
-        bucket.put(str(shards), "bucket/data", recursive=True)
+    with served_by_s3(shards) as (environ, outage):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
         of = batches(stream("s3://bucket/data/*.txt", tmp_path))
-        server.stdin.write("stop\n")
-        assert server.stdout.readline() == "stopped\n"
-        timer = threading.Timer(1.0, server.stdin.write, ["start\n"])
-        timer.start()
-        try:
-            assert trained(of, range(30)) == whole[:30]
-            assert server.stdout.readline()
-        finally:
-            timer.join()
-            server.kill()
+        outage(1.0)
+        assert trained(of, range(30)) == whole[:30]
 
 
 def test_the_first_step_comes_before_the_second_file(shards: Path, tmp_path: Path) -> None:

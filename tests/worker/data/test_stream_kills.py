@@ -14,15 +14,21 @@ import pytest
 from tests.worker import stream_ranks
 from tests.worker.data.test_stream import (
     GLOBAL,
+    MOTO,
     STREAMS,
     batches,
     served,
+    served_by_s3,
     trained,
     write_chat_shards,
     write_shards,
 )
+from tests.worker.stream_ranks import Training
 
-_CONTEXT = multiprocessing.get_context("fork")
+# A fork of this process, in which the server has threads, may inherit a lock that a thread holds,
+# and never ends then. The server of forks has none.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.worker.stream_ranks"])
 
 
 @pytest.mark.slow
@@ -32,23 +38,58 @@ _CONTEXT = multiprocessing.get_context("fork")
 @pytest.mark.parametrize("form", ["text", "chats"])
 def test_killed_ranks_take_the_same_samples(tmp_path: Path, kills: int, form: str) -> None:
     """Each rank of 1, 2 and 3 takes its part of an uninterrupted training's steps, exactly."""
-    shards = tmp_path / "shards"
+    shards = write_shards_of_form(tmp_path, form)
+    names = sorted(path.name for path in shards.iterdir())
+    with served(shards, failing=5, seconds=0.002) as (url, handler):
+        training = Training([f"{url}/{name}" for name in names], tmp_path, form, {})
+        kill_starts(training, range(kills))
+    assert_each_sample_once(training, shards, kills)
+    assert len(handler.requests) > 2 * kills
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MOTO.exists(), reason="make test-ci installs moto, a server of S3")
+@pytest.mark.parametrize(
+    "kills", [pytest.param(3, marks=pytest.mark.ci), pytest.param(30, marks=pytest.mark.nightly)]
+)
+def test_killed_ranks_take_the_same_chats_of_s3(tmp_path: Path, kills: int) -> None:
+    """Packed chats of a bucket, whose server is down for a while, are taken once, as above."""
+    shards = write_shards_of_form(tmp_path, "chats")
+    with served_by_s3(shards) as (environ, outage):
+        training = Training(["s3://bucket/data/*.jsonl"], tmp_path, "chats", environ)
+        kill_starts(training, range(kills // 2))
+        outage(0.5)
+        kill_starts(training, range(kills // 2, kills))
+    assert_each_sample_once(training, shards, kills)
+
+
+def write_shards_of_form(folder: Path, form: str) -> Path:
+    shards = folder / "shards"
     shards.mkdir()
     write_shards(shards) if form == "text" else write_chat_shards(shards)
-    names = sorted(path.name for path in shards.iterdir())
-    chance = random.Random(7)
-    with served(shards, failing=5, seconds=0.002) as (url, handler):
-        paths = [f"{url}/{name}" for name in names]
-        for number in range(kills):
-            ranks = start(number % 3 + 1, paths, tmp_path, form)
-            wait_for(tmp_path, chance.randrange(1, 7), ranks)
-            time.sleep(chance.uniform(0, 0.05))
-            for rank in ranks:
-                rank.kill()
-            for rank in ranks:
-                rank.join()
-    found = lines(tmp_path)
-    samples = STREAMS[form](shards / "*", tmp_path / "whole")
+    return shards
+
+
+def kill_starts(training: Training, start_numbers: range) -> None:
+    """Start 1, 2 and 3 ranks in turn, and kill them after some steps."""
+    chance = random.Random(7 + start_numbers.start)
+    for number in start_numbers:
+        world = number % 3 + 1
+        # A process has the barrier by its name, which ends with this object.
+        meet = _CONTEXT.Barrier(world)
+        ranks = start(world, meet, training)
+        wait_for(training.folder, chance.randrange(1, 7), ranks)
+        time.sleep(chance.uniform(0, 0.05))
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.join()
+
+
+def assert_each_sample_once(training: Training, shards: Path, kills: int) -> None:
+    """Check what the ranks wrote against an uninterrupted training on the local files."""
+    found = lines(training.folder)
+    samples = STREAMS[training.form](shards / "*", training.folder / "whole")
     whole = trained(batches(samples), range(max(line["step"] for line in found) + 1))
     for line in found:
         micro = GLOBAL // line["world"]
@@ -58,13 +99,11 @@ def test_killed_ranks_take_the_same_samples(tmp_path: Path, kills: int, form: st
     assert {line["step"] for line in found} == {*range(len(whole))}
     assert {line["world"] for line in found} == {1, 2, 3}
     assert len(whole) > kills
-    assert len(handler.requests) > 2 * kills
 
 
-def start(world: int, paths: list[str], folder: Path, form: str) -> list[Any]:
-    meet = _CONTEXT.Barrier(world)
+def start(world: int, meet: Any, training: Training) -> list[Any]:
     ranks = [
-        _CONTEXT.Process(target=stream_ranks.run, args=(rank, world, paths, folder, meet, form))
+        _CONTEXT.Process(target=stream_ranks.run, args=(rank, world, meet, training))
         for rank in range(world)
     ]
     for rank in ranks:
