@@ -11,10 +11,12 @@ from ortlaunch.base.errors import InputError, RecipeError
 from ortlaunch.importers import (
     accelerate,
     adapters,
+    automodel,
     axolotl,
     deepspeed,
     llama_factory,
     llama_v1,
+    oumi,
     sharding,
     torchtune,
     trainer,
@@ -74,6 +76,10 @@ _TOOLS = {
         ("torchtune", "Hugging Face"),
         ("checkpointer", "metric_logger", "enable_activation_checkpointing"),
     ),
+    "automodel": _Tool(
+        automodel.convert_automodel_config, ("NeMo AutoModel",), ("step_scheduler", "dist_env")
+    ),
+    "oumi": _Tool(oumi.convert_oumi_config, ("Oumi", "Hugging Face"), ("training",)),
     "accelerate": _Tool(
         accelerate.convert_accelerate_config,
         ("accelerate", "Hugging Face"),
@@ -105,7 +111,7 @@ _EXCLUSIVE_PATHS: tuple[tuple[str, ...], ...] = (
 # The first that the config leaves to the base is left out if all three are given.
 _BATCH_SIZE_PATHS = ("batch.global_size", "batch.accumulation_steps", "batch.micro_size")
 # Keys of tools whose configs cannot be converted.
-_UNSUPPORTED_TOOLS = {"step_scheduler": "NeMo AutoModel", "training": "Oumi", "job": "torchtitan"}
+_UNSUPPORTED_TOOLS = {"job": "torchtitan"}
 
 
 class ImportedRecipe(NamedTuple):

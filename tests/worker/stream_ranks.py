@@ -15,7 +15,7 @@ from tests.worker.data import test_stream
 
 
 class Training(NamedTuple):
-    """What the ranks of all starts share."""
+    """Values that the ranks of all starts share."""
 
     paths: list[str]
     folder: Path

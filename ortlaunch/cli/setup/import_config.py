@@ -18,7 +18,8 @@ def import_config(
         str | None,
         typer.Option(
             "--from",
-            help="hf-trainer, axolotl, llama-factory, torchtune, accelerate or deepspeed; detected by default.",
+            help="hf-trainer, axolotl, llama-factory, torchtune, automodel, oumi, accelerate or deepspeed; "
+            "detected by default.",
         ),
     ] = None,
     base: Annotated[

@@ -133,6 +133,17 @@ DIALECTS: dict[str, dict[str, str]] = {
         "shuffle": "none: samples are always shuffled, by seed",
         "log_level": "none: it is of torchtune's own lines",
     },
+    "NeMo AutoModel": {
+        "step_scheduler": "batch, checkpoint and train",
+        "lr_scheduler": "schedule",
+        "local_batch_size": "batch.micro_size",
+        "packed_sequence_size": _CHATS_PACKED,
+    },
+    "Oumi": {
+        "model_max_length": "data.sequence_length",
+        "torch_dtype_str": "precision",
+        "enable_gradient_checkpointing": _CHECKPOINTING,
+    },
     "DeepSpeed": {
         "train_batch_size": "batch.global_size",
         "train_micro_batch_size_per_gpu": "batch.micro_size",

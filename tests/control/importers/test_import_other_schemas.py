@@ -58,6 +58,61 @@ def test_torchtune() -> None:
     assert "model's marks of a chat" in said(found, "changed")["dataset"]
 
 
+def test_automodel() -> None:
+    """Classes become names; columns and files of data sets become sources."""
+    found = convert_config_to_recipe(CONFIGS / "automodel.yaml", None, None, ())
+    recipe = made(found)
+    assert found.tool == "automodel"
+    rows = {"format": "jsonl", "prompt_column": "prompt", "response_column": "completion"}
+    folder = "./sample-datasets/prompt_completion"
+    assert recipe["data"]["train"] == {**rows, "path": f"{folder}/train.jsonl"}
+    assert recipe["data"]["evaluation"] == {**rows, "path": f"{folder}/validation.jsonl"}
+    assert recipe["model"]["lora"] == {
+        "target_modules": ".*(.*_proj)", "r": 16, "alpha": 32, "dropout": 0.0
+    }  # fmt: skip
+    assert recipe["batch"] == {"global_size": 8, "micro_size": 1}
+    assert recipe["train"]["evaluate_every_steps"] == 12
+    assert recipe["schedule"] == {"name": "cosine"}
+    assert recipe["parallel"] == {"replicate": 1}
+    assert set(said(found, "dropped")) == {"model.backend", "parallelizer"}
+
+
+def test_oumi() -> None:
+    """Sections are read as Trainer's arguments; a known data set has its columns."""
+    found = convert_config_to_recipe(CONFIGS / "oumi.yaml", None, None, ())
+    recipe = made(found)
+    assert found.tool == "oumi"
+    assert recipe["data"]["train"] == {
+        "format": "hub", "name": "yahma/alpaca-cleaned", "prompt_column": "instruction",
+        "input_column": "input", "response_column": "output", "train_on": "all",
+    }  # fmt: skip
+    assert recipe["model"]["quantize"] == {"type": "nf4", "double": False}
+    assert recipe["model"]["lora"]["r"] == 8
+    assert recipe["parallel"] == {"shard": "auto", "blocks": ["LlamaDecoderLayer"]}
+    assert recipe["optimizer"]["name"] == "fused_adam"
+    assert set(said(found, "dropped")) == {"trust_remote_code"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"training": {"trainer_type": "TRL_DPO"}}, "no preference or reinforcement learning"),
+        ({"training": {"output_dir": "a"}, "data": {"train": {"collator_name": "vision_language_sft"}}},
+         "images beside text"),
+        ({"step_scheduler": {"max_steps": 1}, "optimizer": {"lr": 1}}, "no dataset and no optimizer"),
+        ({"step_scheduler": {"max_steps": 1}, "optimizer": {"lr": 1}, "dataset": {"_target_": "a"},
+          "model": {"_target_": "NeMoAutoModelForSeq2SeqLM.from_pretrained"}}, "text alone is imported"),
+    ],
+)  # fmt: skip
+def test_trainings_of_oumi_and_automodel_that_are_refused(
+    tmp_path: Path, keys: dict[str, Any], text: str
+) -> None:
+    """Preferences, images and other models are refused by name."""
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(keys))
+    with pytest.raises(InputError, match=text):
+        convert_config_to_recipe(tmp_path / "a.yaml", None, None, ())
+
+
 @pytest.mark.parametrize(
     ("keys", "where", "key", "text"),
     [
