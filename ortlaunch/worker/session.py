@@ -38,8 +38,13 @@ from ortlaunch.worker.data.vocabulary import (
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
+from ortlaunch.worker.model.adapters import set_adapters_from_layer_inputs
 from ortlaunch.worker.model.identity import data_and_frozen_weights_identity
-from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
+from ortlaunch.worker.model.model import (
+    LossModule,
+    is_on_meta_device,
+    seed_and_build_loss_module_on_cpu,
+)
 from ortlaunch.worker.model.packing import set_document_attention
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -155,6 +160,9 @@ def load_data_and_build_session(
     is_evaluation = plan.traits.evaluates
     samples = data.evaluation if is_evaluation else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
+    has_new_adapters = start_checkpoint is None and not is_evaluation and recipe.model.lora
+    if has_new_adapters and recipe.model.lora.init == "eva" and not is_on_meta_device(model):
+        set_adapters_from_layer_inputs(model.model, samples, recipe.model.lora.r)
     trained_identity = data_and_frozen_weights_identity(None if is_evaluation else samples, model)
     if group.mesh is not None:
         model.loaded, trained_identity["weights"], model.document_mask_reason = group.gather(

@@ -41,12 +41,15 @@ class Lora(Section, resume_rule=OTHER_MODEL):
     alpha_pattern: dict[Text, Annotated[float, Field(gt=0)]] = {}
     """Other scales, in the same way."""
     init: Literal[
-        "default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"
+        *("default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"),
+        "eva",
     ] = "default"
     """First values, by peft's names. `default`: the update is zero. `pissa`, `olora`: from the base
     weights' largest singular values, or their QR decomposition, which is taken off the base; with
     `merge` alone, for the adapters do not fit the published base. `pissa_niter_N`: faster, with N
-    iterations."""
+    iterations. `eva`: the update is zero, and the first matrix has the largest singular vectors of
+    the layer's inputs in the first 32 samples of `data.train`, which pass through the model on the
+    CPU; each layer keeps the rank `r`."""
     pretrained: Text | None = None
     """Local folder or hub id (`owner/name@revision`) of published adapters to continue. They have
     all the fields of this section except `merge`."""

@@ -47,6 +47,14 @@ def all_model_section_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _text_comparison_rules(recipe)
     if recipe.model.lora:
         yield from _lora_field_rules(recipe.model.lora, recipe.model)
+        if recipe.model.lora.init == "eva" and (
+            recipe.model.traits.predicts != "next"
+            or any(getattr(part.source, "stream", None) for part in recipe.data.parts)
+        ):
+            yield (
+                ("model.lora.init", "data.train"),
+                "got eva, which needs the first samples of a causal-lm, and no stream of them",
+            )
     if recipe.model.config is not None:
         config_problems = list(
             _model_type_and_config_value_rules(recipe.model.config, bool(recipe.model.pretrained))

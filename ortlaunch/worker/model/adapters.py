@@ -15,15 +15,20 @@ from ortlaunch.base.units import first_names_and_count_of_rest
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.tables.model_tasks import MODEL_TASKS
-from ortlaunch.worker.data import LoadedData
+from ortlaunch.worker.data import IGNORED, LoadedData, collate
 from ortlaunch.worker.data.tokenizer import (
     download_revision_or_keep_name,
     tokens_without_pretrained_weights,
 )
+from ortlaunch.worker.model.packing import split_packed_documents_into_rows_or_copy_unpacked
 from ortlaunch.worker.model.quantized_weights import (
     quantized_layers,
     replace_quantized_layers_by_whole_ones,
 )
+
+# Samples whose layer inputs give the first values of adapters, and those of one pass.
+_EVA_SAMPLES = 32
+_EVA_BATCH = 8
 
 
 def refuse_frozen_embeddings_of_new_tokens(
@@ -98,6 +103,8 @@ def add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     # Our own error comes after it.
     warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
+    # Empty adapters would need their values on ranks that do not compute them.
+    warnings.filterwarnings("ignore", message="lora with eva initialization used with low_cpu")
     traits = MODEL_TASKS[task]
     if lora.pretrained:
         return _load_published_adapters(model, lora.pretrained, traits.has_new_head)
@@ -123,6 +130,8 @@ def add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         init_lora_weights=True if lora.init == "default" else lora.init,
+        # All layers keep their rank, so that the shapes do not depend on the data.
+        eva_config=peft.EvaConfig(rho=1.0) if lora.init == "eva" else None,
     )
     thread_count = torch.get_num_threads()
     # Singular values differ in their last bits with the threads, and a run that continues with other
@@ -137,6 +146,31 @@ def add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         torch.set_num_threads(thread_count)
     _require_patterns_match(adapted, lora)
     return adapted
+
+
+def set_adapters_from_layer_inputs(adapted: Any, samples: Any, rank: int) -> None:
+    """Give adapters their first values by peft's EVA, from the first samples.
+
+    Raises:
+        InputError: the samples have fewer learned tokens than adapters have ranks.
+    """
+    from peft import initialize_lora_eva_weights
+
+    batches = []
+    for begin in range(0, min(len(samples), _EVA_SAMPLES), _EVA_BATCH):
+        indices = range(begin, min(begin + _EVA_BATCH, len(samples)))
+        batch = collate([samples.sample(index, 0) for index in indices])
+        batches.append(split_packed_documents_into_rows_or_copy_unpacked(batch))
+        learned_tokens = int((batch["labels"] != IGNORED).sum())
+        # peft would wait for more of them for ever.
+        if learned_tokens < rank:
+            raise InputError(
+                f"model.lora.init: got eva, and {_EVA_BATCH} of the first samples have "
+                f"{learned_tokens} learned tokens, fewer than model.lora.r: {rank}"
+            )
+    initialize_lora_eva_weights(
+        adapted, batches, gather_distributed_inputs=False, show_progress_bar=False
+    )
 
 
 def _require_patterns_match(adapted: nn.Module, lora: Lora) -> None:

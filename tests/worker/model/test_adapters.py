@@ -12,8 +12,12 @@ import torch
 from ortlaunch.base.errors import InputError
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.adapters import add_lora_adapters, merge_adapters
+from ortlaunch.worker.data import LoadedData, collate
+from ortlaunch.worker.model.adapters import (
+    add_lora_adapters,
+    merge_adapters,
+    set_adapters_from_layer_inputs,
+)
 from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
 from tests.worker.models import LLAMA, built, labels, recipe
 
@@ -147,3 +151,36 @@ def test_adapters_that_do_not_fit_are_refused(
     chosen = recipe("sequence-classification", model, rows)
     with pytest.raises(InputError, match="they have no head for the task"):
         seed_and_build_loss_module_on_cpu(chosen, LoadedData(chosen))
+
+
+def test_eva_has_pefts_first_values(base: Any) -> None:
+    """`init: eva` gives peft's singular vectors of the layers' inputs; the update is zero."""
+    import peft
+
+    samples = Samples([{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row}
+                       for row in torch.randint(0, 48, (12, 12))])  # fmt: skip
+    ours = add_lora_adapters(copy.deepcopy(base), Lora(init="eva", r=4), "causal-lm")
+    set_adapters_from_layer_inputs(ours, samples, 4)
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=TARGETS, init_lora_weights="eva",
+                             task_type="CAUSAL_LM", eva_config=peft.EvaConfig(rho=1.0))  # fmt: skip
+    theirs = peft.get_peft_model(copy.deepcopy(base), config)
+    batches = [collate(samples.rows[:8]), collate(samples.rows[8:])]
+    peft.initialize_lora_eva_weights(theirs, batches, show_progress_bar=False)
+    for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(value, other), name
+        assert "lora_B" not in name or not value.any()
+        if "lora_A" in name:
+            assert torch.allclose(value @ value.T, torch.eye(4), atol=1e-4)
+    with pytest.raises(InputError, match="8 of the first samples have 96 learned tokens, fewer"):
+        set_adapters_from_layer_inputs(ours, samples, 97)
+
+
+class Samples:
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, index: int, epoch: int) -> Any:
+        return self.rows[index]
