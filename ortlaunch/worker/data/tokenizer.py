@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ _BERT_TOKENS = {
 _MAX_CHARACTERS = 1000
 # What both trainers take for the begin of one word, as in base64 or in a text without blanks.
 _WORD = re.compile(r"\w+")
+# A call for the date, which transformers gives to templates.
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # Variables of a template that each call gives it.
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _LONG_WORD = re.compile(r"\w{1000}|[^\w\s]{1000}")
@@ -80,7 +83,29 @@ def load_tokenizer_with_added_tokens_or_none(
         tokenizer.chat_template = _template_with_default_variables(
             tokenizer, data_fields.template_arguments
         )
+    has_date = any("date" in name for name in data_fields.template_arguments)
+    if (
+        trained_tokenizer_folder is None
+        and isinstance(tokenizer.chat_template, str)
+        and not has_date
+    ):
+        tokenizer.chat_template = _template_with_date_of_today(tokenizer.chat_template)
     return tokenizer
+
+
+def _template_with_date_of_today(template: str) -> str:
+    """Return a chat template with today's date in the place of its calls for it, and note that.
+
+    A run that is continued on another day has the template of its tokenizer, so the same tokens.
+    """
+    dated = _TODAY.sub(lambda call: repr(time.strftime(call[2])), template)
+    if dated != template:
+        add_cache_note(
+            f"data.chat_template: it writes today's date ({time.strftime('%Y-%m-%d')}), which this run "
+            "and its export keep; a new run on another day has other tokens, unless "
+            "data.template_arguments or data.chat_template gives a date"
+        )
+    return dated
 
 
 def _template_with_default_variables(tokenizer: Any, default_by_variable: Json) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyarrow import Table, parquet
 
+from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import Corpus, Data
 from ortlaunch.worker.data.chats.findings import load_or_find_row_findings
@@ -285,6 +287,22 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
     row["chat_template_kwargs"] = {"styl": "long"}
     with pytest.raises(DataError, match=r"jsonl:1: chat_template_kwargs: styl has no effect"):
         read(tmp_path, row, template=template)
+
+
+def test_the_date_of_a_template_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is continued on another day writes the date of its first day, which is printed."""
+    template = "{{ strftime_now('%d %b') if strftime_now is defined }} " + plain(CHATML)
+    tokenizer_of("byte-level", None).save_pretrained(tmp_path)
+    data = Data(train="python-chats", tokenizer=str(tmp_path), chat_template=template)
+    monkeypatch.setattr(time, "strftime", lambda form: f"today in {form}")
+    tokenizer = load_tokenizer_with_added_tokens_or_none(data)
+    tokenizer.save_pretrained(tmp_path / "kept")
+    monkeypatch.setattr(time, "strftime", lambda form: "tomorrow")
+    for day in (tokenizer, load_tokenizer_with_added_tokens_or_none(data, tmp_path / "kept")):
+        text = day.apply_chat_template([ASK], tokenize=False)
+        assert text.startswith("today in %d %b <|im_start|>user")
+    (note,) = [line for line in take_cache_notes() if "today's date" in line]
+    assert "a new run on another day has other tokens" in note
 
 
 def test_default_arguments_are_within_the_template(tmp_path: Path) -> None:
