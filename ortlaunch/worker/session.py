@@ -160,9 +160,10 @@ def load_data_and_build_session(
     is_evaluation = plan.traits.evaluates
     samples = data.evaluation if is_evaluation else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
-    has_new_adapters = start_checkpoint is None and not is_evaluation and recipe.model.lora
-    if has_new_adapters and recipe.model.lora.init == "eva" and not is_on_meta_device(model):
-        set_adapters_from_layer_inputs(model.model, samples, recipe.model.lora.r)
+    has_first_values = start_checkpoint is not None or is_evaluation or is_on_meta_device(model)
+    lora = recipe.model.lora
+    if lora is not None and lora.init == "eva" and not has_first_values:
+        set_adapters_from_layer_inputs(model.model, samples, lora.r)
     trained_identity = data_and_frozen_weights_identity(None if is_evaluation else samples, model)
     if group.mesh is not None:
         model.loaded, trained_identity["weights"], model.document_mask_reason = group.gather(

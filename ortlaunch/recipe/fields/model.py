@@ -41,7 +41,13 @@ class Lora(Section, resume_rule=OTHER_MODEL):
     alpha_pattern: dict[Text, Annotated[float, Field(gt=0)]] = {}
     """Other scales, in the same way."""
     init: Literal[
-        *("default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_4", "pissa_niter_16"),
+        "default",
+        "gaussian",
+        "orthogonal",
+        "olora",
+        "pissa",
+        "pissa_niter_4",
+        "pissa_niter_16",
         "eva",
     ] = "default"
     """First values, by peft's names. `default`: the update is zero. `pissa`, `olora`: from the base
