@@ -14,7 +14,10 @@ from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.compared_texts import Reranker
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.recipe.rules.document_mask import document_mask_reason_or_empty
+from ortlaunch.recipe.rules.document_mask import (
+    LONGEST_MASKED_SAMPLE,
+    document_mask_reason_or_empty,
+)
 from ortlaunch.recipe.rules.loss_chunks import loss_chunk_rows_if_recipe_allows
 from ortlaunch.tables.families import FAMILIES, PlannedConfig
 
@@ -81,13 +84,14 @@ def _document_mask_bytes(
     recipe: Recipe, model_config: PlannedConfig, token_count: int, value_bytes: int
 ) -> int:
     """Return the bytes of the masks that keep packed documents apart, one for each type of layer."""
-    data_section = recipe.data
-    may_be_ort = data_section.separates_documents and recipe.engine.name == "auto"
+    length = sample_tokens(recipe, model_config)
+    is_auto = recipe.engine.name == "auto" and length <= LONGEST_MASKED_SAMPLE
+    may_be_ort = is_auto and recipe.data.separates_documents
     if not may_be_ort and not document_mask_reason_or_empty(recipe):
         return 0
     layer_types = cast(Sequence[str], model_config.get("layer_types") or ("full_attention",))
     mask_count = len({*layer_types})
-    return mask_count * token_count * sample_tokens(recipe, model_config) * value_bytes
+    return mask_count * token_count * length * value_bytes
 
 
 def _logits_and_loss_bytes(
