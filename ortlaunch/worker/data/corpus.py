@@ -79,10 +79,11 @@ def non_empty_texts_of_rows_with_fraction_of_corpus_read(
 
     Arguments and errors as of `read_texts_with_fraction_of_corpus_read`.
     """
-    column = source.text_column if source.format != "text" else "text"
-    for row in corpus_rows:
+    columns = source.text_columns or (source.text_column if source.format != "text" else "text",)
+    # Not itertools.product, which would read all rows first.
+    for row, column in ((row, column) for row in corpus_rows for column in columns):
         text = require_column_value_of_allowed_length(row, column)
-        if joins_lists and isinstance(text, list):
+        if (joins_lists or source.text_columns) and isinstance(text, list):
             text = " ".join(map(str, text))
         # A null, as an empty text, is a row without a document.
         if not isinstance(text, (str, type(None))):

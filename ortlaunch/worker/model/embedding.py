@@ -6,12 +6,14 @@ Shapes: S samples of this rank, A of all ranks, T texts of a sample, L tokens, W
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
@@ -101,31 +103,57 @@ def _ranking_loss(
 ) -> Tensor:
     """InfoNCE: cross entropy of the right document among all documents of the batch."""
     vectors = functional.normalize(embeddings, dim=-1)
-    all_vectors = ranks.gather(vectors)  # (A, T, W)
-    all_ids = ranks.gather(batch["text_ids"])  # (A, T)
+    all_vectors = ranks.gather(vectors)
+    all_ids = ranks.gather(batch["text_ids"])
     samples = len(vectors)
     own = torch.arange(samples, device=vectors.device) + ranks.rank * samples
+    # Scores of all samples with all documents would be as large as the square of the batch.
+    loss_of_part: Any = (
+        functools.partial(checkpoint, _ranking_loss_of_part, use_reentrant=False)
+        if settings.mini_batch
+        else _ranking_loss_of_part
+    )
+    parts = zip(*(value.split(settings.mini_batch or samples) for value in (vectors, own)))
+    losses = [
+        loss_of_part(settings, part_vectors, part_own, all_vectors, all_ids)
+        for part_vectors, part_own in parts
+    ]
+    return torch.stack(losses).sum() / samples
+
+
+def _ranking_loss_of_part(
+    settings: Embedding, vectors: Tensor, own: Tensor, all_vectors: Tensor, all_ids: Tensor
+) -> Tensor:
+    """Return the sum of the losses of P samples.
+
+    Args:
+        settings: temperature and direction.
+        vectors: (P, T, W), of length 1.
+        own: (P,), the places of these samples among all.
+        all_vectors: (A, T, W).
+        all_ids: (A, T), equal for equal texts.
+    """
     queries, positives = vectors[:, 0], vectors[:, 1]
-    query_ids, positive_ids = batch["text_ids"][:, :1], batch["text_ids"][:, 1:2]
     # All positives come first, then all first negatives, and so on.
     documents = all_vectors[:, 1:].transpose(0, 1).flatten(0, 1)
     document_ids = all_ids[:, 1:].T.flatten()
-    other = torch.arange(len(all_ids), device=own.device) != own[:, None]  # (S, A)
-    has_same_query = (all_ids[:, 0] == query_ids) & other
-    is_own_positive = torch.zeros(samples, len(document_ids), dtype=torch.bool, device=own.device)
-    is_own_positive.scatter_(1, own[:, None], True)
+    positive_ids = all_ids[own, 1:2]
+    is_other = torch.arange(len(all_ids), device=own.device) != own[:, None]  # (P, A)
+    has_same_query = (all_ids[:, 0] == all_ids[own, :1]) & is_other
+    has_same_positive = document_ids == positive_ids  # (P, A x (T - 1))
     # A copy of the right document, or a right document of the same query, is no wrong one.
-    is_left_out = (document_ids == positive_ids) & ~is_own_positive
+    has_same_positive[:, : len(all_ids)] &= is_other
+    is_left_out = has_same_positive.clone()
     is_left_out[:, : len(all_ids)] |= has_same_query
     scores = (queries @ documents.T / settings.temperature).masked_fill(is_left_out, -torch.inf)
-    loss = functional.cross_entropy(scores, own)
+    loss = functional.cross_entropy(scores, own, reduction="sum")
     if not settings.symmetric:
         return loss
-    is_left_out = has_same_query | ((all_ids[:, 1] == positive_ids) & other)
+    is_left_out = has_same_query | has_same_positive[:, : len(all_ids)]
     scores = (positives @ all_vectors[:, 0].T / settings.temperature).masked_fill(
         is_left_out, -torch.inf
     )
-    return (loss + functional.cross_entropy(scores, own)) / 2
+    return (loss + functional.cross_entropy(scores, own, reduction="sum")) / 2
 
 
 def _cosent_loss(

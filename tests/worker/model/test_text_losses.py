@@ -13,6 +13,7 @@ from torch import Tensor
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
+from ortlaunch.worker.data.corpus import read_texts_with_fraction_of_corpus_read
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from tests.worker.models import BERT, recipe
@@ -259,6 +260,14 @@ class _Trains:
 
 
 _TRAINS: Any = _Trains()
+
+
+def test_a_tokenizer_learns_from_all_columns(folder: Path, tmp_path: Path) -> None:
+    """The corpus of a tokenizer that is trained here is the texts of all columns."""
+    rows = [{"0": "question", "1": ["answer", "reply"]}, {"0": "more", "1": ["of", "them"]}]
+    source = _chosen(folder, tmp_path, "embedding", {}, rows).data.train
+    texts = [text for text, _ in read_texts_with_fraction_of_corpus_read(source)]
+    assert texts == ["question", "answer reply", "more", "of them"]
 
 
 def test_too_long_dimensions(folder: Path, tmp_path: Path) -> None:
