@@ -226,6 +226,11 @@ class Plan:
     """Ranks whose output is shown on the terminal: `first` or `all` (`log.ranks`)."""
 
     @property
+    def has_fsdp2(self) -> bool:
+        """Whether FSDP2 divides the model over the mesh."""
+        return self.mesh is not None and self.deepspeed is None
+
+    @property
     def started_by(self) -> Launcher:
         """The row of its launcher."""
         return launcher_row(self.launcher)

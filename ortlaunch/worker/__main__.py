@@ -88,7 +88,7 @@ def set_up_process_and_import_engine(
     # Otherwise DeepSpeed guesses the device, and warns.
     os.environ["DS_ACCELERATOR"] = plan.device
     freed_memory_text = (
-        make_malloc_keep_memory_and_describe(os.environ, plan.mesh is not None)
+        make_malloc_keep_memory_and_describe(os.environ, plan.has_fsdp2)
         if plan.device == "cpu"
         else None
     )

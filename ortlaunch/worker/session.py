@@ -154,7 +154,7 @@ def load_data_and_build_session(
     progress.begin_and_show_activity("building the model")
     # Where the model is divided, one rank has the memory for all of it, and sends the parts.
     model = seed_and_build_loss_module_on_cpu(
-        recipe, data, has_weights=group.mesh is None or group.rank == 0
+        recipe, data, has_weights=not group.has_fsdp2 or group.rank == 0
     )
     # An evaluation needs no training data.
     is_evaluation = plan.traits.evaluates
@@ -165,7 +165,7 @@ def load_data_and_build_session(
     if lora is not None and lora.init == "eva" and not has_first_values:
         set_adapters_from_layer_inputs(model.model, samples, lora.r)
     trained_identity = data_and_frozen_weights_identity(None if is_evaluation else samples, model)
-    if group.mesh is not None:
+    if group.has_fsdp2:
         model.loaded, trained_identity["weights"], model.document_mask_reason = group.gather(
             [model.loaded, trained_identity["weights"], model.document_mask_reason]
         )[0]

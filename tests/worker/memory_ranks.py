@@ -57,7 +57,10 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     recipe = bert(model=kind, **{"batch": batch, **sections})
     settled = plan(recipe, [Host("localhost", RANKS, tuple(range(RANKS)))], "torchrun")
     group = DistributedContext(
-        Rank(rank, RANKS, rank, RANKS), torch.device("cpu"), mesh=settled.mesh
+        Rank(rank, RANKS, rank, RANKS),
+        torch.device("cpu"),
+        mesh=settled.mesh,
+        has_fsdp2=settled.has_fsdp2,
     )
     words = torch.arange(64).reshape(2, 32)
     sample = {"input_ids": words, "labels": words}

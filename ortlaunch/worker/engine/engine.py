@@ -277,7 +277,7 @@ def build_engine(
     # A profile needs marks in the kernels that inductor writes for a CPU.
     marks = {"cpp.enable_kernel_profile": True} if recipe.log.profile_steps else {}
     unit_count = 0
-    if group.mesh is not None and recipe.parallel is not None:
+    if group.has_fsdp2 and recipe.parallel is not None:
         _require_no_layerdrop(model)
         unit_count = shard_model_in_place(
             model,
@@ -417,7 +417,7 @@ def _require_no_layerdrop(model: nn.Module) -> None:
 def _move_model_or_buffers_if_weights_are_divided(
     model: torch.nn.Module, group: DistributedContext, recipe: Recipe
 ) -> None:
-    if group.mesh is None and (recipe.zero is None or recipe.zero.stage < 3):
+    if not group.has_fsdp2 and (recipe.zero is None or recipe.zero.stage < 3):
         model.to(group.device)
         return
     # The device may have memory for pieces of the parameters only.
@@ -450,7 +450,7 @@ def _create_deepspeed_or_torch_stepper(
         return DeepSpeedStepper(module, built_optimizer.optimizer, group, plan.deepspeed)
     steps = plan.batch.accumulation_steps
     norm = recipe.train.max_grad_norm
-    stepper_class = TorchStepper if group.mesh is None else ShardedStepper
+    stepper_class = ShardedStepper if group.has_fsdp2 else TorchStepper
     return stepper_class(module, built_optimizer.optimizer, group, recipe.precision, steps, norm)
 
 

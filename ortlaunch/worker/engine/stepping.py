@@ -157,12 +157,10 @@ class TorchStepper:
         self.max_norm = max_norm
         self.returned_values = ValueMeans()
         # FSDP2 averages gradients itself.
-        is_averaged = group.size > 1 and group.mesh is None
+        is_averaged = group.size > 1 and not group.has_fsdp2
         self.averaging = GradientAveraging(model, group) if is_averaged else None
         self.used_parameters = (
-            UsedParameterComparison(model, group)
-            if group.size > 1 and group.mesh is not None
-            else None
+            UsedParameterComparison(model, group) if group.size > 1 and group.has_fsdp2 else None
         )
         self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = narrow_dtype_or_none(precision)

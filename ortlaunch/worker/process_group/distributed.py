@@ -56,10 +56,17 @@ class DistributedContext:
     """The process group of a run, seen from one rank."""
 
     def __init__(
-        self, rank: Rank, device: torch.device, channel: Any = None, mesh: Mesh | None = None
+        self,
+        rank: Rank,
+        device: torch.device,
+        channel: Any = None,
+        mesh: Mesh | None = None,
+        has_fsdp2: bool = False,
     ) -> None:
         self.mesh = mesh
         """The axes of the ranks, if `parallel` divides the model over them."""
+        self.has_fsdp2 = has_fsdp2
+        """Whether FSDP2 divides the model over the mesh."""
         self.data_parallel = self
         """The ranks that read other samples than this one, and itself: all ranks, except those that
         compute the same layers."""
@@ -265,7 +272,13 @@ def join_process_group_until_end(
             _init_process_group_arguments(plan.node_of(rank.rank).devices, rank, device),
         )
         _set_rank_environment_variables(rank, device)
-        group = DistributedContext(rank, device, mesh=plan.mesh if rank.world_size > 1 else None)
+        has_mesh = rank.world_size > 1
+        group = DistributedContext(
+            rank,
+            device,
+            mesh=plan.mesh if has_mesh else None,
+            has_fsdp2=has_mesh and plan.has_fsdp2,
+        )
         group.data_parallel = _make_data_parallel_group(group)
         yield group
     # Skipped after an error, when other ranks may wait in a collective.

@@ -200,7 +200,7 @@ def compare_and_gather_worst_parity_verdict_json(session: Session) -> Json:
     if session.group.mesh is not None:
         return {
             "verdict": "not compared",
-            "why": "under FSDP2 no rank has all weights for the comparison",
+            "why": "with parallel no rank has all weights for the comparison",
         }
     try:
         rank_verdict = _loss_and_gradient_parity_json(
