@@ -219,7 +219,7 @@ class Plan:
     deepspeed: dict[str, Any] | None
     """DeepSpeed's config; null: the run trains without DeepSpeed."""
     mesh: Mesh | None = None
-    """The axes of the ranks (`parallel`); null: without FSDP2."""
+    """The axes of the ranks; null: without `parallel`."""
     grace_seconds: int = 60
     """Seconds between a requested stop and SIGKILL."""
     shown: str = "first"

@@ -16,9 +16,21 @@ NEVER_STEPS = 10**9
 
 
 def deepspeed_config_or_none(
-    recipe: Recipe, micro_samples: int, accumulation_steps: int, rank_count: int
+    recipe: Recipe,
+    micro_samples: int,
+    accumulation_steps: int,
+    rank_count: int,
+    tensor_rank_count: int = 1,
 ) -> dict[str, object] | None:
-    """Return the DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
+    """Return the DeepSpeed config of a recipe, or None where it trains without DeepSpeed.
+
+    Args:
+        recipe: the run's.
+        micro_samples: samples of a pass.
+        accumulation_steps: passes in an optimizer step.
+        rank_count: data-parallel ranks.
+        tensor_rank_count: ranks that compute each layer together, by AutoTP.
+    """
     if recipe.zero is None:
         return None
     config: dict[str, object] = {
@@ -32,6 +44,8 @@ def deepspeed_config_or_none(
         # Always written: without the field, DeepSpeed clips to 1.0.
         "gradient_clipping": recipe.train.max_grad_norm or 0.0,
     }
+    if tensor_rank_count > 1:
+        config["tensor_parallel"] = {"autotp_size": tensor_rank_count}
     if recipe.format.is_narrow:
         config[recipe.precision] = {"enabled": True}
     return _merge_settings_recursively(config, recipe.zero.deepspeed)

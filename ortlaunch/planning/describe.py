@@ -23,7 +23,7 @@ def plan_description_text(plan: Plan, recipe: Recipe) -> str:
     """
     lines = [*_ranks_and_hosts_lines(plan), *_connection_and_restart_lines(plan, recipe)]
     if plan.mesh:
-        lines.append(mesh_groups_line(plan.mesh, plan.nodes))
+        lines.append(mesh_groups_line(plan.mesh, plan.nodes, plan.has_fsdp2))
     if plan.traits.evaluates:
         return "\n".join(lines)
     lines += [

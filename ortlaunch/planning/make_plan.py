@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ortlaunch.launch_plan import Plan
+from ortlaunch.launch_plan import BatchPlan, Mesh, Plan
 from ortlaunch.planning.deepspeed_config import deepspeed_config_or_none
 from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.planning.mesh import mesh_of_ranks_or_none
@@ -36,6 +36,7 @@ def make_plan(
         worker_argv: the command of one rank.
     """
     batch = workload.batch
+    mesh = mesh_of_ranks_or_none(recipe, world.nodes, not TASKS[task_name].evaluates)
     return Plan(
         name=recipe.name,
         task=task_name,
@@ -59,10 +60,8 @@ def make_plan(
         ),
         forward=world.forward,
         memory=workload.memory,
-        deepspeed=deepspeed_config_or_none(
-            recipe, batch.micro_samples, batch.accumulation_steps, world.rank_count
-        ),
-        mesh=mesh_of_ranks_or_none(recipe, world.nodes, not TASKS[task_name].evaluates),
+        deepspeed=_deepspeed_config_of_batch_or_none(recipe, batch, mesh),
+        mesh=mesh,
         grace_seconds=recipe.launch.grace_seconds,
         shown=recipe.log.ranks,
     )
@@ -75,11 +74,10 @@ def plan_with_batch_memory_and_deepspeed_of_recipe(recipe: Recipe, plan: Plan) -
         PlanError: the batch equation has no whole solution on these ranks.
     """
     batch = solve_batch_equation_or_refuse(recipe, plan.batch.data_parallel_ranks)
-    rank_count = plan.world_size
     memory = plan.memory and estimate_rank_memory_or_none(
         recipe,
         batch.micro_samples,
-        rank_count,
+        plan.world_size,
         plan.device,
         plan.memory.process,
         plan.mesh.ranks_of_copy if plan.mesh else None,
@@ -88,9 +86,19 @@ def plan_with_batch_memory_and_deepspeed_of_recipe(recipe: Recipe, plan: Plan) -
         plan,
         batch=batch,
         memory=memory,
-        deepspeed=deepspeed_config_or_none(
-            recipe, batch.micro_samples, batch.accumulation_steps, rank_count
-        ),
+        deepspeed=_deepspeed_config_of_batch_or_none(recipe, batch, plan.mesh),
+    )
+
+
+def _deepspeed_config_of_batch_or_none(
+    recipe: Recipe, batch: BatchPlan, mesh: Mesh | None
+) -> dict[str, object] | None:
+    return deepspeed_config_or_none(
+        recipe,
+        batch.micro_samples,
+        batch.accumulation_steps,
+        batch.data_parallel_ranks,
+        mesh.tensor if mesh else 1,
     )
 
 

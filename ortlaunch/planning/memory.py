@@ -10,6 +10,7 @@ them in the run.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.planning.activations import peak_activation_bytes_of_rank, sample_tokens
@@ -147,19 +148,21 @@ def estimate_rank_memory_or_none(
         return None
     compared_step_count = parity_step_count_and_reason(recipe, config["model_type"]).steps
     model_shape = build_model_shape(config, recipe.model.task)
-    tensor_sizes = trained_sizes = model_shape.parameter_element_counts()
+    sizes = _tensor_sizes_or_none(recipe, model_shape)
+    if sizes is None:
+        return None
     quantized = QuantizedLayers(0, 0, 0, 0, 0)
     if recipe.model.quantize:
         quantized = planned_quantized_layers(recipe.model.quantize, model_shape, recipe.precision)
-        tensor_sizes = model_shape.shape_without_block_layers().parameter_element_counts()
-    if recipe.model.lora:
-        adapter_sizes = _adapter_tensor_sizes_or_none(recipe.model.lora, model_shape)
-        if adapter_sizes is None:
-            return None
-        tensor_sizes = [*tensor_sizes, *adapter_sizes]
-        trained_sizes = adapter_sizes
-    parameter_count = sum(tensor_sizes)
-    trainable_count = sum(trained_sizes)
+    parameter_count, trainable_count = sum(sizes.all), sum(sizes.trained)
+    # An evaluation may have fewer ranks (planning/mesh.py).
+    autotp_count = math.gcd(recipe.autotp_rank_count, copy_rank_count or rank_count)
+    autotp_config = config_of_tensor_slice(config, autotp_count)
+    sliced_sizes = (
+        _tensor_sizes_or_none(recipe, build_model_shape(autotp_config, recipe.model.task)) or sizes
+    )
+    sliced_trainable_count = sum(sliced_sizes.trained)
+    data_rank_count = rank_count // autotp_count
     # Without DeepSpeed, 4 bytes in every precision: autocast keeps norms and softmax in float32.
     kept_activation_bytes = peak_activation_bytes_of_rank(recipe, config, micro_samples, 4, device)
     recipe_without_recomputation = recipe.model_copy(
@@ -181,15 +184,20 @@ def estimate_rank_memory_or_none(
         )
     ]
     kept_activation_bytes = peak_activation_bytes_of_rank(
-        recipe, config, micro_samples, _bytes_per_value(recipe), device
+        recipe, autotp_config, micro_samples, _bytes_per_value(recipe), device
     )
     for stage in range(4):
         tensors_of_stage = _bytes_left_on_device_by_zero_offload(
             recipe,
             _training_bytes_in_zero_stage(
-                recipe, tensor_sizes, trainable_count, kept_activation_bytes, stage, rank_count
+                recipe,
+                sliced_sizes.all,
+                sliced_trainable_count,
+                kept_activation_bytes,
+                stage,
+                data_rank_count,
             ),
-            trainable_count,
+            sliced_trainable_count,
             stage,
             device,
         )
@@ -198,15 +206,19 @@ def estimate_rank_memory_or_none(
                 f"ZeRO {stage}",
                 tensors_of_stage._replace(
                     buckets=_deepspeed_buffer_bytes(
-                        recipe, parameter_count, trainable_count, stage, rank_count, device
+                        recipe,
+                        sum(sliced_sizes.all),
+                        sliced_trainable_count,
+                        stage,
+                        data_rank_count,
+                        device,
                     )
                 ),
             )
         )
     offloaded_bytes, part_count = 0, 1
-    if recipe.parallel is not None:
+    if recipe.parallel is not None and recipe.has_fsdp2:
         copy_rank_count = copy_rank_count or rank_count
-        # An evaluation may have fewer ranks (planning/mesh.py).
         tensor_count = math.gcd(recipe.parallel.tensor, copy_rank_count)
         part_count = copy_rank_count // tensor_count
         slice_config = config_of_tensor_slice(config, tensor_count)
@@ -256,7 +268,7 @@ def estimate_rank_memory_or_none(
         for stage, stage_bytes in bytes_by_stage
     ]
     chosen_stage = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
-    if recipe.parallel is not None:
+    if recipe.has_fsdp2:
         chosen_stage = "FSDP2"
     host_memory = planned_load_snapshot_and_offload_bytes_of_rank(
         recipe, parameter_count, trainable_count, value_bytes, rank_count, device
@@ -278,10 +290,10 @@ def estimate_rank_memory_or_none(
         compared_bytes,
         peak_device_bytes_before_first_step(
             recipe,
-            tensor_sizes,
-            trainable_count,
+            sliced_sizes.all,
+            sliced_trainable_count,
             value_bytes,
-            (copy_rank_count if recipe.parallel else None) or rank_count,
+            (copy_rank_count if recipe.has_fsdp2 else None) or data_rank_count,
         )
         + quantized.packed_bytes
         + quantized.scale_bytes,
@@ -290,6 +302,27 @@ def estimate_rank_memory_or_none(
             offloaded=host_memory.offloaded + offloaded_bytes,
         ),
     )
+
+
+class _TensorSizes(NamedTuple):
+    """The elements of each tensor of a model, without quantized ones."""
+
+    all: list[int]
+    trained: list[int]
+
+
+def _tensor_sizes_or_none(recipe: Recipe, model_shape: ModelShape) -> _TensorSizes | None:
+    """Return the sizes of a model or of its slices; None: an unknown target of the adapters."""
+    unpacked_shape = (
+        model_shape.shape_without_block_layers() if recipe.model.quantize else model_shape
+    )
+    tensor_sizes = unpacked_shape.parameter_element_counts()
+    if recipe.model.lora is None:
+        return _TensorSizes(tensor_sizes, tensor_sizes)
+    adapter_sizes = _adapter_tensor_sizes_or_none(recipe.model.lora, model_shape)
+    if adapter_sizes is None:
+        return None
+    return _TensorSizes([*tensor_sizes, *adapter_sizes], adapter_sizes)
 
 
 def _gpu_library_bytes(recipe: Recipe, rank_count: int) -> int:

@@ -30,8 +30,16 @@ def mesh_of_ranks_or_none(recipe: Recipe, nodes: Sequence[Node], trains: bool) -
     rank_count = nodes[-1].first_rank + nodes[-1].slots
     if not trains:
         tensor = math.gcd(settings.tensor, *(node.slots for node in nodes))
-        return Mesh(1, rank_count // tensor, tensor)
+        shard = rank_count // tensor if recipe.has_fsdp2 else 1
+        return Mesh(rank_count // tensor // shard, shard, tensor)
     _require_tensor_groups_within_hosts(settings, nodes)
+    if not recipe.has_fsdp2:
+        if rank_count % settings.tensor:
+            raise PlanError(
+                f"parallel.tensor is {settings.tensor}, and the run has {count_with_noun(rank_count, 'rank')}, "
+                f"which do not divide into groups of {settings.tensor}"
+            )
+        return Mesh(rank_count // settings.tensor, 1, settings.tensor)
     ranks_of_copy = rank_count
     if settings.replicate != "auto":
         ranks_of_copy = rank_count // settings.replicate
@@ -84,7 +92,7 @@ def data_parallel_rank_count(recipe: Recipe, nodes: Sequence[Node], trains: bool
     return (nodes[-1].first_rank + nodes[-1].slots) // (mesh.tensor if mesh else 1)
 
 
-def mesh_groups_line(mesh: Mesh, nodes: Sequence[Node]) -> str:
+def mesh_groups_line(mesh: Mesh, nodes: Sequence[Node], has_fsdp2: bool = True) -> str:
     """Return the groups of ranks that share a copy of the model, as one line."""
     size = mesh.ranks_of_copy
     groups = [
@@ -98,8 +106,13 @@ def mesh_groups_line(mesh: Mesh, nodes: Sequence[Node]) -> str:
         if mesh.tensor > 1
         else ""
     )
+    sharding_text = (
+        f"(FSDP2){tensor_text}"
+        if has_fsdp2
+        else "that compute each layer together (DeepSpeed's AutoTP)"
+    )
     return (
         f"mesh: {mesh.replicate} x the model, each shared by "
-        f"{count_with_noun(size, 'rank')} (FSDP2){tensor_text}: {', '.join(shown)}"
+        f"{count_with_noun(size, 'rank')} {sharding_text}: {', '.join(shown)}"
         + ("; a copy spans hosts" if spans_hosts else "")
     )

@@ -94,5 +94,5 @@ def planned_load_snapshot_and_offload_bytes_of_rank(
         bytes_by_target["cpu"],
         snapshot_bytes,
         bytes_by_target["nvme"],
-        is_built_on_rank_0_only=recipe.parallel is not None and not recipe.model.is_built_of_values,
+        is_built_on_rank_0_only=recipe.has_fsdp2 and not recipe.model.is_built_of_values,
     )

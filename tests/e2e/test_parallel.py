@@ -319,7 +319,7 @@ def test_layers_that_are_left_out_at_random() -> None:
 
 def test_the_whole_model_never_lies_on_a_device() -> None:
     """FSDP2 moves one layer after another there; a device without memory for all is enough."""
-    group: Any = SimpleNamespace(has_fsdp2=True, device=torch.device("cuda"))
+    group: Any = SimpleNamespace(mesh=Mesh(1, 2), device=torch.device("cuda"))
     model = nn.Linear(2, 2)
     _move_model_or_buffers_if_weights_are_divided(model, group, bert(zero=None))
     assert model.weight.device.type == "cpu"

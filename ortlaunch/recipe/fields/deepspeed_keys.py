@@ -39,12 +39,9 @@ DEEPSPEED_OWNED = {
     "bf16.enabled": "precision",
     "bfloat16": "precision",
     "tensorboard": "log.trackers",
+    "tensor_parallel": "parallel.tensor",
 }
-# Settings for tensor and pipeline parallelism. Here every rank computes the whole model, on its own
-# data.
 _REFUSED = {
-    "tensor_parallel": "is not supported here; parallel.tensor divides layers, and zero.stage shards over the "
-    "ranks",
     "pipeline": "is not supported: there is no pipeline parallelism here; zero.stage shards over the "
     "ranks",
 }
@@ -61,7 +58,7 @@ TOP_LEVEL_KEYS = _split_words("""
     compression_training curriculum_learning data_efficiency data_types dataloader_drop_last disable_allgather
     dump_state elasticity eigenvalue flops_profiler fp16 fp32_allreduce grad_accum_dtype gradient_predivide_factor
     hybrid_engine load_universal_checkpoint memory_breakdown nebula pipeline pld prescale_gradients
-    progressive_layer_drop seq_parallel_communication_data_type sparse_attention sparse_gradients tensor_parallel
+    progressive_layer_drop seq_parallel_communication_data_type sparse_attention sparse_gradients
     timers torch_autocast use_data_before_expert_parallelism use_node_local_storage wall_clock_breakdown
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """)

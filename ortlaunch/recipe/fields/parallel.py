@@ -15,7 +15,8 @@ from ortlaunch.recipe.fields.section import (
 class Parallel(Section, resume_rule=APPLIED):
     """Weights, gradients and optimizer state divided over the ranks by torch's FSDP2
     (`fully_shard`) and tensor parallelism, for engines eager and inductor. null instead of this section: every rank has
-    all of them, unless `zero` divides them."""
+    all of them, unless `zero` divides them. Beside `zero` (stages 0 to 2) there can be `tensor` with its plan,
+    by DeepSpeed's AutoTP."""
 
     shard: PositiveOrAuto = "auto"
     """Parts of one copy of the model. `auto`: as many as a host holds, or as all hosts hold with

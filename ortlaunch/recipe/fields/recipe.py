@@ -102,6 +102,16 @@ class Recipe(Section):
                 yield name, interval_epochs
 
     @property
+    def has_fsdp2(self) -> bool:
+        """Whether FSDP2 divides the model."""
+        return self.parallel is not None and self.zero is None
+
+    @property
+    def autotp_rank_count(self) -> int:
+        """Ranks that compute a layer together by DeepSpeed's AutoTP; 1 without it."""
+        return self.parallel.tensor if self.parallel and self.zero else 1
+
+    @property
     def output_layer_sharding(self) -> str:
         """The name of what divides the weight of the output layer in its passes; "" if nothing does."""
         if self.parallel and self.parallel.tensor > 1:

@@ -93,7 +93,12 @@ def _engine_field_and_zero_3_rules(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("parallel", "engine.name"),
             "got parallel with engine ort: a graph of ONNX Runtime has its weights as a whole, and "
-            "FSDP2 gathers them layer by layer; use engine.name: eager, or zero: {stage: 2}",
+            + (
+                "DeepSpeed's AutoTP exchanges activations within layers; use engine.name: eager, or leave "
+                "out parallel"
+                if recipe.zero
+                else "FSDP2 gathers them layer by layer; use engine.name: eager, or zero: {stage: 2}"
+            ),
         )
     if recipe.zero and recipe.zero.stage == 3:
         yield (

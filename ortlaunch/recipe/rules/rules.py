@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from ortlaunch.base.units import count_with_noun
 from ortlaunch.recipe.fields.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.fields.optimizer import Optimizer
+from ortlaunch.recipe.fields.parallel import Parallel
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import NO_EFFECT_MESSAGE, names_of_non_default_fields
+from ortlaunch.recipe.fields.zero import Zero
 from ortlaunch.recipe.rules.bad_step_rules import bad_step_limit_rules
 from ortlaunch.recipe.rules.best_rules import metric_and_evaluation_need_rules
 from ortlaunch.recipe.rules.checkpoint_rules import checkpoint_retention_rules
@@ -25,6 +27,7 @@ from ortlaunch.tables.tasks import TASKS
 
 # Their updates go element by element. On engines that FSDP2 has, fused_adam is torch's AdamW.
 _SHARDED_OPTIMIZERS = ("adamw", "fused_adam", "sgd")
+_FIELDS_OF_FSDP2 = {"shard", "replicate", "blocks", "offload"}
 
 
 def broken_rule_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -261,10 +264,7 @@ def _parallel_rules(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel is None:
         return
     if recipe.zero:
-        yield (
-            ("parallel", "zero"),
-            "FSDP2 and DeepSpeed's ZeRO both divide the model over the ranks; leave out one of them",
-        )
+        yield from _autotp_rules(recipe.parallel, recipe.zero)
     if recipe.model.traits.wrapper:
         yield (
             ("parallel", "model.task"),
@@ -281,8 +281,36 @@ def _parallel_rules(recipe: Recipe) -> Iterator[Problem]:
     if others:
         yield (
             ("parallel", "optimizer.name"),
-            f"got optimizer {others[0]}, whose update needs whole tensors or plain ones; with FSDP2 "
+            f"got optimizer {others[0]}, whose update needs whole tensors or plain ones; with parallel "
             f"there can be {', '.join(_SHARDED_OPTIMIZERS)}",
+        )
+
+
+def _autotp_rules(parallel: Parallel, zero: Zero) -> Iterator[Problem]:
+    """Yield the problems of `parallel` beside `zero`: DeepSpeed's tensor parallelism."""
+    if parallel.tensor == 1:
+        yield (
+            ("parallel", "zero"),
+            "FSDP2 and DeepSpeed's ZeRO both divide the model over the ranks; leave out one of them, "
+            "or give parallel.tensor alone, which zero.stage 0 to 2 can have beside it",
+        )
+        return
+    for field_name in sorted(names_of_non_default_fields(parallel) & _FIELDS_OF_FSDP2):
+        yield (
+            (f"parallel.{field_name}", "zero"),
+            "is for FSDP2: with zero there are as many copies as parallel.tensor leaves ranks for; leave "
+            "this out, or zero",
+        )
+    if zero.stage == 3:
+        yield (
+            ("zero.stage", "parallel.tensor"),
+            "got 3 with parallel.tensor, whose slices ZeRO 3 would divide again; use zero.stage 0, 1 or 2, "
+            "or leave out zero: FSDP2 divides weights, too",
+        )
+    if zero.offload:
+        yield (
+            ("zero.offload", "parallel.tensor"),
+            "was not tried with slices of layers; leave out one of them, or use parallel.offload without zero",
         )
 
 

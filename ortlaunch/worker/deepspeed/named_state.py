@@ -7,12 +7,14 @@ Supported: no ZeRO (torch's optimizer, or a master weight for each parameter), Z
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ortlaunch.base.errors import CheckpointError
+from ortlaunch.worker.deepspeed.autotp import slice_of_autotp_rank
 from ortlaunch.worker.deepspeed.zero_types import (
     UnshardedMasterWeights,
     ZeroOneOrTwoOptimizer,
@@ -28,26 +30,36 @@ from ortlaunch.worker.model.named_state import (
     trained_parameter_shapes,
     whole_parameter_ranges,
 )
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Attributes of DeepSpeed's dynamic loss scaler.
 _COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def named_state_of_deepspeed_engine(engine: Any, model: nn.Module, rank: int) -> NamedState:
+def named_state_of_deepspeed_engine(
+    engine: Any, model: nn.Module, group: DistributedContext
+) -> NamedState:
     """Return the state of a DeepSpeed engine around a model.
+
+    Args:
+        engine: DeepSpeed's.
+        model: the model within it.
+        group: all ranks.
 
     Raises:
         CheckpointError: the type of the optimizer, or the location of its state, is not supported.
     """
     optimizer_class = type(engine.optimizer).__name__
     optimizer = engine.optimizer
+    copy_and_count = (group.data_parallel.rank, group.data_parallel.size)
     if isinstance(optimizer, torch.optim.Optimizer):
         named_ranges = whole_parameter_ranges(model.named_parameters(), optimizer)
         return NamedState(
             trained_parameter_shapes(model),
-            named_ranges,
+            [*_ranges_in_whole_parameters(named_ranges, model, group)],
             optimizer,
             persistent_buffers_by_name(model),
+            copy_and_count,
         )
     if optimizer_class not in _ACCESS_BY_CLASS:
         raise CheckpointError(
@@ -57,13 +69,32 @@ def named_state_of_deepspeed_engine(engine: Any, model: nn.Module, rank: int) ->
     find_ranges, refresh = _ACCESS_BY_CLASS[optimizer_class]
     return NamedState(
         trained_parameter_shapes(model),
-        list(find_ranges(optimizer, model, rank)),
+        [*_ranges_in_whole_parameters(find_ranges(optimizer, model, group.rank), model, group)],
         optimizer.optimizer,
         persistent_buffers_by_name(model),
-        copy_and_count=None if optimizer_class == "FP16_UnfusedOptimizer" else (0, 1),
+        copy_and_count=copy_and_count if optimizer_class == "FP16_UnfusedOptimizer" else (0, 1),
         loss_scale=_dynamic_loss_scale_access_or_none(optimizer),
         refresh=lambda: refresh(optimizer),
     )
+
+
+def _ranges_in_whole_parameters(
+    ranges: Iterable[ParameterRange], model: nn.Module, group: DistributedContext
+) -> Iterator[ParameterRange]:
+    """Yield ranges of whole parameters in place of ranges of this rank's slices of them."""
+    tensor_index = group.rank % group.mesh.tensor if group.mesh else 0
+    parameter_by_name = dict(model.named_parameters())
+    for parameter_range in ranges:
+        tensor_slice = slice_of_autotp_rank(parameter_by_name[parameter_range.name], tensor_index)
+        if tensor_slice is None:
+            # The other ranks of the tensor group have it, too.
+            yield replace(parameter_range, is_saved=tensor_index == 0)
+        else:
+            yield replace(
+                parameter_range,
+                start=tensor_slice.first + parameter_range.start,
+                runs=tensor_slice.runs,
+            )
 
 
 def _ranges_of_fp32_copies_without_zero(

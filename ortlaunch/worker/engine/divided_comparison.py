@@ -8,9 +8,8 @@ of their gradients is that of rank 0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from ortlaunch.worker.engine.differences import (
     PassResult,
     loss_gradient_and_state_differences,
 )
-from ortlaunch.worker.engine.stepping import ShardedStepper
+from ortlaunch.worker.engine.stepping import DeepSpeedStepper, ShardedStepper
 from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.process_group.distributed import (
@@ -35,9 +34,6 @@ from ortlaunch.worker.process_group.distributed import (
     overwrite_by_values_of_rank_0,
 )
 from ortlaunch.worker.tensor_batch import TensorBatch
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -54,7 +50,11 @@ class ReferencePass:
 
 
 def run_reference_pass_on_rank_0(
-    model: nn.Module, batch: TensorBatch, precision: str, group: DistributedContext
+    model: nn.Module,
+    batch: TensorBatch,
+    precision: str,
+    group: DistributedContext,
+    uses_autocast: bool = True,
 ) -> ReferencePass:
     """Run a pass of the whole model on rank 0, and share its batch (collective).
 
@@ -63,26 +63,29 @@ def run_reference_pass_on_rank_0(
         batch: this rank's micro batch, on the CPU; that of rank 0 counts.
         precision: the recipe's `precision`.
         group: all ranks.
+        uses_autocast: whether operators choose the type in a 16-bit precision; else weights have it.
     """
     shared_batch = _batch_of_rank_0(batch, group)
     result, error = None, ""
     if group.rank == 0:
         # Such as a kernel that a CPU lacks. The divided model may train all the same.
         try:
-            result = _result_of_whole_model(model, shared_batch, precision)
+            result = _result_of_whole_model(model, shared_batch, precision, uses_autocast)
         except Exception as raised:
             error = str(raised) or type(raised).__name__
     return ReferencePass(shared_batch, result, group.gather(error)[0])
 
 
-def _result_of_whole_model(model: nn.Module, batch: TensorBatch, precision: str) -> PassResult:
+def _result_of_whole_model(
+    model: nn.Module, batch: TensorBatch, precision: str, uses_autocast: bool
+) -> PassResult:
     """Run the pass on the CPU.
 
     Raises:
         UnrepeatableRandomNumbersError: the model draws random numbers, and slices draw others.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    dtype = narrow_dtype_or_none(precision)
+    dtype = narrow_dtype_or_none(precision) if uses_autocast else None
     with (
         _comparable_passes_until_end(model),
         use_whole_logits_without_reentrancy(model),
@@ -98,22 +101,23 @@ def _result_of_whole_model(model: nn.Module, batch: TensorBatch, precision: str)
 
 
 def compare_pass_of_divided_model_on_rank_0(
-    stepper: ShardedStepper, reference: ReferencePass, device_batch: TensorBatch, precision: str
+    stepper: ShardedStepper | DeepSpeedStepper,
+    reference: ReferencePass,
+    device_batch: TensorBatch,
+    precision: str,
 ) -> Comparison | None:
     """Run the pass on all parts and compare it (collective); None on all ranks but rank 0.
 
     Weights, buffers and random numbers are as before afterwards.
     """
-    scale = PRECISIONS[precision].scale * stepper.accumulation / stepper.scaler.get_scale()
+    scale = PRECISIONS[precision].scale * stepper.gradient_factor
     with _comparable_passes_until_end(stepper.model):
         loss = stepper.run_micro_batch(device_batch, is_last_of_step=True)
         gradients: dict[str, torch.Tensor | None] = {}
         # One whole gradient after another.
-        for name, p in cast("Iterable[tuple[str, DTensor]]", stepper.model.named_parameters()):
-            if p.requires_grad:
-                whole = None if p.grad is None else cast("DTensor", p.grad).full_tensor()
-                if reference.result is not None:
-                    gradients[name] = None if whole is None else whole.cpu() * scale
+        for name, whole in stepper.whole_gradients():
+            if reference.result is not None:
+                gradients[name] = None if whole is None else whole.cpu() * scale
         stepper.drop_gradients()
         stepper.returned_values.begin_step()
     # Else rank 0 would hold the gradients of the whole model for the whole run.

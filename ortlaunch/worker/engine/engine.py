@@ -243,6 +243,7 @@ def build_engine(
             loss_weight.batch_without_weight_key_with_counted_label(sample_batch),
             recipe.precision,
             group,
+            uses_autocast=plan.deepspeed is None,
         )
         if compares_divided_model
         else None
@@ -417,7 +418,7 @@ def _require_no_layerdrop(model: nn.Module) -> None:
 def _move_model_or_buffers_if_weights_are_divided(
     model: torch.nn.Module, group: DistributedContext, recipe: Recipe
 ) -> None:
-    if not group.has_fsdp2 and (recipe.zero is None or recipe.zero.stage < 3):
+    if group.mesh is None and (recipe.zero is None or recipe.zero.stage < 3):
         model.to(group.device)
         return
     # The device may have memory for pieces of the parameters only.
@@ -447,7 +448,13 @@ def _create_deepspeed_or_torch_stepper(
     group: DistributedContext,
 ) -> Stepper:
     if plan.deepspeed is not None:
-        return DeepSpeedStepper(module, built_optimizer.optimizer, group, plan.deepspeed)
+        return DeepSpeedStepper(
+            module,
+            built_optimizer.optimizer,
+            group,
+            plan.deepspeed,
+            recipe.parallel.tensor_plan if recipe.parallel else None,
+        )
     steps = plan.batch.accumulation_steps
     norm = recipe.train.max_grad_norm
     stepper_class = ShardedStepper if group.has_fsdp2 else TorchStepper
@@ -469,9 +476,11 @@ def _chunk_head_on_all_ranks_or_none(
 
 
 def _sharding_name(recipe: Recipe, group: DistributedContext, unit_count: int) -> str:
+    mesh = group.mesh
     if recipe.zero:
-        return f"DeepSpeed ZeRO {recipe.zero.stage}"
-    if mesh := group.mesh:
+        autotp_text = f", AutoTP: {mesh.tensor} ranks compute each layer" if mesh else ""
+        return f"DeepSpeed ZeRO {recipe.zero.stage}{autotp_text}"
+    if mesh:
         tensor_text = f" x {mesh.tensor} of each layer" if mesh.tensor > 1 else ""
         return (
             f"FSDP2: {mesh.replicate} x the model, each on {count_with_noun(mesh.shard, 'rank')}"

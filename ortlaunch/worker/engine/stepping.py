@@ -13,13 +13,13 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
-from ortlaunch.base.errors import InputError, first_message_line
+from ortlaunch.base.errors import InputError
 from ortlaunch.base.json_types import Json
 from ortlaunch.launch_plan import Mesh
 from ortlaunch.tables.precisions import PRECISIONS
@@ -38,6 +38,7 @@ from ortlaunch.worker.model.fsdp import (
 )
 from ortlaunch.worker.model.named_state import (
     NamedState,
+    autotp_slices_or_none,
     persistent_buffers_by_name,
     scaler_loss_scale_or_none,
     trained_parameter_shapes,
@@ -51,18 +52,21 @@ from ortlaunch.worker.patching import (
     replace_attribute_temporarily,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.process_group.tensor_groups import (
+    explain_errors_of_sliced_layers,
+    require_alike_in_tensor_groups,
+    sum_of_gradient_squares_over_ranks,
+)
 from ortlaunch.worker.supervision.requests import RankRequests
 from ortlaunch.worker.tensor_batch import TensorBatch
 from ortmodule.loops import float64_sum_of_squares
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch.distributed.tensor import DTensor
 
+    from ortlaunch.worker.deepspeed.autotp import UnslicedLayer
 
-# Parts of torch's errors where a forward takes a layer for wider than a rank's slice of it.
-_SIZE_ERRORS = ("is invalid for input of size", "cannot be multiplied", "must match the size of")
-# Ranks that compute a layer together differ by roundings in the gradients that each has whole.
-_GRADIENT_TOLERANCE = 0.01
 # LoRA has gradients of zero in the first step.
 _COMPARED_STEPS = 2
 
@@ -134,7 +138,7 @@ class Stepper(Protocol):
     def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
         """Gather whole parameters on rank 0 while the context is open (collective).
 
-        Under FSDP2 the model cannot be called afterwards.
+        With `parallel` the model cannot be called afterwards.
         """
 
 
@@ -281,19 +285,12 @@ class ShardedStepper(TorchStepper):
     def run_micro_batch(
         self, batch: TensorBatch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
+        explains_slices = self.mesh.tensor > 1
         try:
-            return super().run_micro_batch(batch, is_last_of_step, loss_factor)
+            with explain_errors_of_sliced_layers() if explains_slices else contextlib.nullcontext():
+                return super().run_micro_batch(batch, is_last_of_step, loss_factor)
         except RuntimeError as error:
-            message = str(error)
-            is_mixed = "mixed torch.Tensor and DTensor" in message
-            if self.mesh.tensor > 1 and (is_mixed or any(t in message for t in _SIZE_ERRORS)):
-                raise InputError(
-                    f"parallel.tensor: {first_message_line(error)}; a rank has a slice of a layer, and "
-                    "the model computes as with the size or the weights of the whole; write -1 for "
-                    "the number of heads in its forward, and leave out of parallel.tensor_plan a layer "
-                    "whose weights are used without calling it, as in nn.MultiheadAttention"
-                ) from error
-            if not is_mixed:
+            if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise InputError(
                 "parallel: the model uses weights of a layer that is not called, and FSDP2 gathers "
@@ -315,40 +312,27 @@ class ShardedStepper(TorchStepper):
                     whole_by_name[name] = gradients[-1]
         if self.mesh.tensor > 1 and self._compared_steps < _COMPARED_STEPS:
             self._compared_steps += 1
-            self._require_alike_in_tensor_groups(whole_by_name)
-        own_squares = _sum_of_squares(gradients)
-        # Each rank of a tensor group has them.
-        own_squares -= _sum_of_squares([*whole_by_name.values()]) * (1 - 1 / self.mesh.tensor)
+            require_alike_in_tensor_groups(whole_by_name, self.group)
+        squares = sum_of_gradient_squares_over_ranks(
+            gradients, [*whole_by_name.values()], self.group
+        )
         # Each copy of the model has all gradients once.
-        squares = self.group.sum_over_ranks(own_squares)
         norm = math.sqrt(squares / self.mesh.replicate)
         # As torch's clip_grad_norm_.
         if self.max_norm is not None and norm > self.max_norm:
             torch._foreach_mul_(gradients, self.max_norm / (norm + 1e-6))
         return norm
 
-    def _require_alike_in_tensor_groups(self, gradient_by_name: dict[str, torch.Tensor]) -> None:
-        """Check the gradients of parameters that each rank of a tensor group has whole (collective).
+    @property
+    def gradient_factor(self) -> float:
+        """The factor from a gradient of a single micro batch to that of its loss."""
+        return self.accumulation / self.scaler.get_scale()
 
-        Raises:
-            InputError: each has that of its own slices.
-        """
-        norms = [math.sqrt(_sum_of_squares([g])) for g in gradient_by_name.values()]
-        norms_by_rank = self.group.gather_numbers(norms)
-        differing = [
-            name
-            for index, name in enumerate(gradient_by_name)
-            for rank, rank_norms in enumerate(norms_by_rank)
-            if abs(rank_norms[index] - norms_by_rank[rank - rank % self.mesh.tensor][index])
-            > _GRADIENT_TOLERANCE * rank_norms[index]
-        ]
-        if differing:
-            raise InputError(
-                f"parallel.tensor: {first_five_names_text(dict.fromkeys(differing))} gets another "
-                "gradient on each rank that computes its layer, as it is between sliced layers and not "
-                "sliced; give in parallel.tensor_plan all layers, and to the layer that has it the "
-                "style replicated_with_grad_allreduce, or use parallel.shard alone"
-            )
+    def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield each trained parameter's name and whole gradient, one after another (collective)."""
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                yield name, None if p.grad is None else cast("DTensor", p.grad).full_tensor()
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (
@@ -376,10 +360,6 @@ class ShardedStepper(TorchStepper):
         free_gathered_weights_if_sharded(self.model)
         replace_parts_by_whole_parameters(self.model, keeps_values=self.group.rank == 0)
         yield
-
-
-def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
-    return float(float64_sum_of_squares(tensors)) if tensors else 0.0
 
 
 @contextlib.contextmanager
@@ -410,6 +390,7 @@ class DeepSpeedStepper:
         optimizer: torch.optim.Optimizer,
         group: DistributedContext,
         config: Json,
+        tensor_plan: Mapping[str, str] | None = None,
     ) -> None:
         # Its autotuner would load MLflow for 1.7 s of a core.
         with hide_package_unless_loaded("mlflow"):
@@ -422,6 +403,17 @@ class DeepSpeedStepper:
         # DeepSpeed flattens parameters anyway, but first sends the bytes of each as it lies.
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
+        self._unsliced_layers: Sequence[UnslicedLayer] = ()
+        self._comparisons_left = 0
+        if self._tensor_rank_count > 1:
+            from ortlaunch.worker.deepspeed.autotp import slice_layers_by_deepspeed_in_place
+
+            self._comparisons_left = _COMPARED_STEPS
+            # The initial values may depend on the rank.
+            copy_values_from_rank_0([*model.parameters(), *model.buffers()], group.device)
+            self._unsliced_layers = slice_layers_by_deepspeed_in_place(
+                model, tensor_plan or {}, self._tensor_rank_count
+            )
         # ZeRO 3: divide one tensor after another, so that no device ever holds all of them.
         if config["zero_optimization"]["stage"] == 3:
             deepspeed.init_distributed(dist_init_required=False)
@@ -429,8 +421,15 @@ class DeepSpeedStepper:
                 deepspeed.zero.Init(module=model, config_dict_or_path=config)
         with _disable_optimizer_steps(optimizer), _allow_scalar_byte_views():
             self.engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=config, dist_init_required=False
+                model=model,
+                optimizer=optimizer,
+                config=config,
+                dist_init_required=False,
+                mpu=deepspeed.utils.groups if self._unsliced_layers else None,
             )
+        if self._unsliced_layers:
+            # It would send the batch of one rank to the others as a pickle; theirs is the same.
+            self.engine.first_dataloader_check.remove()
         self.module: nn.Module = self.engine
         self.scales_loss = bool(config.get("fp16", {}).get("enabled"))
         self.unused_parameters: tuple[str, ...] = ()
@@ -442,9 +441,11 @@ class DeepSpeedStepper:
         self, batch: TensorBatch, is_last_of_step: bool, loss_factor: float = 1.0
     ) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(is_last_of_step)
+        is_sliced = self._tensor_rank_count > 1
+        with explain_errors_of_sliced_layers() if is_sliced else contextlib.nullcontext():
+            outputs = self.engine(**batch)
         loss = _weighted_loss_or_exit_if_forked(
-            self.returned_values.add_values_and_return_loss(self.engine(**batch), loss_factor),
-            loss_factor,
+            self.returned_values.add_values_and_return_loss(outputs, loss_factor), loss_factor
         )
         self.engine.backward(loss)
         if is_last_of_step and self._used_parameters is not None:
@@ -456,9 +457,14 @@ class DeepSpeedStepper:
 
     def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
         _set_learning_rate_times_factor_of_each_group(self.engine.optimizer, learning_rates)
+        if self._comparisons_left:
+            self._comparisons_left -= 1
+            require_alike_in_tensor_groups(
+                dict(self._whole_gradients_in_tensor_group()), self.group
+            )
         # Stage 0 in fp32: DeepSpeed does not compute a norm.
         if not hasattr(self.engine.optimizer, "_global_grad_norm"):
-            return self._step_unless_norm_is_non_finite(float64_gradient_norm(self.model))
+            return self._step_unless_norm_is_non_finite(self._float64_gradient_norm())
         skipped_before = self.engine.skipped_steps
         self.engine.step()
         reported_norm = self.engine.get_global_grad_norm()
@@ -471,6 +477,26 @@ class DeepSpeedStepper:
             skipped,
             failed=(is_norm_bad or skipped) and not self.scales_loss,
         )
+
+    @property
+    def _tensor_rank_count(self) -> int:
+        """Ranks that compute each layer together (AutoTP)."""
+        return self.group.mesh.tensor if self.group.mesh else 1
+
+    def _whole_gradients_in_tensor_group(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield this rank's part of each gradient that all ranks of its tensor group should have."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and autotp_slices_or_none(parameter) is None:
+                yield name, _deepspeed_gradient_part_of_this_rank_or_none(parameter)
+
+    def _float64_gradient_norm(self) -> float:
+        if self._tensor_rank_count == 1:
+            return float64_gradient_norm(self.model)
+        gradients = [g for _, g in self.named_gradients() if g is not None]
+        whole = [g for _, g in self._whole_gradients_in_tensor_group() if g is not None]
+        squares = sum_of_gradient_squares_over_ranks(gradients, whole, self.group)
+        # Each data-parallel rank has the averaged gradients.
+        return math.sqrt(squares / self.group.data_parallel.size)
 
     def _record_and_print_unused_parameters(self, used_parameters: UsedParameterRecorder) -> None:
         self._used_parameters = None
@@ -496,6 +522,36 @@ class DeepSpeedStepper:
             for name, p in self.model.named_parameters()
         )
 
+    @property
+    def gradient_factor(self) -> float:
+        """The factor from a gradient of a single micro batch to that of its loss."""
+        scale = float(self.engine.optimizer.loss_scale) if self.scales_loss else 1.0
+        return float(self.engine.gradient_accumulation_steps()) / scale
+
+    def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield each trained parameter's name and, on rank 0, its whole gradient (collective)."""
+        state = self.named_state()
+        part_by_name = {part.name: part for part in state.parts}
+        gradient_by_name = dict(self.named_gradients())
+        for name, shape in state.shapes.items():
+            part, gradient = part_by_name.get(name), gradient_by_name[name]
+            arrays: dict[str, NDArray[Any]] = {}
+            if part is not None and gradient is not None:
+                # Numbers of the elements, as runs of a slice do not follow each other.
+                numbers = torch.arange(math.prod(shape))
+                if part.runs is not None:
+                    numbers = part.runs.view_of(numbers).reshape(-1)
+                arrays = {
+                    "numbers": numbers[part.start :][: part.count].numpy(),
+                    "values": gradient.detach().reshape(-1).float().cpu().numpy(),
+                }
+            whole = torch.zeros(shape)
+            gathered = [a for a in self.group.gather_arrays_on_rank_0(arrays) if a]
+            for rank_arrays in gathered:
+                numbers, values = map(torch.from_numpy, rank_arrays.values())
+                whole.view(-1)[numbers] = values
+            yield name, whole if gathered else None
+
     def drop_gradients(self) -> None:
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
@@ -515,11 +571,17 @@ class DeepSpeedStepper:
     def named_state(self) -> NamedState:
         from ortlaunch.worker.deepspeed.named_state import named_state_of_deepspeed_engine
 
-        return named_state_of_deepspeed_engine(self.engine, self.model, self.group.rank)
+        return named_state_of_deepspeed_engine(self.engine, self.model, self.group)
 
     def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
         import deepspeed
 
+        if self._unsliced_layers:
+            from ortlaunch.worker.deepspeed.autotp import make_parameters_whole
+
+            make_parameters_whole(self.model, keeps_values=self.group.rank == 0)
+            for unsliced_layer in self._unsliced_layers:
+                unsliced_layer.put_back()
         sharded: contextlib.AbstractContextManager[object] = deepspeed.zero.GatheredParameters(
             list(self.model.parameters()), enabled=self.engine.zero_optimization_stage() == 3
         )

@@ -89,14 +89,38 @@ class NamedState:
     """Copies the master weights into the model's weights (collective)."""
 
 
+class ParameterSlices(NamedTuple):
+    """The slices of a parameter that ranks of a tensor group have."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole parameter."""
+    dimension: int
+    """The dimension that is sliced."""
+    sizes: tuple[int, ...]
+    """The size of each rank's slice along it."""
+
+
+def autotp_slices_or_none(parameter: torch.Tensor) -> ParameterSlices | None:
+    """Return the slices that DeepSpeed's AutoTP made of a parameter; None: it is whole."""
+    # What DeepSpeed's universal checkpoints know of it.
+    slices = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
+    if slices is None or slices["partition_dim"] is None:
+        return None
+    return ParameterSlices(
+        slices["logical_shape"], slices["partition_dim"], slices["partition_sizes"]
+    )
+
+
 def trained_parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return names and whole shapes of the trained parameters."""
+    return {name: _whole_shape(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    if (slices := autotp_slices_or_none(parameter)) is not None:
+        return slices.shape
     # ZeRO 3 leaves only pieces in the model, and the whole shape in `ds_shape`.
-    return {
-        name: tuple(getattr(p, "ds_shape", p.shape))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def require_same_trained_parameters(

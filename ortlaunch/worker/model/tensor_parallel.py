@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from torch import nn
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.worker.model.named_state import Runs
+from ortlaunch.worker.model.named_state import Runs, autotp_slices_or_none
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +47,37 @@ def slice_layers_in_place(
         raise InputError(
             f"parallel.tensor needs transformers 5.23 or newer, which slices the layers: {error}"
         ) from None
+    planned_model, styles = planned_model_and_style_by_name(
+        model, recipe_plan, tensor_mesh.size(), [*ALL_PARALLEL_STYLES]
+    )
+    # Gathering a parameter for an export takes two gathers: of the rows, and of the slices.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    try:
+        apply_tensor_parallelism(planned_model, tensor_mesh, styles)
+    except ValueError as error:
+        raise InputError(f"parallel.tensor_plan: {error}") from error
+    # Tied weights are one again.
+    if hasattr(planned_model, "tie_weights"):
+        planned_model.tie_weights()
+
+
+def planned_model_and_style_by_name(
+    model: nn.Module,
+    recipe_plan: Mapping[str, str],
+    rank_count: int,
+    known_styles: Sequence[str],
+) -> tuple[Any, dict[str, str]]:
+    """Return the model that a plan names, and the style of each of its layers and parameters.
+
+    Args:
+        model: the model that returns its loss.
+        recipe_plan: styles by patterns of layer names, which add to or change those of transformers.
+        rank_count: ranks that compute each layer together.
+        known_styles: the styles that a recipe may name.
+
+    Raises:
+        InputError: no plan, one that does not fit the model, or heads that do not divide.
+    """
     planned_model: Any = model.model
     # Names are those of the model without adapters.
     if hasattr(planned_model, "get_base_model"):
@@ -59,19 +90,11 @@ def slice_layers_in_place(
             "parallel.shard alone"
         )
     # transformers plans each form of a layer, and a model may have no layer of some form.
-    _require_fitting_plan(planned_model, recipe_plan, [*ALL_PARALLEL_STYLES])
+    _require_fitting_plan(planned_model, recipe_plan, known_styles)
     # A plan of a recipe may leave out the attention.
     if any("att" in pattern for pattern in plan):
-        _require_heads_divisible_by_rank_count(planned_model, tensor_mesh.size())
-    # Gathering a parameter for an export takes two gathers: of the rows, and of the slices.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    try:
-        apply_tensor_parallelism(planned_model, tensor_mesh, _style_by_name(planned_model, plan))
-    except ValueError as error:
-        raise InputError(f"parallel.tensor_plan: {error}") from error
-    # Tied weights are one again.
-    if hasattr(planned_model, "tie_weights"):
-        planned_model.tie_weights()
+        _require_heads_divisible_by_rank_count(planned_model, rank_count)
+    return planned_model, _style_by_name(planned_model, plan)
 
 
 def _require_fitting_plan(
@@ -172,6 +195,9 @@ def dimension_by_parameter_pattern(model: nn.Module) -> dict[str, int | None]:
 
 def sliced_dimension_or_none(tensor: DTensor) -> int | None:
     """Return the dimension along which tensor parallelism has sliced a divided tensor, or None."""
+    if not hasattr(tensor, "device_mesh"):
+        slices = autotp_slices_or_none(tensor)
+        return slices and slices.dimension
     names = tensor.device_mesh.mesh_dim_names or ()
     placement: Any = tensor.placements[-1] if "tensor" in names else None
     return placement.dim % tensor.dim() if hasattr(placement, "dim") else None
@@ -207,10 +233,30 @@ def slice_of_tensor_rank(parameter: DTensor, tensor_index: int, tensor_count: in
     slice_size = -(-layer_size // tensor_count)
     first_index = min(tensor_index * slice_size, layer_size)
     slice_size = min(slice_size, layer_size - first_index)
-    elements_after = math.prod(parameter.shape[dimension + 1 :])
-    shape = [*parameter.shape]
+    return slice_of_fused_layers(parameter.shape, dimension, first_index, slice_size, fused_count)
+
+
+def slice_of_fused_layers(
+    whole_shape: Sequence[int],
+    dimension: int,
+    first_index: int,
+    slice_size: int,
+    fused_count: int = 1,
+) -> TensorSlice:
+    """Return a slice of each of the layers that are fused in a parameter.
+
+    Args:
+        whole_shape: the shape of the parameter.
+        dimension: the dimension that is sliced, along which the layers follow each other.
+        first_index: the index in each layer at which its slice begins.
+        slice_size: the size of each layer's slice.
+        fused_count: the number of layers.
+    """
+    elements_after = math.prod(whole_shape[dimension + 1 :])
+    shape = [*whole_shape]
     shape[dimension] = slice_size * fused_count
     first, length = first_index * elements_after, slice_size * elements_after
-    if math.prod(parameter.shape[:dimension]) * fused_count == 1:
+    if math.prod(whole_shape[:dimension]) * fused_count == 1:
         return TensorSlice(shape, first)
+    layer_size = whole_shape[dimension] // fused_count
     return TensorSlice(shape, 0, Runs(first, length, layer_size * elements_after))

@@ -34,7 +34,7 @@ from ortlaunch.worker.engine.divided_comparison import (
     compare_pass_of_divided_model_on_rank_0,
 )
 from ortlaunch.worker.engine.engine import TrainingEngine
-from ortlaunch.worker.engine.stepping import ShardedStepper
+from ortlaunch.worker.engine.stepping import DeepSpeedStepper, ShardedStepper
 from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
@@ -167,7 +167,7 @@ class ParitySteps:
             return {"rank": 0, "error": reference.error}
         # An error on one rank ends the run: the others wait for its part.
         comparison = compare_pass_of_divided_model_on_rank_0(
-            cast(ShardedStepper, self.engine.stepper),
+            cast(ShardedStepper | DeepSpeedStepper, self.engine.stepper),
             reference,
             self.engine.to_device(reference.batch),
             self.recipe.precision,

@@ -17,7 +17,6 @@ from ortlaunch.launch_plan import Mesh
 from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint.restore import load_checkpoint_print_notes_and_return_loop_state
 from ortlaunch.worker.checkpoint.snapshot import snapshot_of_this_rank
-from ortlaunch.worker.engine.stepping import ShardedStepper
 from ortlaunch.worker.model.named_state import NamedState, ParameterRange
 from ortlaunch.worker.model.tensor_parallel import (
     _require_heads_divisible_by_rank_count,
@@ -25,6 +24,7 @@ from ortlaunch.worker.model.tensor_parallel import (
     slice_of_tensor_rank,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.process_group.tensor_groups import require_alike_in_tensor_groups
 
 FUSED = _StridedShard(1, split_factor=2)
 CASES = [
@@ -200,19 +200,17 @@ def test_a_plan_without_attention(slice_and_list_styles: Any) -> None:
 @pytest.mark.parametrize("other", [1.0, 1.001, 1.5])
 def test_a_gradient_that_differs_in_a_tensor_group(other: float) -> None:
     """A weight between slices that is whole itself gets a part of its gradient on each rank."""
-    stepper = ShardedStepper.__new__(ShardedStepper)
     gathered: Any = SimpleNamespace(
         mesh=Mesh(1, 2, 2), gather_numbers=lambda norms: [norms, norms, [0.0, 0.0], [0.0, 0.0]]
     )
-    stepper.group = gathered
     gradients = {"norm": torch.ones(3), "scale": torch.ones(1)}
-    stepper._require_alike_in_tensor_groups(gradients)
+    require_alike_in_tensor_groups(gradients, gathered)
     gathered.gather_numbers = lambda norms: [norms, norms, norms, [norms[0], other]]
     if other < 1.01:
-        stepper._require_alike_in_tensor_groups(gradients)
+        require_alike_in_tensor_groups(gradients, gathered)
     else:
         with pytest.raises(InputError, match="tensor: scale gets another gradient on each rank"):
-            stepper._require_alike_in_tensor_groups(gradients)
+            require_alike_in_tensor_groups(gradients, gathered)
 
 
 def test_heads_that_do_not_divide() -> None:
