@@ -121,15 +121,21 @@ def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
     import torch
 
     trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+    # Fused ones and those of all tensors do not take mixed kinds of tensors.
+    is_mixed = _slices(options)
+    ways = {"foreach": False} if is_mixed else {"fused": True}
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, **ways)
     data = samples(case_of(options))
     batch = options["batch"]
     for step in range(NEVER):
         gate.step()
-        rows = [data[(step * batch + i) % len(data)] for i in range(batch)]
+        first = (step * _data_ranks(options) + int(os.environ.get("DATA_RANK", "0"))) * batch
+        rows = [data[(first + i) % len(data)] for i in range(batch)]
         loss = module(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, NORM)
+        # torch has no norm of mixed kinds of tensors.
+        if not is_mixed:
+            torch.nn.utils.clip_grad_norm_(trained, NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -139,6 +145,92 @@ def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
     from ortlaunch.worker.model.model import LossModule
 
     bare(LossModule(model(options)), gate, options)
+
+
+def _slices(options: dict[str, Any]) -> bool:
+    return bool(options.get("parallel", {}).get("tensor", 1) > 1)
+
+
+def _data_ranks(options: dict[str, Any]) -> int:
+    """Return the number of ranks with samples of their own."""
+    return int(options.get("parallel", {}).get("shard", 1))
+
+
+def fork_second_rank(gate: Gate, options: dict[str, Any]) -> int:
+    """Become one of two ranks, of one thread each; the second one takes no turns."""
+    port = str(_free_port())
+    rank = int(os.fork() == 0)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        GROUP_RANK="0", OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
+        DATA_RANK=str(rank if _data_ranks(options) > 1 else 0),
+    )  # fmt: skip
+    if rank:
+        # It follows the first one through their collectives.
+        gate.step = lambda *_: None  # type: ignore[method-assign]
+        os.dup2(2, 1)
+    import torch
+
+    torch.set_num_threads(1)
+    return rank
+
+
+def bare_fsdp2(gate: Gate, options: dict[str, Any]) -> None:
+    """Run a bare loop on two ranks that `fully_shard` divides the model over."""
+    fork_second_rank(gate, options)
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from ortlaunch.worker.model.model import LossModule
+
+    torch.distributed.init_process_group("gloo")
+    module = LossModule(model(options))
+    for layer in module.model.model.layers:
+        fully_shard(layer)
+    fully_shard(module)
+    bare(module, gate, options)
+
+
+def accelerate_fsdp2(gate: Gate, options: dict[str, Any]) -> None:
+    """Run Hugging Face accelerate with FSDP2 on two ranks."""
+    fork_second_rank(gate, options)
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    module = model(options)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.0, fused=True)
+    loader = torch.utils.data.DataLoader(samples(case_of(options)), batch_size=options["batch"])
+    module, optimizer, loader = accelerator.prepare(module, optimizer, loader)
+    while True:
+        for batch in loader:
+            gate.step()
+            accelerator.backward(module(**batch).loss)
+            accelerator.clip_grad_norm_(module.parameters(), NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def transformers_tensor(gate: Gate, options: dict[str, Any]) -> None:
+    """Run a bare loop on two ranks that transformers slices the layers over."""
+    folder = tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"])
+    model(options).save_pretrained(folder)
+    fork_second_rank(gate, options)
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from ortlaunch.worker.model.model import LossModule
+
+    torch.distributed.init_process_group("gloo")
+    sliced = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32
+    )
+    sliced.config.use_cache = False
+    bare(LossModule(sliced.train()), gate, options)
 
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
@@ -176,9 +268,11 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
         gate.step()
         return step(*arguments)
 
+    if options.get("parallel"):
+        fork_second_rank(gate, options)
     loop.train_step = gated
     loop.run = work or loop.run
-    rank = Rank.from_environ({})
+    rank = Rank.from_environ(os.environ if options.get("parallel") else {})
     join_ranks_and_run_task(run, rank, Watchdog(rank, run))
 
 
@@ -198,8 +292,9 @@ def recipe_of(options: dict[str, Any]) -> Iterator[Path]:
         "batch": {"micro_size": options["batch"], "accumulation_steps": 1},
         "optimizer": {"name": "fused_adam", "learning_rate": RATE}, "schedule": {"name": "constant"},
         "engine": {"name": options["engine"], "matmul_precision": options.get("precision", "highest")},
+        "parallel": options.get("parallel"),
         "zero": None if options["zero"] is None else {"stage": options["zero"]},
-        "train": {"max_steps": NEVER, "max_grad_norm": NORM}, "log": {"every_steps": 10},
+        "train": {"max_steps": NEVER, "max_grad_norm": None if _slices(options) else NORM}, "log": {"every_steps": 10},
     }  # fmt: skip
     # Beside this module, which the recipe names as the factory of its data.
     path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"
@@ -216,8 +311,9 @@ def resolved(options: dict[str, Any]) -> ResolvedRun:
     from ortlaunch.resolve.resolve import load_and_resolve_recipe
 
     with recipe_of(options) as path:
+        ranks, launcher = (2, "torchrun") if options.get("parallel") else (1, "local")
         return load_and_resolve_recipe(
-            path, (), LaunchOptions("local", 1, None, None, None), os.environ
+            path, (), LaunchOptions(launcher, ranks, None, None, None), os.environ
         )
 
 
@@ -345,6 +441,9 @@ CONTESTANTS = {
     "predict": predict,
     "trainer": trainer,
     "accelerate": accelerate,
+    "bare-fsdp2": bare_fsdp2,
+    "accelerate-fsdp2": accelerate_fsdp2,
+    "transformers-tensor": transformers_tensor,
 }
 
 if __name__ == "__main__":

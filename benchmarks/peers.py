@@ -3,6 +3,8 @@
 python benchmarks/peers.py full       our engines, Hugging Face Trainer (eager, torch.compile), bare loops
 python benchmarks/peers.py lora       the same Llama with adapters: eager, stock ORTModule, ours
 python benchmarks/peers.py deepspeed  ZeRO 1: accelerate with DeepSpeed, ours on eager and ort
+python benchmarks/peers.py shard      FSDP2 on two ranks of one thread: a bare loop, accelerate, ours
+python benchmarks/peers.py tensor     tensor parallelism on two ranks: a bare loop with transformers', ours
 
 In full and lora our engines run twice, at `engine.matmul_precision: highest` and `medium`
 (--precisions); the rates of two matmuls at each are printed first. Every contestant is a process of
@@ -47,10 +49,27 @@ DEEPSPEED = {
     "ortlaunch, eager, ZeRO 1": {"loop": "ours", "engine": "eager", "zero": 1},
     "ortlaunch, ort, ZeRO 1": {"loop": "ours", "engine": "ort", "zero": 1},
 }
+SHARD: dict[str, dict[str, Any]] = {
+    name: {"loop": loop, "engine": "eager", "parallel": {"shard": 2}}
+    for name, loop in (
+        ("bare fully_shard loop", "bare-fsdp2"),
+        ("accelerate, FSDP2", "accelerate-fsdp2"),
+        ("ortlaunch, parallel.shard: 2", "ours"),
+    )
+}
+TENSOR: dict[str, dict[str, Any]] = {
+    name: {"loop": loop, "engine": "eager", "parallel": {"tensor": 2}}
+    for name, loop in (
+        ("bare loop, transformers' tp_size=2", "transformers-tensor"),
+        ("ortlaunch, parallel.tensor: 2", "ours"),
+    )
+}
 RACES = {  # contestants, whom they are measured against, shapes, LoRA
     "full": (FULL, "Trainer, eager", ("bert", "llama"), False),
     "lora": (LORA, "stock ORTModule", ("llama",), True),
     "deepspeed": (DEEPSPEED, "accelerate, ZeRO 1", ("bert", "llama"), False),
+    "shard": (SHARD, "bare fully_shard loop", ("llama",), False),
+    "tensor": (TENSOR, "bare loop, transformers' tp_size=2", ("llama",), False),
 }
 
 
@@ -118,7 +137,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     contestants, against, shapes, lora = RACES[options.race]
-    words = ["highest"] if options.race == "deepspeed" else options.precisions.split(",")
+    words = ["highest"] if options.race not in ("full", "lora") else options.precisions.split(",")
     contestants = at_precisions(contestants, words)
     print(rates(words, options.vocabulary), flush=True)
     names = options.only.split(";") if options.only else list(contestants)
