@@ -29,7 +29,7 @@ from ortlaunch.base.forked_process import ForkedProcess
 from ortlaunch.launch.prepared import PreparedProcess
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.recipe import dump_recipe_yaml
+from ortlaunch.recipe import dump_recipe_yaml, load_recipe
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, load_and_resolve_recipe
 from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.resolve.shipped import recipe_path_or_shipped_recipe
@@ -122,6 +122,19 @@ def train_in_this_process(
         requested_folder,
         resume_options,
     )
+
+
+def default_compared_step_count(recipe_argument: Path, overrides: Sequence[str]) -> int:
+    """Return the steps that `ortlaunch parity` compares where none are given.
+
+    Raises:
+        InputError: the recipe is wrong.
+    """
+    recipe_path = recipe_path_or_shipped_recipe(recipe_argument)
+    # One step, which every recipe may compare.
+    recipe = load_recipe(recipe_path, [*overrides, "engine.parity_steps=1"]).recipe
+    # Rank 0 has the whole model before the first step alone.
+    return 1 if recipe.parallel else 3
 
 
 def preview_training(

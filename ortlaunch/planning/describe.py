@@ -43,7 +43,11 @@ def plan_description_text(plan: Plan, recipe: Recipe) -> str:
     )
     parity_steps = parity_step_count_and_reason(recipe)
     if parity_steps.steps and parity_steps.reason:
-        lines.append(f"parity: step 1 is compared with plain PyTorch once ({parity_steps.reason})")
+        # A resumed run has no whole model of its first step.
+        start_text = "where the run begins with it" if recipe.parallel else "once"
+        lines.append(
+            f"parity: step 1 is compared with plain PyTorch {start_text} ({parity_steps.reason})"
+        )
     if recipe.model.freeze and planned_memory:
         lines.append(
             "memory is an upper bound: model.freeze names parameters that a plan cannot see"

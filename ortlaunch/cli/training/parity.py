@@ -23,8 +23,13 @@ def parity(
     recipe: RecipePath,
     overrides: Overrides = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Steps to compare, with optimizer steps between.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            help="Steps to compare, with optimizer steps between; by default 3, and 1 with parallel.",
+        ),
+    ] = None,
     launcher: LauncherOption = None,
     nproc_per_node: RanksPerHostOption = None,
     hostfile: HostfileOption = None,
@@ -37,6 +42,10 @@ def parity(
     differ."""
     options = launch_options_from_typed_values(launcher, nproc_per_node, hostfile, include, exclude)
     options = options._replace(task="parity")
+    from ortlaunch.api.train import default_compared_step_count
+
+    if steps is None:
+        steps = default_compared_step_count(recipe, overrides or ())
     # Last, so that --steps wins over an override of the same key.
     train_or_print_dry_run_and_exit(
         recipe, [*(overrides or ()), f"engine.parity_steps={steps}"], options, run_dir, dry_run

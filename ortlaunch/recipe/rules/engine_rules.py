@@ -119,7 +119,7 @@ def _parity_field_rules(recipe: Recipe) -> Iterator[Problem]:
             yield (
                 ("engine.parity_steps", "parallel"),
                 f"got {engine.parity_steps} with parallel: rank 0 has the whole model before the "
-                "first step alone; give 1",
+                "first step alone; give 1 (ortlaunch parity: --steps 1)",
             )
     elif engine.name == "eager":
         for key in set_fields:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortlaunch.api.train import default_compared_step_count
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.recipe.rules.parity import ParityStepCount, parity_step_count_and_reason
-from tests.makers import bert, plan, recipe
+from tests.makers import bert, host, plan, recipe
 
 ORT = {"engine": {"name": "ort"}}
 WORDS = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
@@ -74,3 +76,20 @@ def test_a_plan_says_what_is_compared() -> None:
     assert parts.overhead == dict(plain.by_stage)[plain.chosen].overhead + memory.compared
     assert "are for a comparison with plain PyTorch" in plan_description_text(plan(asked), asked)
     assert "compared" not in plan_description_text(plan(bert(**ORT)), bert(**ORT))
+
+
+@pytest.mark.parametrize(("section", "steps"), [("", 3), ("\nparallel: {tensor: 2}", 1)])
+def test_steps_that_parity_compares_by_itself(section: str, steps: int, tmp_path: Path) -> None:
+    """Of a model that is divided, only the first; a run that resumes has none."""
+    path = tmp_path / "recipe.yaml"
+    base = Path(__file__).parents[2] / "recipes_broken/base.yaml"
+    own = "engine: {name: inductor}\noptimizer: {name: adamw}\nzero: null"
+    path.write_text(f"extends: {base}\n{own}{section}\n")
+    assert default_compared_step_count(path, ()) == steps
+    sliced = bert(
+        engine={"name": "eager"}, optimizer={"name": "adamw", "learning_rate": 0.1}, zero=None,
+        parallel={"tensor": 2, "tensor_plan": {"bert.*": "colwise"}},
+    )  # fmt: skip
+    settled = plan(sliced, [host("one", 2)], "torchrun")
+    text = plan_description_text(settled, sliced)
+    assert "with plain PyTorch where the run begins with it (your parallel.tensor_plan)" in text
