@@ -14,7 +14,7 @@ from typing import Any
 from ortlaunch.base.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.rules.parity import is_divided_model_compared
+from ortlaunch.recipe.rules.parity import is_divided_model_compared, parity_step_count_and_reason
 from ortlaunch.run_folder.cached_process_memory import cache_process_memory_if_writable
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
@@ -154,7 +154,11 @@ def load_data_and_build_session(
     progress.begin_and_show_activity("building the model")
     # Where the model is divided, one rank has the memory for all of it, and sends the parts.
     model = seed_and_build_loss_module_on_cpu(
-        recipe, data, has_weights=not group.has_fsdp2 or group.rank == 0
+        recipe,
+        data,
+        has_weights=not group.has_fsdp2 or group.rank == 0,
+        # A comparison needs the whole model before.
+        is_divided_later=group.has_fsdp2 and not parity_step_count_and_reason(recipe).steps,
     )
     # An evaluation needs no training data.
     is_evaluation = plan.traits.evaluates

@@ -160,6 +160,22 @@ def test_a_checkpoint_of_parts_as_a_model(divided: Run, home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
+def test_pretrained_weights_that_rank_0_reads_one_by_one(whole: Run, train: Train) -> None:
+    """With and without adapters, for which rank 0 builds the whole model, training is that of one process."""
+    folder = str(whole.folder / "export")
+    for name, fields in (
+        ("read", {}),
+        ("adapted", {"lora": {"r": 4, "target_modules": ["query"]}}),
+    ):
+        pretrained = {"model": {"pretrained": folder, **fields}, "data": {"tokenizer": folder}}
+        one = ended_well(train(f"{name}-one", merged(WHOLE, pretrained)))
+        two = ended_well(train(f"{name}-two", merged(DIVIDED, pretrained), *TWO_RANKS))
+        require_same_training(two, one)
+        assert two.truth()["pretrained"] == one.truth()["pretrained"]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
 def test_copies_of_a_divided_model(train: Train, whole: Run) -> None:
     """Four ranks, two copies on two ranks each (HSDP), train as one process."""
     recipe = merged(DIVIDED, {"parallel": {"shard": 2}, "batch": {"micro_size": 4}})

@@ -87,9 +87,10 @@ def shard_model_in_place(
         fully_shard(layer, **options)
     fully_shard(model, **options)
     if any(value.is_meta for value in values_by_name.values()):
+        values_by_buffer = {name: b.clone() for name, b in model.named_buffers() if not b.is_meta}
         model.to_empty(device=torch.device("cpu") if settings.offload else group.device)
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(group.device)
+        for name, buffer in model.named_buffers():
+            buffer.data = values_by_buffer.get(name, buffer.data).to(group.device)
     # The initial values may depend on the rank. DistributedDataParallel has those of rank 0, too.
     _fill_parts_with_values_of_rank_0(model, values_by_name, group)
     copy_values_from_rank_0(model.buffers(), group.device)
@@ -122,12 +123,16 @@ def _fill_parts_with_values_of_rank_0(
 
     Args:
         model: the divided model.
-        values_by_name: the whole parameters; those of rank 0 count.
+        values_by_name: the whole parameters; those of rank 0 count, or of its files.
         group: all ranks.
     """
+    weight_files = getattr(model, "weight_files", None)
     for name, parameter in cast("Iterable[tuple[str, DTensor]]", model.named_parameters()):
         # Those of rank 0 are freed one by one.
         values = values_by_name.pop(name)
+        if weight_files is not None and values.is_meta:
+            file_values = weight_files.read_parameter(name.removeprefix("model."))
+            values = file_values.to(values.dtype)
         flat = (
             values.to(group.device).reshape(-1)
             if group.rank == 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ from ortlaunch.worker.model.adapters import (
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_patterns
 from ortlaunch.worker.model.pretrained import (
+    NOTHING_BUT_LOADED,
     LoadedNames,
     load_pretrained_resizing_vocabulary_and_list_names,
 )
@@ -50,6 +52,12 @@ from ortlaunch.worker.model.returned_values import (
     ValueMeans,
     output_values_by_name_or_empty,
     scalars_beside_loss_by_name,
+)
+from ortlaunch.worker.model.weight_files import (
+    WeightFiles,
+    build_parameters_without_memory,
+    may_weights_be_read_later,
+    weight_files_or_none,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -84,6 +92,8 @@ class LossModule(nn.Module):
         self.tokenizer: Any = None
         """The tokenizer of the data; None for custom data."""
         self.loaded: LoadedNames | None = None
+        self.weight_files: WeightFiles | None = None
+        """Where parameters on the meta device have their values, if another rank does not."""
         self.chunked: ChunkedHead | None = None
         self.document_mask_reason: str | None = None
         """Why a mask keeps packed documents apart; "": attention does; None: there are none."""
@@ -242,7 +252,7 @@ def require_scalar_loss(model_output: Any) -> torch.Tensor:
 
 
 def seed_and_build_loss_module_on_cpu(
-    recipe: Recipe, data: LoadedData, has_weights: bool = True
+    recipe: Recipe, data: LoadedData, has_weights: bool = True, is_divided_later: bool = False
 ) -> LossModule:
     """Build the model in float32 on the CPU.
 
@@ -253,11 +263,13 @@ def seed_and_build_loss_module_on_cpu(
         data: the data, whose vocabulary and labels give sizes.
         has_weights: False: a model of transformers gets tensors without memory (torch's meta device),
             and the values come from another rank. A model of the user's own has weights in any case.
+        is_divided_later: the values are only needed when the model is divided: those of a pretrained
+            folder are read then, one parameter after another.
     """
     has_weights = has_weights or recipe.model.is_built_of_values
     seed_all_random_generators(recipe.seed)
     generates_with_cache = None
-    loaded = None
+    loaded = weight_files = None
     if recipe.model.traits.is_own:
         model = seed_and_call_user_function(
             "model.factory", str(recipe.model.factory), recipe.model.arguments, recipe.seed
@@ -272,7 +284,9 @@ def seed_and_build_loss_module_on_cpu(
         model = _unwrap_compiled_layers_in_place(model)
         _refuse_sparse_gradients(recipe, model)
     else:
-        model, loaded = _transformers_model_and_loaded_names_or_none(recipe, data, has_weights)
+        model, loaded, weight_files = _build_transformers_model(
+            recipe, data, has_weights, is_divided_later
+        )
         # transformers derives it from the class's name. For GPT2LMHeadModel it finds None, and
         # prints that None is unrecognized.
         vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
@@ -297,6 +311,7 @@ def seed_and_build_loss_module_on_cpu(
     loss_module.tokenizer = data.tokenizer
     loss_module.loaded = loaded
     loss_module.document_mask_reason = document_mask_reason
+    loss_module.weight_files = weight_files
     loss_module.has_numbers = traits.is_own
     loss_module.offloads = recipe.model.offload_activations
     return loss_module
@@ -421,9 +436,17 @@ def _enable_gradient_checkpointing(model: nn.Module) -> None:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
 
 
-def _transformers_model_and_loaded_names_or_none(
-    recipe: Recipe, data: LoadedData, has_weights: bool
-) -> tuple[nn.Module, LoadedNames | None]:
+class _BuiltModel(NamedTuple):
+    """A model of transformers, and where its weights came from or will."""
+
+    model: nn.Module
+    loaded: LoadedNames | None = None
+    weight_files: WeightFiles | None = None
+
+
+def _build_transformers_model(
+    recipe: Recipe, data: LoadedData, has_weights: bool, is_divided_later: bool
+) -> _BuiltModel:
     import transformers
 
     config = build_transformers_config_fitting_data_or_refuse(recipe, data)
@@ -436,9 +459,17 @@ def _transformers_model_and_loaded_names_or_none(
             options = {} if recipe.model.pretrained is None else {"torch_dtype": torch.float32}
             with torch.device("meta"):
                 built = auto.from_config(config, attn_implementation=attention, **options)
-            return built, None
+            return _BuiltModel(built)
         if recipe.model.pretrained is None:
-            return auto.from_config(config, attn_implementation=attention), None
+            return _BuiltModel(auto.from_config(config, attn_implementation=attention))
+        if is_divided_later and may_weights_be_read_later(recipe, config.model_type):
+            with build_parameters_without_memory():
+                built = auto.from_config(
+                    config, attn_implementation=attention, torch_dtype=torch.float32
+                )
+            folder = Path(download_revision_or_keep_name(recipe.model.pretrained))
+            if files := weight_files_or_none(built, folder):
+                return _BuiltModel(built, NOTHING_BUT_LOADED, files)
         loaded = load_pretrained_resizing_vocabulary_and_list_names(
             auto,
             download_revision_or_keep_name(recipe.model.pretrained),
@@ -451,7 +482,7 @@ def _transformers_model_and_loaded_names_or_none(
         )
         if recipe.model.quantize is not None:
             settle_quantized_layers(loaded[0], recipe.model.quantize.compute or recipe.precision)
-        return loaded
+        return _BuiltModel(*loaded)
     except (OSError, ValueError) as error:
         reason = hub_error_reason_and_remedy(error, str(recipe.model.pretrained))
         raise InputError(f"model: {reason}") from error

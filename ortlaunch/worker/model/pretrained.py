@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # `missing`: weights that the source lacks. `unexpected`: weights that only the source has.
 # `resized`: a change of the vocabulary. `relabelled`: weights of a head for other labels.
 LoadedNames = Mapping[str, list[str]]
+NOTHING_BUT_LOADED: LoadedNames = {
+    name: [] for name in ("missing", "unexpected", "resized", "relabelled")
+}
 # Starts of transformers' reports: of version 5, of earlier ones, and of resized embeddings.
 _REPORTS = (
     "LOAD REPORT",

@@ -51,16 +51,26 @@ def start(world: str, source: Path | None, folder: Path) -> tuple[dict[str, torc
     return tensors(folder / "saved"), json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("saved", ["zero 0", "zero 1", "zero 2"])
-def test_a_checkpoint_of_autotp_in_every_world(saved: str, tmp_path: Path) -> None:
-    """Weights and moments come back bit for bit, there and back; losses are those of the run."""
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        ("zero 0", ["one", "zero 1"]),
+        ("zero 1", ["one", "zero 0", "zero 1", "tensor", "shard", "zero 3"]),
+        ("zero 2", ["zero 2", "zero 1"]),
+        ("tensor", ["zero 1"]),
+        ("shard", ["zero 2"]),
+    ],
+)
+def test_a_checkpoint_of_slices_in_other_worlds(
+    saved: str, others: list[str], tmp_path: Path
+) -> None:
+    """Weights and moments come back bit for bit; the next losses are those of the first run."""
     first, losses = start(saved, None, tmp_path / "first")
-    # Weights and two moments of 12 parameters, of which one is tied.
+    # Weights and two moments of 13 parameters; the head has the weight of the embedding.
     assert len(first) == 3 * 13
-    for world in WORLDS:
-        restored, next_losses = start(world, tmp_path / "first/saved", tmp_path / f"to {world}")
-        assert next_losses == pytest.approx(losses, rel=1e-6), world
-        back, _ = start(saved, tmp_path / f"to {world}/saved", tmp_path / f"back {world}")
+    for other in others:
+        restored, next_losses = start(other, tmp_path / "first/saved", tmp_path / other)
+        assert next_losses == pytest.approx(losses, rel=1e-6), other
+        assert restored.keys() == first.keys()
         for name, value in first.items():
-            assert torch.equal(restored[name], value), (world, name)
-            assert torch.equal(back[name], value), (world, name)
+            assert torch.equal(restored[name], value), (other, name)

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
+from ortlaunch.worker.model.weight_files import weight_files_or_none
 from tests.worker.models import BERT, BPE, LLAMA, WORDPIECE, first_loss, labels, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -439,3 +441,50 @@ def test_a_trained_tokenizer_gives_the_same_samples_from_its_folder(
     for index in (0, len(trained.train) - 1):
         one, other = (data.train.sample(index, 0)["input_ids"] for data in (trained, again))
         assert one.tolist() == other.tolist()
+
+
+def test_weights_that_are_read_when_they_are_divided(
+    saved: tuple[str, Any], tmp_path: Path
+) -> None:
+    """Parameters take no memory until then, and buffers have their values."""
+    folder, model = saved
+    chosen = recipe("masked-lm", {"pretrained": folder}, {"tokenizer": folder})
+    data = LoadedData(chosen)
+    later = seed_and_build_loss_module_on_cpu(chosen, data, is_divided_later=True)
+    assert later.weight_files is not None
+    assert not any(later.loaded.values()) if later.loaded else False
+    whole = dict(model.named_parameters())
+    for name, parameter in later.model.named_parameters():
+        assert parameter.is_meta
+        assert parameter.shape == whole[name].shape
+        assert torch.equal(later.weight_files.read_parameter(name), whole[name])
+    for name, buffer in later.model.named_buffers():
+        assert torch.equal(buffer, model.get_buffer(name)), name
+    # Whole where nothing divides it, and where values are needed before.
+    assert seed_and_build_loss_module_on_cpu(chosen, data).weight_files is None
+    for fields in (
+        {"lora": {"r": 2, "target_modules": ["query"]}},
+        {"freeze": ["bert.embeddings.*"]},
+    ):
+        other = recipe("masked-lm", {"pretrained": folder, **fields}, {"tokenizer": folder})
+        built = seed_and_build_loss_module_on_cpu(other, data, is_divided_later=True)
+        assert built.weight_files is None
+        assert not any(p.is_meta for p in built.parameters())
+
+
+@pytest.mark.parametrize("change", ["lacks", "has", "shape"])
+def test_files_that_do_not_have_exactly_the_model(
+    change: str, saved: tuple[str, Any], tmp_path: Path
+) -> None:
+    """transformers loads these, with its errors and conversions."""
+    folder, model = saved
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert weight_files_or_none(model, Path(folder)) is not None
+    bias = "bert.encoder.layer.0.output.dense.bias"
+    value = values.pop(bias)
+    if change != "lacks":
+        values[bias] = value[:1].clone() if change == "shape" else value
+    if change == "has":
+        values["bert.another"] = value.clone()
+    save_file(values, tmp_path / "model.safetensors")
+    assert weight_files_or_none(model, tmp_path) is None
