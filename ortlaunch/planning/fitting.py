@@ -40,7 +40,7 @@ class _Division(NamedTuple):
     zero_stage: int | None = None
     """DeepSpeed's stage; None: without DeepSpeed."""
     tensor_count: int = 0
-    """Ranks that compute a layer together, with FSDP2; 0: without FSDP2."""
+    """Ranks that compute a layer together, with FSDP2 or beside ZeRO; 0: without `parallel`."""
     has_copies_on_hosts: bool = False
     """Whether each host has a copy of the model, of two at least (HSDP)."""
 
@@ -56,6 +56,8 @@ class _Division(NamedTuple):
                 "tensor": self.tensor_count,
                 **({} if self.tensor_count > 1 else {"tensor_plan": {}, "across_hosts": False}),
             }
+            if self.zero_stage is not None:
+                mesh |= {"replicate": "auto", "blocks": (), "offload": False}
             changes["parallel"] = (recipe.parallel or Parallel()).model_copy(update=mesh)
         needs_eager = self.tensor_count > 0 or self.zero_stage == 3
         if needs_eager and recipe.engine.name in ("ort", "auto"):
@@ -73,6 +75,7 @@ _DIVISIONS = (
     _Division("FSDP2", tensor_count=1),
     _Division("HSDP", tensor_count=1, has_copies_on_hosts=True),
     *(_Division(f"FSDP2, tensor {count}", tensor_count=count) for count in (2, 4, 8)),
+    *(_Division(f"ZeRO 1, tensor {count}", 1, count) for count in (2, 4, 8)),
 )
 
 
@@ -84,7 +87,7 @@ class FittingWorld:
 
     sharding: str
     """The way to divide the model: `DDP` (nothing is divided), `ZeRO 1` to `3`, `FSDP2` over all
-    GPUs, `HSDP` (a copy on each host), or `FSDP2, tensor N`."""
+    GPUs, `HSDP` (a copy on each host), `FSDP2, tensor N`, or `ZeRO 1, tensor N` (DeepSpeed's AutoTP)."""
     engine: str
     """The engine: the recipe's, or eager where ONNX Runtime does not have it."""
     gpus: int | None

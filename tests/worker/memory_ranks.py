@@ -26,7 +26,10 @@ from ortlaunch.worker.data import Batches, samples_of_source_for_task  # noqa: F
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
-from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import (
+    DistributedContext,
+    _make_data_parallel_group,
+)
 from tests.makers import bert, plan
 
 RANKS = 2
@@ -62,6 +65,7 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
         mesh=settled.mesh,
         has_fsdp2=settled.has_fsdp2,
     )
+    group.data_parallel = _make_data_parallel_group(group)
     words = torch.arange(64).reshape(2, 32)
     sample = {"input_ids": words, "labels": words}
     model = seed_and_build_loss_module_on_cpu(recipe, NoData())  # type: ignore[arg-type]

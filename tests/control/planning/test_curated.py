@@ -45,6 +45,9 @@ def test_70b_fits_the_hosts_that_it_names() -> None:
         **dict.fromkeys(("DDP", "ZeRO 1", "ZeRO 2", "HSDP")),
         **dict.fromkeys(("ZeRO 3", "FSDP2"), 32),
         **{f"FSDP2, tensor {count}": 32 for count in (2, 4, 8)},
+        "ZeRO 1, tensor 2": None,
+        "ZeRO 1, tensor 4": None,
+        "ZeRO 1, tensor 8": 64,
     }
 
 

@@ -35,6 +35,9 @@ def test_worlds_of_llama() -> None:
         "FSDP2, tensor 2": (2, 1, "eager"),
         "FSDP2, tensor 4": (4, 1, "eager"),
         "FSDP2, tensor 8": (8, 1, "eager"),
+        "ZeRO 1, tensor 2": (2, 1, "eager"),
+        "ZeRO 1, tensor 4": (4, 1, "eager"),
+        "ZeRO 1, tensor 8": (8, 1, "eager"),
     }
     assert found["DDP"].reason == "on 1 GPU: 112.4 GiB, optimizer 50.2 GiB"
     assert found["FSDP2"].reason == "on 1 GPU: 104.3 GiB, optimizer 50.2 GiB"
@@ -46,6 +49,7 @@ def test_worlds_of_llama() -> None:
         ("ZeRO 1", ("zero.stage=1",)),
         ("FSDP2", ("zero=null", "parallel.replicate=1")),
         ("FSDP2, tensor 4", ("zero=null", "parallel={replicate: 1, tensor: 4}")),
+        ("ZeRO 1, tensor 4", ("zero.stage=1", "parallel={tensor: 4}")),
     ],
 )
 def test_bytes_are_those_of_the_plan(sharding: str, overrides: tuple[str, ...]) -> None:
@@ -133,4 +137,4 @@ def test_the_guide_shows_what_is_printed() -> None:
     shown = page.read_text(encoding="utf-8").split("```")[1].strip().splitlines()
     printed = str(ortlaunch.fitting_worlds(LLAMA, gpu="24GiB", gpus_per_host=8)).splitlines()
     assert [line for line in shown if line not in printed] == []
-    assert len(shown) == 8
+    assert len(shown) == 9

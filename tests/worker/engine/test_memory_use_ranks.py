@@ -36,8 +36,31 @@ def case(
     return name, made
 
 
+LLAMA = {
+    "task": "causal-lm",
+    "config": {
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 8000, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def sliced_case(precision: str, stage: int) -> tuple[str, dict[str, Any]]:
+    """Return a case of DeepSpeed's AutoTP, with a model whose layers the plan can slice."""
+    name, made = case(precision, "adamw", stage)
+    sections = {"model": LLAMA, "parallel": {"tensor": 2}, "engine": {"name": "eager"}}
+    return f"{name}, tensor 2", {**made, **sections}
+
+
 # One case of plain and one of sharded weights, for every run of the tests.
-QUICK = dict([case("fp32", "adamw", 1), case("bf16", "adamw", 3), case("bf16", "adamw", "FSDP2")])
+QUICK = dict(
+    [
+        case("fp32", "adamw", 1),
+        case("bf16", "adamw", 3),
+        case("bf16", "adamw", "FSDP2"),
+        sliced_case("bf16", 1),
+    ]
+)
 STAGES = (None, 0, 1, 2, 3, "FSDP2")
 ALL = dict(
     [
@@ -46,6 +69,7 @@ ALL = dict(
         *[case("fp32", "lamb", stage) for stage in (None, 0)],
         *[case("fp32", "adamw", stage, lora=True) for stage in STAGES],
         *[case("bf16", "adamw", stage, lora=True) for stage in (1, 2, 3)],
+        *[sliced_case("fp32", stage) for stage in (0, 1, 2)],
     ]
 )
 
