@@ -264,7 +264,7 @@ def _parallel_rules(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel is None:
         return
     if recipe.zero:
-        yield from _autotp_rules(recipe.parallel, recipe.zero)
+        yield from _autotp_rules(recipe, recipe.parallel, recipe.zero)
     if recipe.model.traits.wrapper:
         yield (
             ("parallel", "model.task"),
@@ -286,7 +286,7 @@ def _parallel_rules(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _autotp_rules(parallel: Parallel, zero: Zero) -> Iterator[Problem]:
+def _autotp_rules(recipe: Recipe, parallel: Parallel, zero: Zero) -> Iterator[Problem]:
     """Yield the problems of `parallel` beside `zero`: DeepSpeed's tensor parallelism."""
     if parallel.tensor == 1:
         yield (
@@ -306,6 +306,12 @@ def _autotp_rules(parallel: Parallel, zero: Zero) -> Iterator[Problem]:
             ("zero.stage", "parallel.tensor"),
             "got 3 with parallel.tensor, whose slices ZeRO 3 would divide again; use zero.stage 0, 1 or 2, "
             "or leave out zero: FSDP2 divides weights, too",
+        )
+    if zero.stage == 0 and recipe.format.is_narrow:
+        yield (
+            ("zero.stage", "parallel.tensor"),
+            f"got 0 with parallel.tensor in {recipe.precision}, where DeepSpeed 0.19.8 clips by the norm of the "
+            "first rank's slices alone; use zero.stage 1 or 2",
         )
     if zero.offload:
         yield (

@@ -62,8 +62,8 @@ def test_compared_gradients_are_freed() -> None:
     reference = ReferencePass(BATCH, PassResult(2.0, none_by_name, {}))
     stepper: Any = SimpleNamespace(
         model=net,
-        accumulation=1,
-        scaler=SimpleNamespace(get_scale=lambda: 1.0),
+        gradient_factor=1.0,
+        whole_gradients=lambda: iter(none_by_name.items()),
         run_micro_batch=lambda batch, is_last_of_step: torch.tensor(2.0),
         drop_gradients=lambda: None,
         returned_values=SimpleNamespace(begin_step=lambda: None),
