@@ -41,7 +41,11 @@ from ortlaunch.worker.model.parameter_groups import freeze_parameters_matching_p
 from ortlaunch.worker.model.pretrained import (
     NOTHING_BUT_LOADED,
     LoadedNames,
+    WeightFiles,
+    build_parameters_without_memory,
     load_pretrained_resizing_vocabulary_and_list_names,
+    may_weights_be_read_later,
+    weight_files_or_none,
 )
 from ortlaunch.worker.model.quantized_weights import (
     quantized_loading_options,
@@ -52,12 +56,6 @@ from ortlaunch.worker.model.returned_values import (
     ValueMeans,
     output_values_by_name_or_empty,
     scalars_beside_loss_by_name,
-)
-from ortlaunch.worker.model.weight_files import (
-    WeightFiles,
-    build_parameters_without_memory,
-    may_weights_be_read_later,
-    weight_files_or_none,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 

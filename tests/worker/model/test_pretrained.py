@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from ortlaunch.base.errors import InputError
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
-from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded
-from ortlaunch.worker.model.weight_files import weight_files_or_none
+from ortlaunch.worker.model.pretrained import notes_on_weights_not_loaded, weight_files_or_none
 from tests.worker.models import BERT, BPE, LLAMA, WORDPIECE, first_loss, labels, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")
