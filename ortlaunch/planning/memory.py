@@ -112,9 +112,10 @@ def assumed_model_sizes_text_or_empty(recipe: Recipe) -> str:
         and "vocab_size" not in own
     ):
         parts.append(f"at most {tokenizer.vocab_size:,} tokens of data.tokenizer")
-    traits = recipe.model.traits
-    has_classes = traits.has_new_head and traits.label != "number" and not traits.compares
-    if has_classes and "num_labels" not in _model_config_fields_known_before_loading(recipe):
+    if (
+        recipe.model.traits.has_classes
+        and "num_labels" not in _model_config_fields_known_before_loading(recipe)
+    ):
         parts.append("2 classes (model.config.num_labels)")
     return " and ".join(parts)
 

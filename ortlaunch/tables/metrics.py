@@ -52,6 +52,11 @@ _SCORES = Measure("ortlaunch.worker.evaluation.scores:Scores")
 _CLASSES = dict.fromkeys(
     ("sequence-classification", "token-classification", "image-classification"), _SCORES
 )
+_CLASS_SETS = {
+    "multi-label-classification": Measure(
+        "ortlaunch.worker.evaluation.label_set_scores:LabelSetScores"
+    )
+}
 _TAGS = {"token-classification": _SCORES}
 _FOUND = {
     "embedding": Measure("ortlaunch.worker.evaluation.retrieval:EmbeddingScores"),
@@ -151,11 +156,29 @@ METRICS = {
         trainer=("accuracy",),
         is_share=True,
     ),
+    "f1_micro": BuiltInMetric(
+        "F1 of all classes of all samples together; a class is predicted where its logit is above 0.",
+        "max",
+        "micro F1 {:.4f}",
+        _CLASS_SETS,
+        hub="f1",
+        trainer=("f1",),  # run_classification.py's is micro
+        is_share=True,
+    ),
+    "mean_average_precision": BuiltInMetric(
+        "Mean over the classes with a sample of scikit-learn's average precision; absent without.",
+        "max",
+        "mAP {:.4f}",
+        _CLASS_SETS,
+        always=False,
+        hub="map",
+        is_share=True,
+    ),
     "f1_macro": BuiltInMetric(
         "Mean F1 of the classes that occur in labels or predictions.",
         "max",
         "F1 {:.4f}",
-        _CLASSES,
+        {**_CLASSES, **_CLASS_SETS},
         hub="f1",
         trainer=("f1", "macro_f1"),
         is_share=True,

@@ -20,12 +20,16 @@ class ModelTask:
     pairs: bool = False
     """Whether samples are pairs of sentences, which a second head classifies."""
     label: str = ""
-    """The label of a sample: a `class`, a `number`, or a class for each `word`; "": none."""
+    """The label of a sample: a `class`, a `number`, a class for each `word`, or a set of `classes`;
+    "": none."""
     pipeline: str = ""
     """The task's name on the Hugging Face hub."""
     # With this name peft trains the randomly initialized head, too.
     peft: str | None = None
     """peft's name of a task with a new head; None: there is no new head."""
+
+    config_fields: tuple[tuple[str, object], ...] = ()
+    """Fields of the transformers config that the task sets."""
 
     new_head: str = ""
     """Name of a head for labels, which LoRA trains whole, of tasks that peft does not know."""
@@ -56,7 +60,17 @@ class ModelTask:
     @property
     def pools(self) -> bool:
         """Whether a head reads the pooled representation of a whole sample."""
-        return self.pairs or bool(self.compares) or self.label in ("class", "number")
+        return self.pairs or bool(self.compares) or self.label in ("class", "number", "classes")
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether a head predicts classes, which may have names."""
+        return self.label in ("class", "word", "classes") or self.media == "image"
+
+    @property
+    def has_list_label(self) -> bool:
+        """Whether the label of a row is a list, which a cell of CSV cannot be."""
+        return self.label in ("word", "classes")
 
 
 MODEL_TASKS = {
@@ -77,6 +91,14 @@ MODEL_TASKS = {
         label="number",
         pipeline="text-classification",
         peft="SEQ_CLS",
+        config_fields=(("num_labels", 1), ("problem_type", "regression")),
+    ),
+    "multi-label-classification": ModelTask(
+        "AutoModelForSequenceClassification",
+        label="classes",
+        pipeline="text-classification",
+        peft="SEQ_CLS",
+        config_fields=(("problem_type", "multi_label_classification"),),
     ),
     "token-classification": ModelTask(
         "AutoModelForTokenClassification",
@@ -95,6 +117,7 @@ MODEL_TASKS = {
         "AutoModelForSequenceClassification",
         pipeline="text-ranking",
         peft="SEQ_CLS",
+        config_fields=(("num_labels", 1), ("problem_type", "regression")),
         compares="reranker",
         loss_module="ortlaunch.worker.model.reranking:RerankerLossModule",
     ),

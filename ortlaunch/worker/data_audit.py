@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import HeldOut
-from ortlaunch.worker.data import ChatSamples, LabelledTexts, LoadedData, UserSamples
+from ortlaunch.worker.data import (
+    ChatSamples,
+    LabelledTexts,
+    LabelSets,
+    LoadedData,
+    UserSamples,
+)
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.media.samples import LabelledImages, Recordings
 from ortlaunch.worker.data.mixture import (
@@ -72,7 +78,8 @@ class AuditRow(NamedTuple):
     learned: NDArray[np.bool_]
     """(tokens,): whether a token counts in the loss."""
     label: Any
-    """The label of the whole row: a class or a number; None: tokens have labels."""
+    """The label of the whole row: a class, a number, or a list of classes; None: tokens have
+    labels."""
     sample: int
     tags: _Ints | None = None
     """(tokens,): the class of each token, where words have classes."""
@@ -228,7 +235,7 @@ def training_row_count_by_class_name(data: LoadedData) -> Counter[str]:
     """Return the training rows of each class that has a name, for texts and images with a class."""
     counts = Counter[str]()
     for part in _samples_of_each_source(data.train):
-        if data.class_names and type(part) in (LabelledTexts, LabelledImages):
+        if data.class_names and type(part) in (LabelledTexts, LabelSets, LabelledImages):
             counts.update({data.class_names[n]: rows for n, rows in zip(part.labels, part.counts)})
     return counts
 
@@ -279,7 +286,9 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
         yield AuditRow(all_ids, none_learned, None, sample_index, longest=longest)
         return
     labels = np.asarray(sample.get("labels", IGNORED))
-    by_token = labels.shape == ids.shape
+    # A float for each class, of which there may be as many as tokens.
+    is_class_vector = labels.ndim == 1 and labels.dtype.kind == "f"
+    by_token = labels.shape == ids.shape and not is_class_vector
     learned = labels != IGNORED if by_token else np.zeros(len(ids), bool)
     # Where a token is masked, its label is the text.
     ids = np.where(learned, labels, ids) if not label_type and by_token else ids
@@ -292,10 +301,11 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
         # The padding of a pack is a document without labels.
         if not is_pack or learned[is_in_document].any():
             tags = labels[is_in_document] if label_type == "word" else None
+            row_label = labels.nonzero()[0].tolist() if is_class_vector else labels.tolist()
             yield AuditRow(
                 ids[is_in_document],
                 learned[is_in_document],
-                None if by_token else labels.item(),
+                None if by_token else row_label,
                 sample_index,
                 tags,
             )

@@ -257,6 +257,20 @@ def test_tags_are_shown_behind_their_words(
     assert " ".join(f"[[{word}]]/{tag}" for word, tag in zip(words, shown)) in line
 
 
+def test_sets_of_classes_are_shown(tmp_path: Path, cache: Any, capsys: Any) -> None:
+    """A row shows the names of its classes, also where there are as many classes as tokens."""
+    sets = [["sea", "sky"], [], *([name] for name in "abcdefg")]
+    recipe = made(tmp_path, [{"text": "foxes", "label": names} for names in sets])
+    many = recipe.model.model_copy(update={"task": "multi-label-classification"})
+    data = recipe.data.model_copy(update={"sequence_length": 9})
+    text = dump_recipe_yaml(recipe.model_copy(update={"model": many, "data": data}))
+    show_data.run(ShowDataRequest(text, 9, json=True, modules=""))
+    document = json.loads(capsys.readouterr().out)
+    shown = [row["label"] for (row,) in document["parts"]["data.train"]["shown"]]
+    assert shown == sets
+    assert document["classes"]["sea"] == 1
+
+
 OWN = """
 import numpy as np
 def rows(): return [{"x": np.linspace(0, 1, 8) + row, "name": "n" * row, "none": []} for row in range(3)]

@@ -133,11 +133,12 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     """Columns with the texts of a row, for tasks embedding and reranker: the query, then documents,
     as [query, positive, negative]. A column may hold a list of texts, as many in each row."""
     label_column: Text = "label"
-    """Column with the class, for sequence-classification: an integer from 0 to 999,999, or a word.
-    Words get the numbers that the model to be trained already has for them, else numbers in
-    alphabetical order, or by value if all are whole numbers. For a trained model `3` and `"3"` are
-    one label. These words, or the names that a hub data set or Parquet file has for its
-    integers (ClassLabel), are written into the exported model's config (`id2label`). For
+    """Column with the class, for sequence-classification: an integer from 0 to 999,999, or a
+    word. Words get the numbers that the model to be trained already has for them, else numbers in
+    alphabetical order, or by value if all are whole numbers. For a trained model `3` and `"3"`
+    are one label. For multi-label-classification a list of such classes, which may be empty.
+    These words, or the names that a hub data set or Parquet file has for its integers
+    (ClassLabel), are written into the exported model's config (`id2label`). For
     sequence-regression a number. For token-classification a list of classes, one for each word;
     only the first piece of a word counts."""
     messages_column: Text | None = None

@@ -368,7 +368,7 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
              f"is missing: {task} needs the columns of a query and its documents, as [query, positive]"),
             ((format_key, "model.task"), file_format == "folder" and not traits.media,
              "got folder, which is for image-classification and speech-seq2seq"),
-            ((format_key, "model.task"), file_format == "csv" and traits.label == "word",
+            ((format_key, "model.task"), file_format == "csv" and traits.has_list_label,
              f"got csv, whose cells are no lists; {task} needs format jsonl, parquet or hub"),
         ):  # fmt: skip
             if is_broken:

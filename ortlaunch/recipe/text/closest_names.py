@@ -34,6 +34,8 @@ TRANSLATED_VALUES: dict[str, str] = {
     "nsp": "pretraining",
     "text_classification": "sequence-classification",
     "seq_cls": "sequence-classification",
+    "multi_label": "multi-label-classification",
+    "multilabel_classification": "multi-label-classification",
     "token_cls": "token-classification",
     "ner": "token-classification",
     "regression": "sequence-regression",

@@ -38,12 +38,14 @@ from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.labelled_samples import (
     SAMPLES_BY_LABEL,
     LabelledTexts,
+    LabelSets,
     ScoredTexts,
     TaggedWords,
     class_and_rare_class_lines,
     class_names_of_integer_labels,
     renumber_labels_and_list_class_names,
     renumber_labels_by_class_names_or_numbers,
+    set_class_count_of_label_sets,
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.media.samples import MEDIA
@@ -83,6 +85,7 @@ from ortlaunch.worker.data.user_data import (
 )
 from ortlaunch.worker.data.vocabulary import (
     Vocabulary,
+    class_count_of_recipe_or_pretrained,
     class_number_by_label_of_recipe_or_pretrained,
 )
 from ortlaunch.worker.data.windows import SeparateDocuments, TokenWindows
@@ -95,6 +98,7 @@ __all__ = [
     "IGNORED",
     "Batches",
     "ChatSamples",
+    "LabelSets",
     "LabelledTexts",
     "LoadedData",
     "MaskedBlocks",
@@ -155,6 +159,11 @@ class LoadedData:
             if vocabulary is None
             else sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
         )
+        if vocabulary is None and recipe.model.traits.label == "classes":
+            class_count = len(self.class_names) or max(
+                self.classes, class_count_of_recipe_or_pretrained(recipe)
+            )
+            set_class_count_of_label_sets(class_count, self.train, self.evaluation)
 
     @functools.cached_property
     def _packed_samples_by_recipe_key(self) -> dict[str, Samples]:
@@ -205,6 +214,7 @@ class LoadedData:
             renumber_labels_by_class_names_or_numbers(
                 samples, self._vocabulary.labels, self._vocabulary.classes
             )
+            set_class_count_of_label_sets(self._vocabulary.classes, samples)
         return samples
 
     def read_samples_needed_by(self, task_traits: Task) -> None:

@@ -139,6 +139,31 @@ def text_and_class_of_row(row: Row, source: Corpus, first_label: Any) -> tuple[s
     ]
 
 
+def require_text_and_class_list_of_row(
+    row: Row, source: Corpus, first_label: Any
+) -> tuple[str, list[Any]]:
+    """Return a text and its classes, of which there may be none."""
+    labels = require_column_value_of_allowed_length(row, source.label_column)
+    if not isinstance(labels, list):
+        raise DataError(
+            f"{row.location}: {source.label_column} is {labels!r:.80}; multi-label-classification "
+            "needs a list of classes, which may be empty"
+        )
+    checked_labels = [
+        require_class_label_of_same_type(
+            row, source.label_column, label, labels[0] if first_label is None else first_label
+        )
+        for label in labels
+    ]
+    repeated = [label for label in checked_labels if checked_labels.count(label) > 1]
+    if repeated:
+        raise DataError(
+            f"{row.location}: {source.label_column} has {repeated[0]!r} twice; a class belongs to "
+            "a text or does not"
+        )
+    return require_row_text(row, source), checked_labels
+
+
 def require_text_and_finite_number_of_row(
     row: Row, source: Corpus, first_label: Any
 ) -> tuple[str, list[Any]]:

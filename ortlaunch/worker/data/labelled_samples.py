@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 from ortlaunch.base.cache import add_cache_note
 from ortlaunch.base.units import first_names_and_count_of_rest
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.corpus import corpus_fingerprint
+from ortlaunch.worker.data.corpus import corpus_fingerprint, corpus_name_for_errors
 from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.label_rows import (
     LabelledRow,
     ReadLabelledRow,
     SourceSummary,
     labelled_rows_filling_summary,
+    require_text_and_class_list_of_row,
     require_text_and_finite_number_of_row,
     require_words_and_tags_of_row,
     text_and_class_of_row,
@@ -240,6 +241,38 @@ class ScoredTexts(LabelledTexts):
         return np.array(stored_numbers, np.uint32).view(np.float64).item()
 
 
+class LabelSets(LabelledTexts):
+    """Samples of texts with a set of classes each, as one float for each class of the model."""
+
+    task = "multi-label-classification"
+    read = staticmethod(require_text_and_class_list_of_row)
+    model_classes = 0
+    """Number of classes of the model; 0: it is not known yet."""
+
+    def _encode_rows(
+        self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
+    ) -> Iterator[Sequence[int]]:
+        """Yield token ids, followed by the labels and their number."""
+        for encoded, row in zip(super()._encode_rows(tokenizer, rows), rows):
+            yield [*encoded, len(row.label_integers)]
+
+    @property
+    def classes(self) -> int:
+        return int(max(self.model_classes, *(label + 1 for label in self.labels), 0))
+
+    def size(self, index: int) -> int:
+        end = self._documents.ends[index]
+        return super().size(index) - int(self._documents.tokens[end - 1])
+
+    def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
+        vector = torch.zeros(self.classes)
+        vector[self._label_of_stored_numbers(stored_labels.tolist()[:-1])] = 1.0
+        return vector
+
+    def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
+        return [self.labels[label_number] for label_number in stored_numbers]
+
+
 class TaggedWords(LabelledTexts):
     """Samples of word lists with a tag for each word.
 
@@ -331,7 +364,25 @@ def _json_bytes_of_document(documents: Documents, index: int) -> bytes:
     return document_tokens(documents, index).astype(np.uint8).tobytes()
 
 
-SAMPLES_BY_LABEL = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
+SAMPLES_BY_LABEL = {
+    "class": LabelledTexts,
+    "classes": LabelSets,
+    "number": ScoredTexts,
+    "word": TaggedWords,
+}
+
+
+def set_class_count_of_label_sets(class_count: int, *samples: Samples | None) -> None:
+    """Give label sets the number of classes of the model, which may exceed those of a source.
+
+    Raises:
+        DataError: there are label sets, and no class.
+    """
+    for part in (part for item in samples for part in _labelled_parts(item)):
+        if isinstance(part, LabelSets):
+            part.model_classes = class_count
+            if not part.classes:
+                raise DataError(f"{corpus_name_for_errors(part.source)}: no row has a class")
 
 
 def renumber_labels_and_list_class_names(

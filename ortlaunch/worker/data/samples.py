@@ -50,7 +50,8 @@ def cut_padding_to_shortest_fitting_bucket(
     kept = (slice(None),) * length_axis + (kept_slice,)
     return {
         name: value[kept].contiguous()
-        if value.shape[length_axis:][:1] == (padded_length,)
+        # Floats are labels of classes, of which there may be as many as tokens.
+        if value.shape[length_axis:][:1] == (padded_length,) and not value.is_floating_point()
         else value
         for name, value in batch.items()
     }

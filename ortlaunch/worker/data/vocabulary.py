@@ -97,7 +97,7 @@ def vocabulary_of_transformers_config(config: PreTrainedConfig | None, task: str
     config: None for any other model, of which nothing is known.
     """
     traits = MODEL_TASKS[task]
-    if config is None or (traits.label not in ("class", "word") and traits.media != "image"):
+    if config is None or not traits.has_classes:
         return Vocabulary(None, {})
     numbers = {
         str(word): int(class_number) for word, class_number in (config.label2id or {}).items()
@@ -144,17 +144,39 @@ def class_number_by_label_of_recipe_or_pretrained(recipe: Recipe) -> Mapping[str
     """Return the class numbers of label names, of `model.config` or else of `model.pretrained`."""
     model = recipe.model
     recipe_labels = class_number_by_label_in_recipe(recipe)
-    if recipe_labels or model.pretrained is None:
-        return recipe_labels
+    return (
+        recipe_labels
+        or vocabulary_of_transformers_config(
+            _pretrained_config_or_none(model.pretrained), model.task
+        ).labels
+    )
+
+
+def class_count_of_recipe_or_pretrained(recipe: Recipe) -> int:
+    """Return the least number of classes of the model, before the data are known."""
+    config = recipe.model.config or {}
+    if "num_labels" in config:
+        return int(config["num_labels"])
+    pretrained_config = _pretrained_config_or_none(recipe.model.pretrained)
+    labels = class_number_by_label_in_recipe(recipe)
+    # transformers gives a model without labels two.
+    return len(labels) or (pretrained_config.num_labels if pretrained_config else 2)
+
+
+def _pretrained_config_or_none(pretrained: str | None) -> PreTrainedConfig | None:
+    """Return the config of a pretrained model; None where there is none or it cannot be read."""
+    if pretrained is None:
+        return None
     from transformers import AutoConfig
 
     try:
-        return vocabulary_of_transformers_config(
-            AutoConfig.from_pretrained(download_revision_or_keep_name(model.pretrained)), model.task
-        ).labels
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            download_revision_or_keep_name(pretrained)
+        )
     except (OSError, ValueError):
         # The same error is reported when the model is built.
-        return {}
+        return None
+    return config
 
 
 def class_number_by_label_in_recipe(recipe: Recipe) -> Mapping[str, int]:

@@ -118,12 +118,13 @@ def _cut_labels_keeping_one_counted(
     labels: torch.Tensor, rows: int, length: int, full_length: int
 ) -> torch.Tensor:
     """Return the labels of a smaller batch; at least one label of each text counts."""
+    is_by_token = labels.dim() > 1 and not labels.is_floating_point()
     labels = (
         labels[:rows, :length].clone()
-        if labels.dim() > 1 and labels.size(1) == full_length
+        if is_by_token and labels.size(1) == full_length
         else labels[:rows].clone()
     )
-    if labels.dim() > 1 and not labels.is_floating_point():
+    if is_by_token:
         # The mean loss over no label would be nan. Position 1, as nothing predicts position 0 of a
         # causal model.
         labels[:, 1] = 0

@@ -1,6 +1,6 @@
 """Metrics of predicted classes and values over all ranks, computed by torchmetrics.
 
-Only this module imports torchmetrics, at the first evaluation with labels. The import takes 0.4 s,
+Only this module imports torchmetrics, for all, at the first evaluation with labels. The import takes 0.4 s,
 or 0.8 s if matplotlib is installed.
 """
 
@@ -207,10 +207,8 @@ class ValueScores:
         self._labelled += labelled.flatten().tolist()
 
     def read(self, group: DistributedContext) -> dict[str, float]:
-        counts = [int(count) for (count,) in group.gather_numbers([len(self._predicted)])]
         gathered_values = (
-            _gather_uneven_values(group, values, counts)
-            for values in (self._predicted, self._labelled)
+            gather_uneven_values(group, values) for values in (self._predicted, self._labelled)
         )
         predicted, labelled = (
             torch.tensor(values, dtype=torch.float64) for values in gathered_values
@@ -222,10 +220,9 @@ class ValueScores:
         }
 
 
-def _gather_uneven_values(
-    group: DistributedContext, rank_values: list[float], count_by_rank: list[int]
-) -> list[float]:
-    """Return the values of all ranks; `count_by_rank` are their numbers of values."""
+def gather_uneven_values(group: DistributedContext, rank_values: list[float]) -> list[float]:
+    """Return the values of all ranks, of which each may have another number (collective)."""
+    count_by_rank = [int(count) for (count,) in group.gather_numbers([len(rank_values)])]
     # A gathered tensor has one size on all ranks: fill with zeros, and cut them off.
     values_by_rank = group.gather_numbers(
         rank_values + [0.0] * (max(count_by_rank) - len(rank_values))

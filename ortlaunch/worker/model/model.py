@@ -536,8 +536,7 @@ def build_transformers_config_fitting_data_or_refuse(recipe: Recipe, data: Loade
         raise InputError(
             f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {problem}"
         )
-    if recipe.model.traits.label == "number" or recipe.model.traits.compares == "reranker":
-        fields = {**fields, "num_labels": 1, "problem_type": "regression"}
+    fields |= dict(recipe.model.traits.config_fields)
     fields = {**_config_fields_from_data(recipe, data, config), **fields}
     try:
         if source is None:

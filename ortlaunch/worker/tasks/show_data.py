@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def _row_split_by_learned_or_label(row: AuditRow, data: LoadedData) -> dict[str,
     return {
         "sample": row.sample,
         "tokens": len(row.ids),
-        "label": names[row.label] if row.label is not None and data.class_names else row.label,
+        "label": _names_of_label(row.label, data.class_names),
         "pieces": [
             {
                 "text": data.tokenizer.decode(ids.tolist()),
@@ -166,6 +166,15 @@ def _row_split_by_learned_or_label(row: AuditRow, data: LoadedData) -> dict[str,
             if len(ids)
         ],
     }
+
+
+def _names_of_label(label: Any, class_names: Sequence[str]) -> Any:
+    """Return the class names of a row's label, or the label itself where there are none."""
+    if label is None or not class_names:
+        return label
+    if isinstance(label, list):
+        return [class_names[class_number] for class_number in label]
+    return class_names[label]
 
 
 def _print_samples_lengths_and_findings(parts: list[PartAudit], audit_document: Json) -> None:

@@ -16,9 +16,12 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import (
     IGNORED,
     LabelledTexts,
+    LabelSets,
     Mixture,
     ScoredTexts,
     TaggedWords,
+    collate,
+    cut_padding_to_shortest_fitting_bucket,
     label_rows,
 )
 from ortlaunch.worker.data import labelled_samples as labelled_module
@@ -28,6 +31,7 @@ from ortlaunch.worker.data.labelled_samples import (
     class_names_of_integer_labels,
     renumber_labels_and_list_class_names,
     renumber_labels_by_class_names_or_numbers,
+    set_class_count_of_label_sets,
 )
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -430,3 +434,40 @@ def test_cells_of_csv_are_labels(tmp_path: Path) -> None:
     path.write_text("text;label\na;ten\n")
     with pytest.raises(DataError, match=r"x.csv:2: label is 'ten'; sequence-regression needs a n"):
         ScoredTexts(source, words(), 8)
+
+
+def test_class_sets(tmp_path: Path) -> None:
+    """A list of classes is a float for each class of the model, also where a source has fewer."""
+    one, other = (
+        labelled(tmp_path / f"{n}.jsonl", rows_of(*lists), LabelSets)
+        for n, lists in enumerate(([["b", "a"], []], [["d"], ["b"], []]))
+    )
+    assert renumber_labels_and_list_class_names(Mixture([one, other], [1, 1]), None) == [*"abd"]
+    set_class_count_of_label_sets(3, Mixture([one, other], [1, 1]))
+    vectors = [samples.sample(n, 0)["labels"] for samples in (one, other) for n in range(2)]
+    assert torch.stack(vectors).tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert vectors[0].dtype == torch.float32
+    assert one.sample(0, 0)["input_ids"].tolist() == [1, 0, 0, 0]
+    assert one.some() == [("a", [1, 0]), ("a", [])]
+    # As many classes as tokens: the padding of tokens is cut, and no class.
+    set_class_count_of_label_sets(4, one)
+    batch = cut_padding_to_shortest_fitting_bucket(collate([one.sample(0, 0)]), [2])
+    assert (batch["input_ids"].shape, batch["labels"].shape) == ((1, 2), (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a"], "x.jsonl:1: label is 'a'; multi-label-classification needs a list of classes"),
+        ([[], ["a", "b", "a"]], "x.jsonl:2: label has 'a' twice"),
+        ([["a"], [1]], "x.jsonl:2: label is 1, and the first row's is 'a'"),
+        ([["a", None]], "x.jsonl:1: label is None; a class is a name"),
+        ([[], []], "x.jsonl.*: no row has a class"),
+    ],
+)
+def test_bad_class_sets_are_named(labels: list[Any], message: str, tmp_path: Path) -> None:
+    """A label that is no list of different classes is an error with file and line."""
+    with pytest.raises(DataError, match=message):
+        set_class_count_of_label_sets(
+            0, labelled(tmp_path / "x.jsonl", rows_of(*labels), LabelSets)
+        )

@@ -394,6 +394,38 @@ def test_numbers_on_any_ranks() -> None:
             )
 
 
+def test_class_sets_on_any_ranks() -> None:
+    """F1 and mean average precision of sets of classes on 1, 2 and 4 ranks are scikit-learn's."""
+    from sklearn.metrics import average_precision_score, f1_score
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(**SIZES, num_labels=5)  # type: ignore[call-arg]
+    config.problem_type = "multi_label_classification"
+    model = BertForSequenceClassification(config)
+    torch.nn.init.normal_(model.classifier.weight, std=2.0)
+    labels = torch.randint(2, (7, 5)).float()
+    # No sample has the last class.
+    labels[:, 4] = 0
+    rows = [{"input_ids": torch.randint(50, (8,)), "labels": row} for row in labels]
+    with torch.no_grad():
+        logits = model.eval()(collate(rows)["input_ids"]).logits
+    given, meant = logits > 0, labels.bool()
+    used = (given | meant).any(0)
+    assert given[:, :4].any()
+    assert not given.all()
+    expected = {
+        "f1_micro": f1_score(meant, given, average="micro"),
+        "f1_macro": f1_score(meant[:, used], given[:, used], average="macro"),
+        "mean_average_precision": average_precision_score(meant[:, :4], logits[:, :4]),
+    }
+    session = session_of("multi-label-classification", model, rows)
+    for size in (1, 2, 4):
+        session.group = Ranks(size)
+        for found in session.group.evaluated(session, UserSamples(rows)):
+            assert {name: found[name] for name in expected} == pytest.approx(expected), size
+
+
 def test_entities_on_any_ranks() -> None:
     """The metrics of entities on 1, 2 and 4 ranks equal those of all rows together."""
     from transformers import BertConfig, BertForTokenClassification

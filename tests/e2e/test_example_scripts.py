@@ -1,0 +1,173 @@
+"""Tasks of transformers' example scripts: losses and metrics of a plain loop over their own features.
+
+The features are prepared as the scripts in examples/pytorch do it, from the same rows, tokenizer and
+weights. Only the order of the samples is ortlaunch's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ortlaunch.launch_plan import BatchPlan
+from ortlaunch.recipe import Recipe
+from ortlaunch.worker.data import Batches, LoadedData
+from tests.e2e.runs import Run, Train, ended_well
+
+# All of them start processes and train.
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+_TEXT = "the a cat dog bird fish sat ran flew swam on in over under house tree river sky old red"
+WORDS = [*_TEXT.split(), *["small", "who", "where", "what", "did", "?", ".", "was", "it"]]
+BERT = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 64, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2,
+}  # fmt: skip
+TWO_RANKS = ("--launcher=torchrun", "--nproc-per-node=2")
+
+
+class Example(NamedTuple):
+    """A task's recipe and the features that its example script makes of the same rows."""
+
+    recipe: dict[str, Any]
+    features: list[dict[str, torch.Tensor]]
+    model: Any
+
+
+def bert_tokenizer(folder: Path) -> Any:
+    """Return a tokenizer of whole words in BERT's form, and save it in a folder."""
+    from transformers import BertTokenizerFast
+
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
+    )
+    tokenizer = BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=64)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def recipe_of(task: str, folder: Path, rows: list[dict[str, Any]], **data: Any) -> dict[str, Any]:
+    """Return a recipe of 20 steps on rows, which are its evaluation data, too."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = {"format": "jsonl", "path": [str(path)], **data.pop("columns", {})}
+    return {
+        "name": "example",
+        "model": {"task": task, "pretrained": str(folder)},
+        "data": {"train": corpus, "evaluation": corpus, "tokenizer": str(folder), **data},
+        "batch": {"global_size": 8, "micro_size": 2},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.0},
+        "schedule": {"name": "constant"},
+        "engine": {"name": "eager"},
+        "train": {"max_steps": STEPS, "evaluate_every_steps": 10, "max_grad_norm": None},
+        "checkpoint": {"every_steps": 5},
+        "log": {"every_steps": 1},
+    }
+
+
+def many_labels(folder: Path) -> Example:
+    """run_classification.py: a list of names becomes a vector of floats for BCEWithLogitsLoss."""
+    from transformers import AutoModelForSequenceClassification, BertConfig
+
+    chance = torch.Generator().manual_seed(0)
+    names = ["animal", "place", "verb"]
+    rows = []
+    for _ in range(29):
+        words = [WORDS[i] for i in torch.randint(len(WORDS), (3,), generator=chance)]
+        kinds = {"animal": WORDS[2:6], "verb": WORDS[6:10], "place": WORDS[14:18]}
+        labels = [name for name, members in kinds.items() if {*members} & {*words}]
+        rows.append({"text": " ".join(words), "label": labels})
+    assert [] in [row["label"] for row in rows]
+    tokenizer = bert_tokenizer(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        **BERT, id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)}
+    )
+    config.problem_type = "multi_label_classification"
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+
+    def feature(row: dict[str, Any]) -> dict[str, torch.Tensor]:
+        encoded = tokenizer(row["text"], padding="max_length", max_length=16, truncation=True)
+        # multi_labels_to_ids
+        ids = [0.0] * len(names)
+        for label in row["label"]:
+            ids[names.index(label)] = 1.0
+        return {**{k: torch.tensor(v) for k, v in encoded.items()}, "labels": torch.tensor(ids)}
+
+    made = recipe_of("multi-label-classification", folder, rows, sequence_length=16)
+    return Example(made, [*map(feature, rows)], model)
+
+
+EXAMPLES: dict[str, Callable[[Path], Example]] = {"multi-label": many_labels}
+
+
+def plain_losses(example: Example) -> list[float]:
+    """Return the losses of a plain loop over the features, which trains the example's model."""
+    recipe = Recipe.model_validate(example.recipe)
+    samples = LoadedData(recipe).train
+    assert len(samples) == len(example.features)
+    batches = Batches(samples, BatchPlan(8, 8, 1, 1, None), recipe.seed)
+    optimizer = torch.optim.AdamW(example.model.train().parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        features = [example.features[i] for i in batches.sample_indices_of_step(step)]
+        batch = {name: torch.stack([each[name] for each in features]) for name in features[0]}
+        loss = example.model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def trained(
+    home: Path, train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Example, list[float], Run]]:
+    """A function that trains a task's example once: by a plain loop, and by ortlaunch on a rank."""
+    kept: dict[str, tuple[Example, list[float], Run]] = {}
+
+    def of_task(name: str) -> tuple[Example, list[float], Run]:
+        if name not in kept:
+            example = EXAMPLES[name](tmp_path_factory.mktemp(name))
+            kept[name] = (
+                example,
+                plain_losses(example),
+                ended_well(train(name, example.recipe)),
+            )
+        return kept[name]
+
+    return of_task
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_losses_are_those_of_the_script(name: str, trained: Any, train: Train) -> None:
+    """20 losses on one and two ranks are within 1e-5 of a plain loop over the script's features."""
+    example, expected, run = trained(name)
+    assert run.losses() == pytest.approx(expected, abs=1e-5)
+    two = ended_well(train(f"{name}-two", example.recipe, *TWO_RANKS))
+    assert two.losses() == pytest.approx(expected, abs=1e-5)
+    last, again = (
+        {k: v for k, v in each.records()[-1].items() if k.startswith("evaluation_")}
+        for each in (run, two)
+    )
+    assert again == pytest.approx(last, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_resumed_run_in_another_world(name: str, trained: Any, train: Train) -> None:
+    """A run that two ranks began, and one goes on with, has the losses of the script."""
+    example, expected, _ = trained(name)
+    recipe = {**example.recipe, "train": {**example.recipe["train"], "max_steps": 10}}
+    ended_well(train(f"{name}-again", recipe, *TWO_RANKS))
+    ended = ended_well(train(f"{name}-again", example.recipe))
+    assert ended.losses() == pytest.approx(expected, abs=1e-5)
