@@ -89,10 +89,11 @@ def _fields_naming_required_columns(recipe: Recipe, corpus: Corpus) -> Sequence[
         return ("messages_column",) if corpus.messages_column else tuple(_DEFAULT_COLUMNS)
     if recipe.model.traits.compares:
         return ()
-    label = ("label_column",) if recipe.model.traits.label else ()
-    text = ("text_column", *label)
     media = {"image": ("file_column", "label_column"), "sound": ("file_column", "text_column")}
-    return media[recipe.model.traits.media] if recipe.model.traits.media else text
+    traits = recipe.model.traits
+    if traits.media:
+        return media[traits.media]
+    return traits.columns if traits.label else ("text_column",)
 
 
 def _metadata_path_or_empty(data_folder: str, split: str) -> str:

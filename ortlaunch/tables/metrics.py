@@ -57,6 +57,7 @@ _CLASS_SETS = {
         "ortlaunch.worker.evaluation.label_set_scores:LabelSetScores"
     )
 }
+_ANSWERS = {"question-answering": Measure("ortlaunch.worker.evaluation.answers:AnswerSpans")}
 _TAGS = {"token-classification": _SCORES}
 _FOUND = {
     "embedding": Measure("ortlaunch.worker.evaluation.retrieval:EmbeddingScores"),
@@ -222,6 +223,25 @@ METRICS = {
         always=False,
         hub="wer",
         trainer=("wer",),
+    ),
+    "exact_match": BuiltInMetric(
+        "Share of the questions whose answer is an accepted one, without case, articles and punctuation.",
+        "max",
+        "exact match {:.2%}",
+        _ANSWERS,
+        always=False,
+        trainer=("exact_match", "exact"),
+        is_share=True,
+    ),
+    "answer_f1": BuiltInMetric(
+        "Mean F1 of the answers' words, each with the accepted answer nearest to it, as SQuAD's script.",
+        "max",
+        "F1 {:.4f}",
+        _ANSWERS,
+        always=False,
+        hub="f1",
+        trainer=("f1",),
+        is_share=True,
     ),
     "mse": BuiltInMetric(
         "Mean squared error.", "min", "MSE {:.4g}", {"sequence-regression": _SCORES}

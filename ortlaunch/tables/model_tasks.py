@@ -20,8 +20,14 @@ class ModelTask:
     pairs: bool = False
     """Whether samples are pairs of sentences, which a second head classifies."""
     label: str = ""
-    """The label of a sample: a `class`, a `number`, a class for each `word`, or a set of `classes`;
-    "": none."""
+    """The label of a sample: a `class`, a `number`, a class for each `word`, a set of `classes`, or
+    a `span` of a text; "": none."""
+    columns: tuple[str, ...] = ("text_column", "label_column")
+    """Fields of a source that name the columns of rows with labels."""
+    text_columns: tuple[str, ...] = ("text_column",)
+    """Those of them whose columns hold text, on which a tokenizer may be trained."""
+    data_fields: tuple[str, ...] = ()
+    """Fields of `data` for this task alone."""
     pipeline: str = ""
     """The task's name on the Hugging Face hub."""
     # With this name peft trains the randomly initialized head, too.
@@ -63,6 +69,13 @@ class ModelTask:
         return self.pairs or bool(self.compares) or self.label in ("class", "number", "classes")
 
     @property
+    def reason_against_held_out_part(self) -> str:
+        """Why evaluation samples cannot be a part of the training samples; "": they can be."""
+        if self.pairs:
+            return "pairs of sentences are made of all documents"
+        return "windows of one question would be in both" if self.label == "span" else ""
+
+    @property
     def has_classes(self) -> bool:
         """Whether a head predicts classes, which may have names."""
         return self.label in ("class", "word", "classes") or self.media == "image"
@@ -70,7 +83,7 @@ class ModelTask:
     @property
     def has_list_label(self) -> bool:
         """Whether the label of a row is a list, which a cell of CSV cannot be."""
-        return self.label in ("word", "classes")
+        return self.label in ("word", "classes", "span")
 
 
 MODEL_TASKS = {
@@ -120,6 +133,15 @@ MODEL_TASKS = {
         config_fields=(("num_labels", 1), ("problem_type", "regression")),
         compares="reranker",
         loss_module="ortlaunch.worker.model.reranking:RerankerLossModule",
+    ),
+    "question-answering": ModelTask(
+        "AutoModelForQuestionAnswering",
+        label="span",
+        columns=("question_column", "context_column", "answers_column"),
+        text_columns=("question_column", "context_column"),
+        data_fields=("stride",),
+        pipeline="question-answering",
+        peft="QUESTION_ANS",
     ),
     # Custom data for them have `pixel_values` or `input_features`, and `labels`.
     "image-classification": ModelTask(

@@ -290,6 +290,8 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
     is_class_vector = labels.ndim == 1 and labels.dtype.kind == "f"
     by_token = labels.shape == ids.shape and not is_class_vector
     learned = labels != IGNORED if by_token else np.zeros(len(ids), bool)
+    if "start_positions" in sample:
+        learned[int(sample["start_positions"]) : int(sample["end_positions"]) + 1] = True
     # Where a token is masked, its label is the text.
     ids = np.where(learned, labels, ids) if not label_type and by_token else ids
     is_pack = "document_ids" in sample
@@ -305,7 +307,7 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
             yield AuditRow(
                 ids[is_in_document],
                 learned[is_in_document],
-                None if by_token else row_label,
+                None if by_token or "labels" not in sample else row_label,
                 sample_index,
                 tags,
             )

@@ -6,7 +6,10 @@ weights. Only the order of the samples is ortlaunch's.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +42,8 @@ class Example(NamedTuple):
     recipe: dict[str, Any]
     features: list[dict[str, torch.Tensor]]
     model: Any
+    metrics: Callable[[Any], dict[str, float]]
+    """The script's metrics of the model's output for all features."""
 
 
 def bert_tokenizer(folder: Path) -> Any:
@@ -103,11 +108,105 @@ def many_labels(folder: Path) -> Example:
             ids[names.index(label)] = 1.0
         return {**{k: torch.tensor(v) for k, v in encoded.items()}, "labels": torch.tensor(ids)}
 
+    features = [*map(feature, rows)]
+
+    def metrics(output: Any) -> dict[str, float]:
+        from sklearn.metrics import f1_score
+
+        meant = torch.stack([each["labels"] for each in features])
+        given = output.logits > 0
+        return {f"f1_{mean}": f1_score(meant, given, average=mean) for mean in ("micro", "macro")}
+
     made = recipe_of("multi-label-classification", folder, rows, sequence_length=16)
-    return Example(made, [*map(feature, rows)], model)
+    return Example(made, features, model, metrics)
 
 
-EXAMPLES: dict[str, Callable[[Path], Example]] = {"multi-label": many_labels}
+def answers(folder: Path) -> Example:
+    """run_qa.py on rows like SQuAD 2.0's: windows with a stride, and questions without answer."""
+    from transformers import AutoModelForQuestionAnswering, BertConfig
+
+    chance = torch.Generator().manual_seed(0)
+
+    def words(count: int) -> list[str]:
+        return [WORDS[i] for i in torch.randint(21, (count,), generator=chance)]
+
+    rows: list[dict[str, Any]] = []
+    for number in range(23):
+        before, answer, after = words(2 + 7 * (number % 4)), words(1 + number % 3), words(4)
+        start = len(" ".join(before)) + 1
+        spans = {"text": [" ".join(answer)], "answer_start": [start]}
+        rows.append(
+            {
+                "question": f"  what {words(1)[0]} ?",
+                "context": " ".join([*before, *answer, *after]),
+                "answers": {"text": [], "answer_start": []} if number % 5 == 4 else spans,
+            }
+        )
+    tokenizer = bert_tokenizer(folder)
+    torch.manual_seed(0)
+    model = AutoModelForQuestionAnswering.from_config(BertConfig(**BERT))
+    model.save_pretrained(folder)
+    features: list[dict[str, torch.Tensor]] = []
+    # The row of each feature, and its offsets in the context, else None.
+    kept: list[tuple[int, list[tuple[int, int] | None]]] = []
+    for number, row in enumerate(rows):
+        encoded = tokenizer(
+            row["question"].lstrip(), row["context"], truncation="only_second", max_length=20,
+            stride=6, return_overflowing_tokens=True, return_offsets_mapping=True,
+            padding="max_length",
+        )  # fmt: skip
+        for window, ids in enumerate(encoded["input_ids"]):
+            offsets = [
+                offset if sequence == 1 else None
+                for offset, sequence in zip(
+                    encoded["offset_mapping"][window], encoded.sequence_ids(window)
+                )
+            ]
+            first = last = ids.index(tokenizer.cls_token_id)
+            inside = [i for i, offset in enumerate(offsets) if offset]
+            for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"]):
+                if offsets[inside[0]][0] <= start and offsets[inside[-1]][1] >= start + len(text):
+                    first = max(i for i in inside if offsets[i][0] <= start)
+                    last = min(i for i in inside if offsets[i][1] >= start + len(text))
+            feature = {k: torch.tensor(encoded[k][window]) for k in tokenizer.model_input_names}
+            positions = {"start_positions": first, "end_positions": last}
+            features.append({**feature, **{k: torch.tensor(v) for k, v in positions.items()}})
+            kept.append((number, offsets))
+    assert len(features) > len(rows) + 5
+
+    def metrics(output: Any) -> dict[str, float]:
+        spans, empty = [dict[float, str]() for _ in rows], [math.inf] * len(rows)
+        for (row, offsets), starts, ends in zip(kept, output.start_logits, output.end_logits):
+            empty[row] = min(empty[row], float(starts[0] + ends[0]))
+            best = [logits.argsort(descending=True)[:20].tolist() for logits in (starts, ends)]
+            for first, last in itertools.product(*best):
+                if offsets[first] and offsets[last] and first <= last < first + 30:
+                    text = rows[row]["context"][offsets[first][0] : offsets[last][1]]
+                    spans[row][float(starts[first] + ends[last])] = text
+        given = [
+            "" if none - max(found) > 0 else found[max(found)] for found, none in zip(spans, empty)
+        ]
+        exact, f1 = 0.0, 0.0
+        for text, row in zip(given, rows):
+            # Of one answer without punctuation; "a" and "the" do not count.
+            (found, meant) = (
+                [word for word in each.split() if word not in ("a", "an", "the", ".")]
+                for each in (text, *(row["answers"]["text"] or [""]))
+            )
+            same = sum((Counter(found) & Counter(meant)).values())
+            exact += found == meant
+            f1 += 2 * same / (len(found) + len(meant)) if found and meant else found == meant
+        assert {"", *given} != {""}
+        return {"exact_match": exact / len(rows), "answer_f1": f1 / len(rows)}
+
+    made = recipe_of("question-answering", folder, rows, sequence_length=20, stride=6)
+    return Example(made, features, model, metrics)
+
+
+EXAMPLES: dict[str, Callable[[Path], Example]] = {
+    "multi-label": many_labels,
+    "questions": answers,
+}
 
 
 def plain_losses(example: Example) -> list[float]:
@@ -156,11 +255,12 @@ def test_losses_are_those_of_the_script(name: str, trained: Any, train: Train) -
     assert run.losses() == pytest.approx(expected, abs=1e-5)
     two = ended_well(train(f"{name}-two", example.recipe, *TWO_RANKS))
     assert two.losses() == pytest.approx(expected, abs=1e-5)
-    last, again = (
-        {k: v for k, v in each.records()[-1].items() if k.startswith("evaluation_")}
-        for each in (run, two)
-    )
-    assert again == pytest.approx(last, abs=1e-5)
+    batch = {name: torch.stack([f[name] for f in example.features]) for name in example.features[0]}
+    with torch.no_grad():
+        metrics = example.metrics(example.model.eval()(**batch))
+    for each in (run, two):
+        found = {name: each.values(f"evaluation_{name}")[-1][1] for name in metrics}
+        assert found == pytest.approx(metrics, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

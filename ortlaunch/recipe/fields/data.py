@@ -141,6 +141,14 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     (ClassLabel), are written into the exported model's config (`id2label`). For
     sequence-regression a number. For token-classification a list of classes, one for each word;
     only the first piece of a word counts."""
+    question_column: Text = "question"
+    """Column with the question, for question-answering."""
+    context_column: Text = "context"
+    """Column with the text that contains the answer, for question-answering."""
+    answers_column: Text = "answers"
+    """Column with the accepted answers, for question-answering, as SQuAD has them: `{"text": [...],
+    "answer_start": [...]}`, texts of the context and the index of the first character of each. The
+    first one is trained on; empty lists: the context has no answer."""
     messages_column: Text | None = None
     """Column with a chat, for instruction tuning with causal-lm: a list of messages, each with
     `role` and `content`. The tokenizer's chat template (`data.chat_template`) writes each chat as
@@ -332,6 +340,10 @@ class Data(Section, resume_rule=OTHER_DATA):
     """Tokens of a sample, the same for all: shorter texts are padded, longer ones cut. All steps
     then run one graph, for which ONNX Runtime and torch.compile plan and reserve memory once; null
     only for custom data."""
+    stride: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    """Tokens that the windows of a longer context share, for question-answering; null: a third of
+    `sequence_length` (128 of 384). Each window is a sample of its own; where it does not contain
+    the answer, its positions are those of [CLS]."""
     # Three at most, because every length is a graph of its own: one more compilation, one more
     # memory plan.
     bucket_lengths: Annotated[

@@ -33,8 +33,13 @@ _LOSS_FIELDS = ("train_on", "train_on_end")
 _TEMPLATE_FIELDS = ("tools_column", "ignore_fields")
 _CHAT_FIELDS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
           "train_key", "train_parts", *_TEMPLATE_FIELDS, *_LOSS_FIELDS)  # fmt: skip
-_COLUMN_FIELDS = ("text_column", "text_columns", "label_column", "messages_column", "prompt_column", "response_column",
-            *_CHAT_FIELDS, "most_rows")  # fmt: skip
+_TEXT_COLUMN_FIELDS = ("text_column", "label_column")
+# Columns of tasks whose rows have other ones.
+_TASK_COLUMN_FIELDS = ("question_column", "context_column", "answers_column")
+# Fields of `data` that only some tasks have.
+_TASK_DATA_FIELDS = tuple(name for row in MODEL_TASKS.values() for name in row.data_fields)
+_COLUMN_FIELDS = (*_TEXT_COLUMN_FIELDS, *_TASK_COLUMN_FIELDS, "text_columns", "messages_column", "prompt_column",
+            "response_column", *_CHAT_FIELDS, "most_rows")  # fmt: skip
 # A cell of CSV is text, so that it has no messages.
 _CSV_FIELDS = ("text_column", "text_columns", "label_column", "prompt_column", "response_column", "system_column",
           "input_column", "prompt", *_TEMPLATE_FIELDS, *_LOSS_FIELDS, "most_rows")  # fmt: skip
@@ -85,6 +90,7 @@ def all_data_section_rules(recipe: Recipe) -> Iterator[Problem]:
             yield from _streamed_source_rules(source_key, source, recipe)
     yield from _mixture_weight_rules(recipe.data)
     yield from _task_and_data_rules(recipe)
+    yield from _task_field_rules(recipe)
     yield from _tokenizer_and_masking_rules(recipe.data, recipe.model.task)
     yield from _chat_task_and_template_rules(recipe.data, recipe.model.task)
     yield from _packing_and_attention_rules(recipe.data, recipe.model.task)
@@ -318,7 +324,9 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
     is_custom_data = data.is_custom
     evaluation_source = data.evaluation
     if isinstance(evaluation_source, HeldOut):
-        yield from _held_out_part_rules(evaluation_source, traits.pairs and not is_custom_data)
+        yield from _held_out_part_rules(
+            evaluation_source, "" if is_custom_data else traits.reason_against_held_out_part
+        )
     elif evaluation_source is not None and is_custom(evaluation_source) != is_custom_data:
         yield (
             ("data.evaluation", "data.train.format", "data.evaluation.format"),
@@ -375,7 +383,27 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
                 yield key_names, message
 
 
-def _held_out_part_rules(held_out: HeldOut, needs_corpus_of_its_own: bool) -> Iterator[Problem]:
+def _task_field_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the fields of data and of columns that are another task's."""
+    traits = recipe.model.traits
+    data_fields = () if recipe.data.is_custom else traits.data_fields
+    other_fields = {*_TASK_DATA_FIELDS} - {*data_fields}
+    for key in sorted(names_of_non_default_fields(recipe.data) & other_fields):
+        yield (f"data.{key}", "model.task"), f"has no effect with {recipe.model.task}"
+    is_text_read = {*traits.columns}.isdisjoint(_TASK_COLUMN_FIELDS)
+    other_columns = {*_TASK_COLUMN_FIELDS, *(() if is_text_read else _TEXT_COLUMN_FIELDS)}
+    for source_key, source in recipe.data.key_and_source_pairs():
+        if isinstance(source, Corpus):
+            for key in sorted(
+                names_of_non_default_fields(source) & other_columns - {*traits.columns}
+            ):
+                yield (
+                    (f"{source_key}.{key}", "model.task"),
+                    f"has no effect with {recipe.model.task}, which reads {', '.join(traits.columns)}",
+                )
+
+
+def _held_out_part_rules(held_out: HeldOut, reason_against: str) -> Iterator[Problem]:
     if held_out.share is not None and held_out.samples is not None:
         yield (
             ("data.evaluation.samples", "data.evaluation.share"),
@@ -383,11 +411,10 @@ def _held_out_part_rules(held_out: HeldOut, needs_corpus_of_its_own: bool) -> It
         )
     elif held_out.share is None and held_out.samples is None:
         yield ("data.evaluation",), "is missing: give share or samples, or a corpus of its own"
-    if needs_corpus_of_its_own:
+    if reason_against:
         yield (
             ("data.evaluation", "model.task"),
-            "got a part of data.train, and pairs of sentences are made of all documents; give a "
-            "corpus of its own",
+            f"got a part of data.train, and {reason_against}; give a corpus of its own",
         )
 
 

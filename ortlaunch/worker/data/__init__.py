@@ -16,8 +16,10 @@ from ortlaunch.base.cache import take_cache_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import (
     Corpus,
+    Data,
     HeldOut,
     MaskedLm,
+    Part,
     StreamSettings,
     has_chat_rows,
     is_written_by_chat_template,
@@ -36,7 +38,6 @@ from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus
 from ortlaunch.worker.data.file_rows import DataError, read_file_rows
 from ortlaunch.worker.data.identity import data_identity_record
 from ortlaunch.worker.data.labelled_samples import (
-    SAMPLES_BY_LABEL,
     LabelledTexts,
     LabelSets,
     ScoredTexts,
@@ -64,6 +65,7 @@ from ortlaunch.worker.data.samples import (
     collate,
     cut_padding_to_shortest_fitting_bucket,
 )
+from ortlaunch.worker.data.samples_by_label import SAMPLES_BY_LABEL
 from ortlaunch.worker.data.sentence_pairs import SentencePairs
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import ChatCounts, StreamedCorpus
@@ -144,7 +146,8 @@ class LoadedData:
         self._show_progress = show_progress
         self._vocabulary = vocabulary
         self.tokenizer = load_tokenizer_with_added_tokens_or_none(
-            recipe.data, vocabulary.tokenizer if vocabulary else None
+            _data_with_source_for_each_text_column(recipe),
+            vocabulary.tokenizer if vocabulary else None,
         )
         # Numbering the labels of a new model reads the training and the evaluation samples.
         self.label_names = (
@@ -265,6 +268,20 @@ def load_data_and_print_notes(
     return already_loaded_data
 
 
+def _data_with_source_for_each_text_column(recipe: Recipe) -> Data:
+    """Return the recipe's data for its tokenizer, which is trained on `text_column` of each source."""
+    fields = recipe.model.traits.text_columns
+    if fields == ("text_column",) or recipe.data.is_custom:
+        return recipe.data
+    parts = tuple(
+        Part(source=part.source.model_copy(update={"text_column": getattr(part.source, field)}))
+        for part in recipe.data.parts
+        for field in fields
+        if isinstance(part.source, Corpus)
+    )
+    return recipe.data.model_copy(update={"train": parts})
+
+
 def collate_function_of_recipe(recipe: Recipe) -> Stack:
     """Return the function that makes a batch of samples."""
     if recipe.model.traits.wrapper:
@@ -365,7 +382,8 @@ def samples_of_source_for_task(
     if traits.compares:
         return ComparedTexts(source, recipe, tokenizer, show_progress)
     if traits.label:
-        return SAMPLES_BY_LABEL[traits.label](source, tokenizer, length, show_progress)
+        settings = {name: getattr(recipe.data, name) for name in traits.data_fields}
+        return SAMPLES_BY_LABEL[traits.label](source, tokenizer, length, show_progress, **settings)
     if has_chat_rows(source):
         return ChatSamples(
             load_or_tokenize_chats_marking_trained_text(source, tokenizer, show_progress),

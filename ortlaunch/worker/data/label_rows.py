@@ -32,6 +32,10 @@ The list has one label, or one for each word.
 """
 
 
+class TextPosition(int):
+    """A label that is the index of a character, and no class."""
+
+
 @dataclass(frozen=True)
 class LabelledRow:
     """A row with its labels as integers."""
@@ -41,6 +45,8 @@ class LabelledRow:
     """Index of each label among the source's labels; for regression, two halves of a float64."""
     share: float
     """Share (0 to 1) of the source that has been read after this row."""
+    location: str = ""
+    """Location for errors."""
 
     def __len__(self) -> int:
         """Return the number of characters."""
@@ -69,6 +75,8 @@ class SourceSummary:
             DataError: the label exceeds the largest allowed class.
         """
         # Rows are stored as uint32, which has a float64 in two halves.
+        if isinstance(label_or_target, TextPosition):
+            return [label_or_target]
         if isinstance(label_or_target, float):
             return [*map(int, np.array([label_or_target]).view(np.uint32))]
         if isinstance(label_or_target, int) and label_or_target > self.largest[0]:
@@ -126,6 +134,7 @@ def labelled_rows_filling_summary(
                 for part in summary.encode_label_and_count_class(label, row.location)
             ],
             row.share,
+            row.location,
         )
     if row is None:
         raise DataError(f"{corpus_name_for_errors(source)}: has no rows")

@@ -68,6 +68,10 @@ class LabelledTexts:
     read: ReadLabelledRow = staticmethod(text_and_class_of_row)
     behind = 1
     """Count of integers after the tokens of a row."""
+    columns: tuple[str, ...] = ("label_column",)
+    """Fields of the columns that `read` reads, beside the text."""
+    key_settings = ""
+    """Other settings that determine the stored integers."""
 
     def __init__(
         self,
@@ -86,10 +90,12 @@ class LabelledTexts:
         self._pad = tokenizer.pad_token_id
         self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
-        label_column = source.label_column if isinstance(source, Corpus) else ""
         # The 3 is the version of this format.
-        self._key = f"{self.task} 3 {corpus_fingerprint(source)} {label_column}"
-        key = f"{self._key} {length} {_tokenizer_state_text(tokenizer)}"
+        column_names = " ".join(
+            getattr(source, field) for field in self.columns if isinstance(source, Corpus)
+        )
+        self._key = f"{self.task} 3 {corpus_fingerprint(source)} {column_names}"
+        key = f"{self._key}{self.key_settings} {length} {_tokenizer_state_text(tokenizer)}"
         self._documents = load_or_write_cached_tokens(
             TokenizeWork(
                 key,
@@ -98,7 +104,8 @@ class LabelledTexts:
             ),
             show_progress,
         )
-        summary = json.loads(_json_bytes_of_document(self._documents, len(self)))
+        last_document = len(self._documents.ends) - 1
+        summary = json.loads(_json_bytes_of_document(self._documents, last_document))
         # Each label once; labels that are names stay so until `renumber_labels_and_list_class_names`.
         self.labels: list[Any] = summary["labels"]
         # Rows, or words, of each label.
@@ -166,7 +173,7 @@ class LabelledTexts:
     @property
     def classes(self) -> int:
         """Number of classes, from the largest label."""
-        return int(max(self.labels)) + 1
+        return int(max(self.labels, default=-1)) + 1
 
     def sample(self, index: int, epoch: int) -> Sample:
         document = document_tokens(self._documents, index)
@@ -258,7 +265,7 @@ class LabelSets(LabelledTexts):
 
     @property
     def classes(self) -> int:
-        return int(max(self.model_classes, *(label + 1 for label in self.labels), 0))
+        return max(self.model_classes, super().classes)
 
     def size(self, index: int) -> int:
         end = self._documents.ends[index]
@@ -362,14 +369,6 @@ def document_tokens(documents: Documents, index: int) -> _Ints:
 def _json_bytes_of_document(documents: Documents, index: int) -> bytes:
     """Return a document that is JSON, stored as one byte in each token."""
     return document_tokens(documents, index).astype(np.uint8).tobytes()
-
-
-SAMPLES_BY_LABEL = {
-    "class": LabelledTexts,
-    "classes": LabelSets,
-    "number": ScoredTexts,
-    "word": TaggedWords,
-}
 
 
 def set_class_count_of_label_sets(class_count: int, *samples: Samples | None) -> None:
@@ -528,9 +527,7 @@ def class_and_rare_class_lines(
         names_of_classes: class names by number; [] if classes have no names.
         class_count: number of classes of the model.
     """
-    parts = [
-        part for part in _labelled_parts(training_samples) if not isinstance(part, ScoredTexts)
-    ]
+    parts = [part for part in _labelled_parts(training_samples) if part.labels]
     if not parts:
         return
     counts = Counter[Any]()

@@ -117,7 +117,8 @@ def evaluate_loss_module(
         plain=loss_module,
         loss_weight=loss_weight,
         to_device=loss_weight.batch_without_weight_key_with_counted_label,
+        samples=samples,
     )
-    metrics = seed_and_evaluate_model_unless_stopped(evaluated_model, samples)
+    metrics = seed_and_evaluate_model_unless_stopped(evaluated_model)
     assert metrics is not None, "nobody was asked to stop"
     return build_evaluation_record(evaluated_step, len(samples), metrics)

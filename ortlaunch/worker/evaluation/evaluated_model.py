@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import Batches
+from ortlaunch.worker.data import Batches, Samples
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -32,6 +32,8 @@ class EvaluatedModel:
     loss_weight: LossWeight
     to_device: Callable[[TensorBatch], TensorBatch]
     """Returns a batch as the module takes it."""
+    samples: Samples
+    """The evaluation corpus."""
     count_progress: Callable[[], None] = lambda: None
     """Is called before each micro batch."""
     confusion_path: Path | None = None

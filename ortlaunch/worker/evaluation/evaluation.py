@@ -21,7 +21,7 @@ from ortlaunch.worker.data.file_rows import DataError
 from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.user_data import seed_all_random_generators
 from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
-from ortlaunch.worker.evaluation.measure import create_measures_of_task
+from ortlaunch.worker.evaluation.measure import SAMPLE_INDICES, create_measures_of_task
 from ortlaunch.worker.evaluation.user_metric import UserMetric
 from ortlaunch.worker.evaluation.word_scores import language_model_metric_inputs
 from ortlaunch.worker.model.chunked_head import LABELS
@@ -105,22 +105,22 @@ def _evaluate_session_model(
         loss_weight=engine.loss_weight,
         to_device=engine.to_device,
         count_progress=session.progress.shared_progress.count_progress_mark,
+        samples=samples,
         confusion_path=session.run.confusion,
     )
-    return seed_and_evaluate_model_unless_stopped(evaluated_model, samples, rank_agreement)
+    return seed_and_evaluate_model_unless_stopped(evaluated_model, rank_agreement)
 
 
 @torch.no_grad()
 def seed_and_evaluate_model_unless_stopped(
-    evaluated_model: EvaluatedModel, samples: Samples, rank_agreement: RankAgreement | None = None
+    evaluated_model: EvaluatedModel, rank_agreement: RankAgreement | None = None
 ) -> dict[str, float] | None:
     """Return the mean loss over the evaluation corpus and the task's metrics, by name (collective).
 
     The loss is weighted as in training.
 
     Args:
-        evaluated_model: the model, and how it runs.
-        samples: the evaluation corpus.
+        evaluated_model: the model, how it runs, and the evaluation corpus.
         rank_agreement: if given, the ranks check after each micro batch whether to stop.
 
     Returns:
@@ -130,6 +130,7 @@ def seed_and_evaluate_model_unless_stopped(
         DataError: the weights of all samples sum to 0.
     """
     recipe, group, plain = evaluated_model.recipe, evaluated_model.group, evaluated_model.plain
+    samples = evaluated_model.samples
     data_group = group.data_parallel
     # The model's own random numbers are then those of any other evaluation of these weights.
     seed_all_random_generators(recipe.seed)
@@ -171,6 +172,7 @@ def seed_and_evaluate_model_unless_stopped(
                 output = language_model_metric_inputs(
                     output, labels, plain, evaluated_model.loss_weight.shifted
                 )
+            labels[SAMPLE_INDICES] = torch.tensor(counted_indices)
             for counter in counters:
                 counter.count_micro_batch(output, {**device_batch, **labels}, bool(counted_indices))
             own_metric.keep_arrays_of_samples_if_metric_is_set(counted_indices, output, batch)

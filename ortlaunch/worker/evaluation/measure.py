@@ -16,6 +16,9 @@ from ortlaunch.tables.metrics import measures_of_task
 from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
+SAMPLE_INDICES = "sample_indices"
+"""Name of the indices of a batch's samples that count, among the values that a measure gets."""
+
 
 class MetricMeasure(Protocol):
     """The counts of one evaluation on one rank.

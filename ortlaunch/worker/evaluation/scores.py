@@ -19,7 +19,7 @@ from ortlaunch.run_folder.records import Confusion
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.evaluation.entities import EntityCounts, are_classes_iob_tags
 from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
-from ortlaunch.worker.evaluation.measure import logits_or_none
+from ortlaunch.worker.evaluation.measure import SAMPLE_INDICES, logits_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Classes up to which the counts by predicted class are kept.
@@ -173,7 +173,9 @@ class Transcripts:
         if tokenizer is None or not hasattr(model, "generate"):
             return
         labels = batch["labels"]
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = {
+            name: value for name, value in batch.items() if name not in ("labels", SAMPLE_INDICES)
+        }
         # A few places are for the decoder's start.
         max_length = min(labels.size(1) + 4, getattr(model.config, "max_target_positions", 1 << 20))
         # The weights are split, so that all ranks write as long as one does.

@@ -111,7 +111,10 @@ def add_lora_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
     _require_lora_target_modules_exist(model, lora)
     saved_modules = [*filter(None, [traits.new_head]), *lora.modules_to_save]
     # peft's names of new heads. It saves all layers whose names end so, and fails for an adapter there.
-    excluded_names = [*saved_modules, *(("classifier", "score") if traits.peft else ())]
+    excluded_names = [
+        *saved_modules,
+        *(("classifier", "score", "qa_outputs") if traits.peft else ()),
+    ]
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

@@ -28,7 +28,7 @@ BatchMapping = Mapping[str, Tensor]
 _TOKENS = 16
 # Relative to the loss, or absolute where the loss is below 1.
 _TOLERANCE = 1e-5
-LABELS = ("labels", "next_sentence_label")
+LABELS = ("labels", "next_sentence_label", "start_positions", "end_positions")
 
 
 @dataclass(frozen=True)

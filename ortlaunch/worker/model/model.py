@@ -73,7 +73,13 @@ _SPECIAL_TOKEN_FIELDS = (
 
 
 # The names of transformers' outputs.
-_SCORES = ("logits", "prediction_logits", "seq_relationship_logits")
+_SCORES = (
+    "logits",
+    "prediction_logits",
+    "seq_relationship_logits",
+    "start_logits",
+    "end_logits",
+)
 
 
 class LossModule(nn.Module):

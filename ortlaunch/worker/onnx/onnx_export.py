@@ -25,6 +25,7 @@ from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.media.samples import load_media_processor_or_none
 from ortlaunch.worker.data.mixture import indices_of_all_or_first_streamed_samples
 from ortlaunch.worker.model.adapters import merge_adapters
+from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.embedding import TextEncoder
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.onnx.user_model import (
@@ -43,7 +44,7 @@ _MOST_IN_ONE_FILE = 2**31 - 2**16
 # Tensors of a batch that are no inputs of the graph: labels, and the additions of packing.
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _ENCODER_INPUTS = ("input_ids", "attention_mask")
-_LABELS = ("labels", "next_sentence_label", "position_ids", "document_ids")
+_LABELS = (*LABELS, "position_ids", "document_ids")
 
 
 class VariableAxes(NamedTuple):

@@ -116,6 +116,9 @@ def loss_as_transformers_computes(
 
     It is the mean cross entropy; for regression, the mean squared error.
     """
+    if "start_logits" in model_output:
+        spans = ((model_output[f"{side}_logits"], batch[f"{side}_positions"]) for side in ("start", "end"))  # fmt: skip
+        return torch.stack([functional.cross_entropy(*span) for span in spans]).mean()
     logits = model_output.get("prediction_logits", model_output.get("logits"))
     labels = batch["labels"]
     assert logits is not None, "looked for when the model was loaded"
