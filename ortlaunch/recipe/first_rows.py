@@ -93,7 +93,8 @@ def _fields_naming_required_columns(recipe: Recipe, corpus: Corpus) -> Sequence[
     traits = recipe.model.traits
     if traits.media:
         return media[traits.media]
-    return traits.columns if traits.label else ("text_column",)
+    columns = traits.columns if traits.label else ("text_column",)
+    return [field for field in columns if field.endswith("_column")]
 
 
 def _metadata_path_or_empty(data_folder: str, split: str) -> str:

@@ -58,6 +58,9 @@ _CLASS_SETS = {
     )
 }
 _ANSWERS = {"question-answering": Measure("ortlaunch.worker.evaluation.answers:AnswerSpans")}
+_TEXTS = {
+    "seq2seq": Measure("ortlaunch.worker.evaluation.written_texts:WrittenTexts", needs_scores=False)
+}
 _TAGS = {"token-classification": _SCORES}
 _FOUND = {
     "embedding": Measure("ortlaunch.worker.evaluation.retrieval:EmbeddingScores"),
@@ -225,10 +228,13 @@ METRICS = {
         trainer=("wer",),
     ),
     "exact_match": BuiltInMetric(
-        "Share of the questions whose answer is an accepted one, without case, articles and punctuation.",
+        (
+            "Share of the questions whose answer is an accepted one, without case, articles and "
+            "punctuation; of seq2seq with train.generate, of the texts written as meant."
+        ),
         "max",
         "exact match {:.2%}",
-        _ANSWERS,
+        {**_ANSWERS, **_TEXTS},
         always=False,
         trainer=("exact_match", "exact"),
         is_share=True,
@@ -243,6 +249,29 @@ METRICS = {
         trainer=("f1",),
         is_share=True,
     ),
+    "bleu": BuiltInMetric(
+        "sacrebleu's corpus BLEU, from 0 to 100, of what the model writes (train.generate).",
+        "max",
+        "BLEU {:.2f}",
+        _TEXTS,
+        always=False,
+        trainer=("bleu",),
+    ),
+    "chrf": BuiltInMetric(
+        "sacrebleu's corpus chrF, from 0 to 100.", "max", "chrF {:.2f}", _TEXTS, always=False
+    ),
+    **{
+        name: BuiltInMetric(
+            f"Mean F of {trainer.replace('rouge', 'ROUGE-')}, by rouge_score with its stemmer.",
+            "max",
+            f"{trainer.replace('rouge', 'ROUGE-')} {{:.4f}}",
+            _TEXTS,
+            always=False,
+            trainer=(trainer,),
+            is_share=True,
+        )
+        for name, trainer in (("rouge1", "rouge1"), ("rouge2", "rouge2"), ("rouge_l", "rougeL"))
+    },
     "mse": BuiltInMetric(
         "Mean squared error.", "min", "MSE {:.4g}", {"sequence-regression": _SCORES}
     ),

@@ -20,8 +20,8 @@ class ModelTask:
     pairs: bool = False
     """Whether samples are pairs of sentences, which a second head classifies."""
     label: str = ""
-    """The label of a sample: a `class`, a `number`, a class for each `word`, a set of `classes`, or
-    a `span` of a text; "": none."""
+    """The label of a sample: a `class`, a `number`, a class for each `word`, a set of `classes`,
+    a `span` of a text, or a `sequence` of tokens to write; "": none."""
     columns: tuple[str, ...] = ("text_column", "label_column")
     """Fields of a source that name the columns of rows with labels."""
     text_columns: tuple[str, ...] = ("text_column",)
@@ -40,6 +40,9 @@ class ModelTask:
     new_head: str = ""
     """Name of a head for labels, which LoRA trains whole, of tasks that peft does not know."""
 
+    writes: bool = False
+    """Whether an evaluation may let the model write (`train.generate`)."""
+
     media: str = ""
     """The files of samples that are no text: `image`, with a class, or `sound`, with its text."""
 
@@ -56,7 +59,8 @@ class ModelTask:
     @property
     def has_new_head(self) -> bool:
         """Whether the pretrained model's head may be another one than the task's."""
-        return bool(self.label or self.new_head or self.compares)
+        has_label_head = self.label not in ("", "sequence")
+        return has_label_head or bool(self.new_head or self.compares)
 
     @property
     def is_own(self) -> bool:
@@ -142,6 +146,15 @@ MODEL_TASKS = {
         data_fields=("stride",),
         pipeline="question-answering",
         peft="QUESTION_ANS",
+    ),
+    "seq2seq": ModelTask(
+        "AutoModelForSeq2SeqLM",
+        label="sequence",
+        columns=("text_column", "target_column", "source_prefix"),
+        text_columns=("text_column", "target_column"),
+        data_fields=("target_length", "cut_long"),
+        writes=True,
+        pipeline="text2text-generation",
     ),
     # Custom data for them have `pixel_values` or `input_features`, and `labels`.
     "image-classification": ModelTask(

@@ -78,8 +78,8 @@ class AuditRow(NamedTuple):
     learned: NDArray[np.bool_]
     """(tokens,): whether a token counts in the loss."""
     label: Any
-    """The label of the whole row: a class, a number, or a list of classes; None: tokens have
-    labels."""
+    """The label of the whole row: a class, a number, a list of classes, or the tokens to write;
+    None: tokens have labels."""
     sample: int
     tags: _Ints | None = None
     """(tokens,): the class of each token, where words have classes."""
@@ -173,7 +173,13 @@ def audit_training_and_evaluation_samples(
         findings = itertools.chain(
             _unlearned_chat_findings(chats),
             _empty_text_findings(sources),
-            _unknown_and_cut_token_findings(rows, length, bool(row_findings), data.tokenizer),
+            _unknown_and_cut_token_findings(
+                rows,
+                # Longer ones have ended the start.
+                length + (recipe.model.traits.label == "sequence" and not recipe.data.cut_long),
+                bool(row_findings),
+                data.tokenizer,
+            ),
             (AuditFinding(*named) for each in row_findings for named in each.items()),
             _duplicate_findings(rows, data.tokenizer),
         )
@@ -288,7 +294,7 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
     labels = np.asarray(sample.get("labels", IGNORED))
     # A float for each class, of which there may be as many as tokens.
     is_class_vector = labels.ndim == 1 and labels.dtype.kind == "f"
-    by_token = labels.shape == ids.shape and not is_class_vector
+    by_token = labels.shape == ids.shape and not is_class_vector and label_type != "sequence"
     learned = labels != IGNORED if by_token else np.zeros(len(ids), bool)
     if "start_positions" in sample:
         learned[int(sample["start_positions"]) : int(sample["end_positions"]) + 1] = True
@@ -303,7 +309,10 @@ def _audit_rows_of_sample(sample: Any, sample_index: int, label_type: str) -> It
         # The padding of a pack is a document without labels.
         if not is_pack or learned[is_in_document].any():
             tags = labels[is_in_document] if label_type == "word" else None
-            row_label = labels.nonzero()[0].tolist() if is_class_vector else labels.tolist()
+            if is_class_vector:
+                row_label = labels.nonzero()[0].tolist()
+            else:
+                row_label = (labels[labels != IGNORED] if labels.ndim else labels).tolist()
             yield AuditRow(
                 ids[is_in_document],
                 learned[is_in_document],

@@ -22,6 +22,7 @@ from ortlaunch.recipe.manual.schema import editor_schema_json_text
 ROOT = Path(__file__).parents[2]
 # Import name -> distribution name, where they differ.
 DISTRIBUTIONS = {
+    "rouge_score": "rouge-score",
     "yaml": "pyyaml", "onnxruntime": "onnxruntime-training-cpu", "pydantic_core": "pydantic-core",
     "mlflow": "mlflow-skinny", "huggingface_hub": "huggingface-hub",
 }  # fmt: skip
@@ -29,7 +30,7 @@ DISTRIBUTIONS = {
 # bare install.
 OPTIONAL = {
     "deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard", "wandb",
-    "mlflow-skinny", "optuna", "fsspec", "bitsandbytes",
+    "mlflow-skinny", "optuna", "fsspec", "bitsandbytes", "sacrebleu", "rouge-score",
 }  # fmt: skip
 
 

@@ -42,8 +42,8 @@ class Example(NamedTuple):
     recipe: dict[str, Any]
     features: list[dict[str, torch.Tensor]]
     model: Any
-    metrics: Callable[[Any], dict[str, float]]
-    """The script's metrics of the model's output for all features."""
+    metrics: Callable[[Any, Any], dict[str, float]]
+    """The script's metrics of a model and its output for all features."""
 
 
 def bert_tokenizer(folder: Path) -> Any:
@@ -110,7 +110,7 @@ def many_labels(folder: Path) -> Example:
 
     features = [*map(feature, rows)]
 
-    def metrics(output: Any) -> dict[str, float]:
+    def metrics(_: Any, output: Any) -> dict[str, float]:
         from sklearn.metrics import f1_score
 
         meant = torch.stack([each["labels"] for each in features])
@@ -174,7 +174,7 @@ def answers(folder: Path) -> Example:
             kept.append((number, offsets))
     assert len(features) > len(rows) + 5
 
-    def metrics(output: Any) -> dict[str, float]:
+    def metrics(_: Any, output: Any) -> dict[str, float]:
         spans, empty = [dict[float, str]() for _ in rows], [math.inf] * len(rows)
         for (row, offsets), starts, ends in zip(kept, output.start_logits, output.end_logits):
             empty[row] = min(empty[row], float(starts[0] + ends[0]))
@@ -203,9 +203,69 @@ def answers(folder: Path) -> Example:
     return Example(made, features, model, metrics)
 
 
+def summaries(folder: Path) -> Example:
+    """run_summarization.py with T5: a prefix, labels padded with -100, generation by beams."""
+    from rouge_score import rouge_scorer
+    from sacrebleu import corpus_bleu, corpus_chrf
+    from transformers import AutoModelForSeq2SeqLM, T5Config
+
+    chance = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(27):
+        words = [WORDS[i] for i in torch.randint(21, (3 + number % 9,), generator=chance)]
+        rows.append({"article": " ".join(words), "summary": " ".join(words[:3])})
+    tokenizer = bert_tokenizer(folder)
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=tokenizer.sep_token_id,
+        initializer_factor=0.5,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    model.save_pretrained(folder)
+    inputs = tokenizer(
+        [f"what did {row['article']}" for row in rows], max_length=9, padding="max_length",
+        truncation=True, return_tensors="pt",
+    )  # fmt: skip
+    labels = tokenizer(
+        text_target=[row["summary"] for row in rows], max_length=8, padding="max_length",
+        truncation=True, return_tensors="pt",
+    )["input_ids"]  # fmt: skip
+    labels[labels == tokenizer.pad_token_id] = -100
+    read = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    features = [
+        {**{name: values[i] for name, values in read.items()}, "labels": labels[i]}
+        for i in range(len(rows))
+    ]
+
+    def metrics(model: Any, _: Any) -> dict[str, float]:
+        ids = model.generate(**read, max_new_tokens=6, num_beams=2, do_sample=False)
+        meant = tokenizer.batch_decode(labels.clamp(min=0), skip_special_tokens=True)
+        given = [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        scorer = rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
+        rouge = [scorer.score(target, text) for target, text in zip(meant, given)]
+        assert rouge[0].keys() == {"rouge1", "rougeL"}
+        return {
+            "rouge1": sum(each["rouge1"].fmeasure for each in rouge) / len(rows),
+            "rouge_l": sum(each["rougeL"].fmeasure for each in rouge) / len(rows),
+            "bleu": corpus_bleu(given, [meant]).score,
+            "chrf": corpus_chrf(given, [meant]).score,
+        }
+
+    columns = {
+        "text_column": "article", "target_column": "summary", "source_prefix": "what did "
+    }  # fmt: skip
+    made = recipe_of(
+        "seq2seq", folder, rows, columns=columns, sequence_length=9, target_length=8, cut_long=True
+    )
+    made["train"]["generate"] = {"max_new_tokens": 6, "beams": 2}
+    return Example(made, features, model, metrics)
+
+
 EXAMPLES: dict[str, Callable[[Path], Example]] = {
     "multi-label": many_labels,
     "questions": answers,
+    "summaries": summaries,
 }
 
 
@@ -257,7 +317,7 @@ def test_losses_are_those_of_the_script(name: str, trained: Any, train: Train) -
     assert two.losses() == pytest.approx(expected, abs=1e-5)
     batch = {name: torch.stack([f[name] for f in example.features]) for name in example.features[0]}
     with torch.no_grad():
-        metrics = example.metrics(example.model.eval()(**batch))
+        metrics = example.metrics(example.model.eval(), example.model(**batch))
     for each in (run, two):
         found = {name: each.values(f"evaluation_{name}")[-1][1] for name in metrics}
         assert found == pytest.approx(metrics, abs=1e-5)

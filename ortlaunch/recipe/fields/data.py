@@ -141,6 +141,10 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     (ClassLabel), are written into the exported model's config (`id2label`). For
     sequence-regression a number. For token-classification a list of classes, one for each word;
     only the first piece of a word counts."""
+    target_column: Text = "target"
+    """Column with the text to write, for seq2seq; `text_column` has the text that is read."""
+    source_prefix: str = ""
+    """Text before each text that is read, for seq2seq, as T5's `"summarize: "`."""
     question_column: Text = "question"
     """Column with the question, for question-answering."""
     context_column: Text = "context"
@@ -340,6 +344,12 @@ class Data(Section, resume_rule=OTHER_DATA):
     """Tokens of a sample, the same for all: shorter texts are padded, longer ones cut. All steps
     then run one graph, for which ONNX Runtime and torch.compile plan and reserve memory once; null
     only for custom data."""
+    target_length: Positive = 128
+    """Tokens that the text to write is padded to, for seq2seq, its end mark included."""
+    cut_long: bool = False
+    """Whether longer texts are cut, for seq2seq: the text that is read to `sequence_length`, the text
+    to write to `target_length`; end marks stay. False: a longer text ends the start, with its
+    row."""
     stride: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Tokens that the windows of a longer context share, for question-answering; null: a third of
     `sequence_length` (128 of 384). Each window is a sample of its own; where it does not contain

@@ -105,6 +105,7 @@ class Model(Section, resume_rule=OTHER_MODEL):
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
     for a text; `multi-label-classification`: any number of classes for a text, each of which is
     predicted where its probability is above 0.5; `sequence-regression`: a number;
+    `question-answering`: a span of a context; `seq2seq`: a text, written by a decoder;
     `token-classification`: a class for each word. `embedding`: a vector for a text, and
     `reranker`: a number for a query with a document, both of rows with several texts
     (`text_columns`). `image-classification` and `speech-seq2seq` take files, by `format: folder`

@@ -41,6 +41,15 @@ class Spike(Section, resume_rule=APPLIED):
     start has this many."""
 
 
+class Generate(Section, resume_rule=APPLIED):
+    """How a model writes in evaluations: always its likeliest text."""
+
+    max_new_tokens: Positive = 128
+    """Longest text, in tokens."""
+    beams: Positive = 1
+    """Beams of the search; 1: the likeliest token at each place."""
+
+
 class Train(Section, resume_rule=APPLIED):
     """Length of the training, and the handling of its steps."""
 
@@ -88,6 +97,10 @@ class Train(Section, resume_rule=APPLIED):
     most likely word (-100 where no label counts), and the label's negative log likelihood (nan
     there). The numbers are recorded with the evaluation's own, and `checkpoint.keep_best` and
     `stop_after` may name one. null: none."""
+    generate: Generate | None = None
+    """Let the model write in evaluations, for seq2seq, as `{max_new_tokens: 64, beams: 4}`, and compare
+    its texts with those to write: ROUGE, BLEU, chrF and exact match (extra `metrics`); null: the loss
+    alone."""
     on_nonfinite: BadStepAction = "stop"
     """Response to a loss or gradient that is inf or nan and was not caused by an fp16 loss scale.
     `stop`: the run ends. `skip`: this step changes no weight, no optimizer state and no buffer.

@@ -24,6 +24,11 @@ def metric_and_evaluation_need_rules(recipe: Recipe) -> Iterator[Problem]:
             ("train.metric", "data.evaluation"),
             "has no effect without data.evaluation; set that corpus",
         )
+    if recipe.train.generate is not None:
+        if not recipe.model.traits.writes or recipe.data.is_custom:
+            yield ("train.generate", "model.task"), f"has no effect with {recipe.model.task}"
+        elif recipe.data.evaluation is None:
+            yield ("train.generate", "data.evaluation"), "has no effect without data.evaluation"
     for field_path, directed_metric in (
         ("checkpoint.keep_best", recipe.checkpoint.keep_best),
         ("train.stop_after", recipe.train.stop_after),

@@ -35,13 +35,16 @@ _CHAT_FIELDS = ("system_column", "input_column", "role_key", "content_key", "rol
           "train_key", "train_parts", *_TEMPLATE_FIELDS, *_LOSS_FIELDS)  # fmt: skip
 _TEXT_COLUMN_FIELDS = ("text_column", "label_column")
 # Columns of tasks whose rows have other ones.
-_TASK_COLUMN_FIELDS = ("question_column", "context_column", "answers_column")
+_TASK_COLUMN_FIELDS = (
+    "question_column", "context_column", "answers_column", "target_column", "source_prefix",
+)  # fmt: skip
 # Fields of `data` that only some tasks have.
 _TASK_DATA_FIELDS = tuple(name for row in MODEL_TASKS.values() for name in row.data_fields)
 _COLUMN_FIELDS = (*_TEXT_COLUMN_FIELDS, *_TASK_COLUMN_FIELDS, "text_columns", "messages_column", "prompt_column",
             "response_column", *_CHAT_FIELDS, "most_rows")  # fmt: skip
 # A cell of CSV is text, so that it has no messages.
-_CSV_FIELDS = ("text_column", "text_columns", "label_column", "prompt_column", "response_column", "system_column",
+_CSV_FIELDS = (*_TEXT_COLUMN_FIELDS, "text_columns", "target_column", "source_prefix", "prompt_column",
+          "response_column", "system_column",
           "input_column", "prompt", *_TEMPLATE_FIELDS, *_LOSS_FIELDS, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
@@ -390,8 +393,8 @@ def _task_field_rules(recipe: Recipe) -> Iterator[Problem]:
     other_fields = {*_TASK_DATA_FIELDS} - {*data_fields}
     for key in sorted(names_of_non_default_fields(recipe.data) & other_fields):
         yield (f"data.{key}", "model.task"), f"has no effect with {recipe.model.task}"
-    is_text_read = {*traits.columns}.isdisjoint(_TASK_COLUMN_FIELDS)
-    other_columns = {*_TASK_COLUMN_FIELDS, *(() if is_text_read else _TEXT_COLUMN_FIELDS)}
+    has_own_columns = not {*traits.columns}.isdisjoint(_TASK_COLUMN_FIELDS)
+    other_columns = {*_TASK_COLUMN_FIELDS, *(_TEXT_COLUMN_FIELDS if has_own_columns else ())}
     for source_key, source in recipe.data.key_and_source_pairs():
         if isinstance(source, Corpus):
             for key in sorted(

@@ -37,6 +37,7 @@ from ortlaunch.worker.data.compared_texts import ComparedTexts
 from ortlaunch.worker.data.corpus import corpus_name_for_errors, files_of_corpus_patterns
 from ortlaunch.worker.data.file_rows import DataError, read_file_rows
 from ortlaunch.worker.data.identity import data_identity_record
+from ortlaunch.worker.data.labelled.samples_by_label import SAMPLES_BY_LABEL
 from ortlaunch.worker.data.labelled_samples import (
     LabelledTexts,
     LabelSets,
@@ -65,7 +66,6 @@ from ortlaunch.worker.data.samples import (
     collate,
     cut_padding_to_shortest_fitting_bucket,
 )
-from ortlaunch.worker.data.samples_by_label import SAMPLES_BY_LABEL
 from ortlaunch.worker.data.sentence_pairs import SentencePairs
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import ChatCounts, StreamedCorpus

@@ -48,12 +48,17 @@ def cut_padding_to_shortest_fitting_bucket(
     kept_slice = slice(padded_length - length, padded_length) if on_the_left else slice(length)
     length_axis = mask.dim() - 1
     kept = (slice(None),) * length_axis + (kept_slice,)
+
+    def is_cut(value: torch.Tensor) -> bool:
+        # Floats are labels of classes, and integers may be those of a decoder: of both there may be
+        # as many as tokens.
+        if value.shape[length_axis:][:1] != (padded_length,) or value.is_floating_point():
+            return False
+        counts = [int((each != IGNORED).sum()) for each in (value, value[kept])]
+        return value is not batch.get("labels") or counts[0] == counts[1]
+
     return {
-        name: value[kept].contiguous()
-        # Floats are labels of classes, of which there may be as many as tokens.
-        if value.shape[length_axis:][:1] == (padded_length,) and not value.is_floating_point()
-        else value
-        for name, value in batch.items()
+        name: value[kept].contiguous() if is_cut(value) else value for name, value in batch.items()
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.worker.data.answer_windows import AnswerWindows
+from ortlaunch.worker.data.labelled.answer_windows import AnswerWindows
 from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import SAMPLE_INDICES
 from ortlaunch.worker.evaluation.scores import gather_uneven_values, import_torchmetrics_quietly

@@ -564,6 +564,7 @@ def _refuse_unknown_config_fields(fields: dict[str, object], config: PreTrainedC
         "num_labels",
         "tie_word_embeddings",
         "head_dim",
+        *(("decoder_start_token_id",) if config.is_encoder_decoder else ()),
     }
     for name in fields:
         if name not in known_names and not hasattr(config, name):
@@ -596,6 +597,9 @@ def _config_fields_from_data(
                 config_fields[name] = None
     if data.tokenizer is not None and is_new_model:
         config_fields["vocab_size"] = rounded_vocabulary_size(len(data.tokenizer))
+        # T5's config has none, and its published models begin with the padding token.
+        if config.is_encoder_decoder and not hasattr(config, "decoder_start_token_id"):
+            config_fields["decoder_start_token_id"] = data.tokenizer.pad_token_id
     if data.class_names:
         config_fields["id2label"] = dict(enumerate(data.class_names))
         config_fields["label2id"] = {

@@ -197,7 +197,17 @@ def three_media_batches_or_none_for_texts(
 
 
 def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[TensorBatch]:
-    """Return three batches of the run's own data: padded, shorter, and with a single sample."""
+    """Return three batches of the run's own data: padded, shorter, and with a single sample.
+
+    Raises:
+        InputError: the model reads and writes text, for which one graph does not suffice.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise InputError(
+            f"--format onnx: {type(model).__name__} reads and writes text, for which a graph of an "
+            "encoder and one of a decoder are needed; `optimum-cli export onnx` makes both of the "
+            "run's export"
+        )
     samples = data.evaluation or data.train
     indices = indices_of_all_or_first_streamed_samples(samples)
     full_batch = collate(

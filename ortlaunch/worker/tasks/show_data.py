@@ -155,7 +155,9 @@ def _row_split_by_learned_or_label(row: AuditRow, data: LoadedData) -> dict[str,
     return {
         "sample": row.sample,
         "tokens": len(row.ids),
-        "label": _names_of_label(row.label, data.class_names),
+        "label": data.tokenizer.decode(row.label)
+        if data.recipe.model.traits.writes
+        else _names_of_label(row.label, data.class_names),
         "pieces": [
             {
                 "text": data.tokenizer.decode(ids.tolist()),

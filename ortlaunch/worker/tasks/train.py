@@ -25,6 +25,7 @@ from ortlaunch.worker.evaluation.evaluation import (
     metrics_with_evaluation_prefix,
     seed_and_evaluate_loss_and_metrics_unless_stopped,
 )
+from ortlaunch.worker.evaluation.written_texts import import_text_metrics_if_model_writes
 from ortlaunch.worker.model.fsdp import free_gathered_weights_if_sharded
 from ortlaunch.worker.model.named_state import require_same_trained_parameters
 from ortlaunch.worker.model.precision import dtype_of
@@ -134,6 +135,8 @@ def train_until_end_or_agreed_stop(
 
     After a stop all is saved, and `agreed.stopped` has the request.
     """
+    # Before step 1, as the first evaluation may be hours away.
+    import_text_metrics_if_model_writes(session.recipe)
     best.require_best_metrics_by_test_evaluation(session)
     bad_steps = BadStepHandler(session)
     hook = TrainingHook(session, rank_agreement)

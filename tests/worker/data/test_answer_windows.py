@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.answer_windows import AnswerWindows
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.labelled.answer_windows import AnswerWindows
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ortlaunch.worker.data.answer_windows import AnswerWindows
+from ortlaunch.worker.data.labelled.answer_windows import AnswerWindows
+from ortlaunch.worker.data.labelled.sequence_pairs import SequencePairs
 from ortlaunch.worker.data.labelled_samples import (
     LabelledTexts,
     LabelSets,
@@ -18,4 +19,5 @@ SAMPLES_BY_LABEL: dict[str, type[LabelledTexts]] = {
     "number": ScoredTexts,
     "word": TaggedWords,
     "span": AnswerWindows,
+    "sequence": SequencePairs,
 }

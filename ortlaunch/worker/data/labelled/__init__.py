@@ -1,0 +1,1 @@
+"""Samples whose label is a span or a text, and the table of samples by label."""
