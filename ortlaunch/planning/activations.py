@@ -65,9 +65,14 @@ def peak_activation_bytes_of_rank(
 def _sequences_at_once(recipe: Recipe, micro_samples: int) -> int:
     """Return the sequences of a pass: samples, or the texts of samples that have several."""
     settings = recipe.model.text_comparison
+    source = recipe.data.parts[0].source
+    if recipe.model.traits.label == "choice" and isinstance(source, Corpus):
+        # One column may hold a list, of which SWAG's has four.
+        return micro_samples * max(
+            len(source.choice_columns), 4 * (len(source.choice_columns) == 1)
+        )
     if settings is None:
         return micro_samples
-    source = recipe.data.parts[0].source
     # A column may hold a list of texts, which only the data show.
     text_count = len(source.text_columns) if isinstance(source, Corpus) else 3
     sequence_count = micro_samples * max(1, text_count - isinstance(settings, Reranker))

@@ -95,7 +95,7 @@ def _label_head_tensor_sizes(
     traits = MODEL_TASKS[task_name]
     if traits.compares == "embedding" or not traits.has_new_head:
         return []
-    has_one_class = traits.label == "number" or traits.compares
+    has_one_class = traits.label in ("number", "choice") or traits.compares
     class_count = 1 if has_one_class else model_config.get("num_labels", 2)
     return [hidden_size * class_count, class_count]
 

@@ -50,7 +50,8 @@ _LOSS = Measure("ortlaunch.worker.evaluation.word_scores:LossPerplexity", needs_
 _PAIRS = Measure("ortlaunch.worker.evaluation.word_scores:SentencePairScore")
 _SCORES = Measure("ortlaunch.worker.evaluation.scores:Scores")
 _CLASSES = dict.fromkeys(
-    ("sequence-classification", "token-classification", "image-classification"), _SCORES
+    ("sequence-classification", "token-classification", "image-classification", "multiple-choice"),
+    _SCORES,
 )
 _CLASS_SETS = {
     "multi-label-classification": Measure(

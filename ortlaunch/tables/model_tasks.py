@@ -21,7 +21,7 @@ class ModelTask:
     """Whether samples are pairs of sentences, which a second head classifies."""
     label: str = ""
     """The label of a sample: a `class`, a `number`, a class for each `word`, a set of `classes`,
-    a `span` of a text, or a `sequence` of tokens to write; "": none."""
+    a `span` of a text, a `sequence` of tokens to write, or the `choice` of a text; "": none."""
     columns: tuple[str, ...] = ("text_column", "label_column")
     """Fields of a source that name the columns of rows with labels."""
     text_columns: tuple[str, ...] = ("text_column",)
@@ -70,7 +70,11 @@ class ModelTask:
     @property
     def pools(self) -> bool:
         """Whether a head reads the pooled representation of a whole sample."""
-        return self.pairs or bool(self.compares) or self.label in ("class", "number", "classes")
+        return (
+            self.pairs
+            or bool(self.compares)
+            or self.label in ("class", "number", "classes", "choice")
+        )
 
     @property
     def reason_against_held_out_part(self) -> str:
@@ -146,6 +150,14 @@ MODEL_TASKS = {
         data_fields=("stride",),
         pipeline="question-answering",
         peft="QUESTION_ANS",
+    ),
+    "multiple-choice": ModelTask(
+        "AutoModelForMultipleChoice",
+        label="choice",
+        columns=("context_column", "choice_columns", "label_column"),
+        text_columns=("context_column", "choice_columns"),
+        pipeline="multiple-choice",
+        new_head="classifier",
     ),
     "seq2seq": ModelTask(
         "AutoModelForSeq2SeqLM",

@@ -262,10 +262,46 @@ def summaries(folder: Path) -> Example:
     return Example(made, features, model, metrics)
 
 
+def choices(folder: Path) -> Example:
+    """run_swag.py: each ending after the same text; a batch is (samples, choices, length)."""
+    from transformers import AutoModelForMultipleChoice, BertConfig
+
+    chance = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(25):
+        start, *ends = (
+            " ".join(WORDS[i] for i in torch.randint(21, (3 + number % 5,), generator=chance))
+            for _ in range(4)
+        )
+        rows.append(
+            {"start": start, "label": number % 3} | {f"e{i}": e for i, e in enumerate(ends)}
+        )
+    tokenizer = bert_tokenizer(folder)
+    torch.manual_seed(0)
+    model = AutoModelForMultipleChoice.from_config(BertConfig(**BERT))
+    model.save_pretrained(folder)
+    features = []
+    for row in rows:
+        encoded = tokenizer(
+            [row["start"]] * 3, [row[f"e{i}"] for i in range(3)], max_length=14,
+            padding="max_length", truncation=True, return_tensors="pt",
+        )  # fmt: skip
+        features.append({**encoded, "labels": torch.tensor(row["label"])})
+
+    def metrics(_: Any, output: Any) -> dict[str, float]:
+        right = output.logits.argmax(-1) == torch.tensor([row["label"] for row in rows])
+        return {"classification_accuracy": float(right.double().mean())}
+
+    columns = {"context_column": "start", "choice_columns": ["e0", "e1", "e2"]}
+    made = recipe_of("multiple-choice", folder, rows, columns=columns, sequence_length=14)
+    return Example(made, features, model, metrics)
+
+
 EXAMPLES: dict[str, Callable[[Path], Example]] = {
     "multi-label": many_labels,
     "questions": answers,
     "summaries": summaries,
+    "choices": choices,
 }
 
 

@@ -148,7 +148,11 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     question_column: Text = "question"
     """Column with the question, for question-answering."""
     context_column: Text = "context"
-    """Column with the text that contains the answer, for question-answering."""
+    """Column with the text that contains the answer, for question-answering; for multiple-choice the
+    text before each choice."""
+    choice_columns: OneOrMore = ("choices",)
+    """Columns with a choice each, for multiple-choice, or one column with a list of them;
+    `label_column` has the index of the right one, from 0."""
     answers_column: Text = "answers"
     """Column with the accepted answers, for question-answering, as SQuAD has them: `{"text": [...],
     "answer_start": [...]}`, texts of the context and the index of the first character of each. The

@@ -106,12 +106,12 @@ class Model(Section, resume_rule=OTHER_MODEL):
     for a text; `multi-label-classification`: any number of classes for a text, each of which is
     predicted where its probability is above 0.5; `sequence-regression`: a number;
     `question-answering`: a span of a context; `seq2seq`: a text, written by a decoder;
-    `token-classification`: a class for each word. `embedding`: a vector for a text, and
-    `reranker`: a number for a query with a document, both of rows with several texts
-    (`text_columns`). `image-classification` and `speech-seq2seq` take files, by `format: folder`
-    or a table with `file_column`, or custom data, whose samples have `pixel_values` or
-    `input_features`, and `labels`. `custom` and `lightning` (a LightningModule) require
-    `factory`."""
+    `multiple-choice`: one of several texts; `token-classification`: a class for each word.
+    `embedding`: a vector for a text, and `reranker`: a number for a query with a document, both
+    of rows with several texts (`text_columns`). `image-classification` and `speech-seq2seq` take
+    files, by `format: folder` or a table with `file_column`, or custom data, whose samples have
+    `pixel_values` or `input_features`, and `labels`. `custom` and `lightning` (a LightningModule)
+    require `factory`."""
     pretrained: Text | None = None
     """Local folder or hub id of a transformers model to start from, with a commit, a tag or a branch
     as `owner/name@revision`; null: random weights from `config`."""

@@ -36,16 +36,16 @@ _CHAT_FIELDS = ("system_column", "input_column", "role_key", "content_key", "rol
 _TEXT_COLUMN_FIELDS = ("text_column", "label_column")
 # Columns of tasks whose rows have other ones.
 _TASK_COLUMN_FIELDS = (
-    "question_column", "context_column", "answers_column", "target_column", "source_prefix",
+    "question_column", "context_column", "answers_column", "target_column", "source_prefix", "choice_columns",
 )  # fmt: skip
 # Fields of `data` that only some tasks have.
 _TASK_DATA_FIELDS = tuple(name for row in MODEL_TASKS.values() for name in row.data_fields)
 _COLUMN_FIELDS = (*_TEXT_COLUMN_FIELDS, *_TASK_COLUMN_FIELDS, "text_columns", "messages_column", "prompt_column",
             "response_column", *_CHAT_FIELDS, "most_rows")  # fmt: skip
 # A cell of CSV is text, so that it has no messages.
-_CSV_FIELDS = (*_TEXT_COLUMN_FIELDS, "text_columns", "target_column", "source_prefix", "prompt_column",
-          "response_column", "system_column",
-          "input_column", "prompt", *_TEMPLATE_FIELDS, *_LOSS_FIELDS, "most_rows")  # fmt: skip
+_CSV_FIELDS = (*_TEXT_COLUMN_FIELDS, "text_columns", "target_column", "source_prefix", "context_column",
+          "choice_columns", "prompt_column", "response_column", "system_column", "input_column", "prompt",
+          *_TEMPLATE_FIELDS, *_LOSS_FIELDS, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
     "text": ("path", "document", "most_rows"),

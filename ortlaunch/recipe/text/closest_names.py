@@ -41,6 +41,7 @@ TRANSLATED_VALUES: dict[str, str] = {
     "text2text_generation": "seq2seq",
     "seq_2_seq_lm": "seq2seq",
     "squad": "question-answering",
+    "swag": "multiple-choice",
     "token_cls": "token-classification",
     "ner": "token-classification",
     "regression": "sequence-regression",

@@ -268,16 +268,21 @@ def load_data_and_print_notes(
     return already_loaded_data
 
 
+def _names_in_field(value: str | Sequence[str]) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else value
+
+
 def _data_with_source_for_each_text_column(recipe: Recipe) -> Data:
     """Return the recipe's data for its tokenizer, which is trained on `text_column` of each source."""
     fields = recipe.model.traits.text_columns
     if fields == ("text_column",) or recipe.data.is_custom:
         return recipe.data
     parts = tuple(
-        Part(source=part.source.model_copy(update={"text_column": getattr(part.source, field)}))
+        Part(source=part.source.model_copy(update={"text_column": column}))
         for part in recipe.data.parts
-        for field in fields
         if isinstance(part.source, Corpus)
+        for field in fields
+        for column in _names_in_field(getattr(part.source, field))
     )
     return recipe.data.model_copy(update={"train": parts})
 

@@ -92,7 +92,7 @@ class LabelledTexts:
         self._with_mask = "attention_mask" in tokenizer.model_input_names
         # The 3 is the version of this format.
         column_names = " ".join(
-            getattr(source, field) for field in self.columns if isinstance(source, Corpus)
+            str(getattr(source, field)) for field in self.columns if isinstance(source, Corpus)
         )
         self._key = f"{self.task} 3 {corpus_fingerprint(source)} {column_names}"
         key = f"{self._key}{self.key_settings} {length} {_tokenizer_state_text(tokenizer)}"
@@ -268,8 +268,7 @@ class LabelSets(LabelledTexts):
         return max(self.model_classes, super().classes)
 
     def size(self, index: int) -> int:
-        end = self._documents.ends[index]
-        return super().size(index) - int(self._documents.tokens[end - 1])
+        return super().size(index) - int(document_tokens(self._documents, index)[-1])
 
     def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
         vector = torch.zeros(self.classes)

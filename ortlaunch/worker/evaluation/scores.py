@@ -143,9 +143,10 @@ class ClassScores:
             return None
         counts_by_rank = group.gather_numbers(self._counts.tolist())
         counts = torch.tensor(counts_by_rank).sum(0).reshape(self._classes, -1).long().tolist()
-        return Confusion(
-            [*self._names] or [str(class_index) for class_index in range(self._classes)], counts
-        )
+        # A choice among texts is no class that has a name.
+        has_names = len(self._names) == self._classes
+        numbers = [str(class_index) for class_index in range(self._classes)]
+        return Confusion([*self._names] if has_names else numbers, counts)
 
     def _tag_names(self, class_indices: torch.Tensor) -> list[str]:
         return [self._names[class_index] for class_index in class_indices.tolist()]

@@ -208,6 +208,11 @@ def three_text_batches_of_own_data(model: nn.Module, data: LoadedData) -> list[T
             "encoder and one of a decoder are needed; `optimum-cli export onnx` makes both of the "
             "run's export"
         )
+    if data.recipe.model.traits.label == "choice":
+        raise InputError(
+            f"--format onnx: a graph of {type(model).__name__}, whose samples are several texts, is "
+            "not written here; `optimum-cli export onnx` makes one of the run's export"
+        )
     samples = data.evaluation or data.train
     indices = indices_of_all_or_first_streamed_samples(samples)
     full_batch = collate(

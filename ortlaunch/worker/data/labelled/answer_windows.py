@@ -23,7 +23,7 @@ from ortlaunch.worker.data.corpus import (
 )
 from ortlaunch.worker.data.file_rows import DataError, Row
 from ortlaunch.worker.data.label_rows import LabelledRow, TextPosition
-from ortlaunch.worker.data.labelled_samples import LabelledTexts
+from ortlaunch.worker.data.labelled_samples import LabelledTexts, document_tokens
 from ortlaunch.worker.data.samples import Sample
 from ortlaunch.worker.data.token_cache import ShowProgress, ignore_progress
 
@@ -147,14 +147,13 @@ class AnswerWindows(LabelledTexts):
             )
 
     def _row_start_and_size_of_windows(self) -> Iterator[tuple[int, int, int]]:
-        tokens, ends = self._documents.tokens, self._documents.ends
         # The last document is the summary.
-        for row_index, (start, end) in enumerate(zip([0, *ends[:-1]], ends[:-1])):
-            count = int(tokens[end - 1])
-            window_start = int(start)
-            for size in tokens[end - 1 - count : end - 1].tolist():
-                yield row_index, window_start, size
-                window_start += 4 * size + 2
+        for row_index in range(len(self._documents.ends) - 1):
+            document = document_tokens(self._documents, row_index)
+            start = int(self._documents.ends[row_index]) - len(document)
+            for size in document[-1 - int(document[-1]) : -1].tolist():
+                yield row_index, start, size
+                start += 4 * size + 2
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -210,7 +209,7 @@ class AnswerWindows(LabelledTexts):
     def questions(self) -> list[QuestionRow]:
         """The rows as texts; the first use reads them again."""
         return [
-            require_question_row(row, self.source)
+            require_question_row(row, self.source)  # type: ignore[arg-type]
             for row in read_corpus_rows_up_to_limit(self.source)
         ]
 

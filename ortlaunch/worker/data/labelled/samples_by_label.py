@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.worker.data.labelled.answer_windows import AnswerWindows
+from ortlaunch.worker.data.labelled.choice_texts import ChoiceTexts
 from ortlaunch.worker.data.labelled.sequence_pairs import SequencePairs
 from ortlaunch.worker.data.labelled_samples import (
     LabelledTexts,
@@ -20,4 +21,5 @@ SAMPLES_BY_LABEL: dict[str, type[LabelledTexts]] = {
     "word": TaggedWords,
     "span": AnswerWindows,
     "sequence": SequencePairs,
+    "choice": ChoiceTexts,
 }

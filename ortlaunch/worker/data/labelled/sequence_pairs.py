@@ -16,7 +16,7 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import require_column_value_of_allowed_length
 from ortlaunch.worker.data.file_rows import DataError, Row
 from ortlaunch.worker.data.label_rows import LabelledRow
-from ortlaunch.worker.data.labelled_samples import LabelledTexts
+from ortlaunch.worker.data.labelled_samples import LabelledTexts, document_tokens
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.token_cache import ShowProgress, ignore_progress
 
@@ -94,8 +94,7 @@ class SequencePairs(LabelledTexts):
         return token_ids
 
     def size(self, index: int) -> int:
-        end = self._documents.ends[index]
-        return super().size(index) - int(self._documents.tokens[end - 1])
+        return super().size(index) - int(document_tokens(self._documents, index)[-1])
 
     def _label_tensor_of_stored(self, stored_labels: NDArray[np.uint32]) -> torch.Tensor:
         labels = np.full(self.target_length, IGNORED, np.int64)
