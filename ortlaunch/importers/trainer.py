@@ -1,4 +1,5 @@
-"""Convert the arguments of Hugging Face's Trainer and its examples (run_mlm, run_clm, run_glue).
+"""Convert the arguments of Hugging Face's Trainer and its examples (run_mlm, run_clm, run_glue, run_ner,
+run_qa, run_summarization, run_translation).
 
 LLaMA-Factory and Axolotl share most of them.
 """
@@ -112,6 +113,9 @@ def _assume_task_by_script_keys(draft: Draft) -> None:
         "mlm_probability": "masked-lm",
         "block_size": "causal-lm",
         "task_name": task_name,
+        "doc_stride": "question-answering",
+        "max_target_length": "seq2seq",
+        "source_prefix": "seq2seq",
     }
     for key, task in task_by_key.items():
         if draft.config_value(key) is not None:
@@ -153,6 +157,25 @@ def _data_file(recipe_part: str, key: ConfigKey) -> Rule:
         {"format": file_format, "path": key.value},
         array_remark if key.text.endswith(".json") else "",
     )
+
+
+def _column_of_both_parts(field: str, key: ConfigKey) -> Rule:
+    """Convert a setting of the rows, which those of the evaluation share."""
+    parts = ("train", "evaluation") if key.sibling("validation_file") else ("train",)
+    return [put(f"data.{part}.{field}") for part in parts]
+
+
+def _constant_of_evaluation(value: int, key: ConfigKey) -> Rule:
+    """Convert a setting of run_qa that has one value here."""
+    if key.numeric_value == value:
+        return needless("it is the same here")
+    return drop(f"it is {value} here")
+
+
+def _longest_written_text(key: ConfigKey) -> Rule:
+    lengths = (key.sibling(f"{prefix}max_target_length") for prefix in ("val_", ""))
+    # The scripts' default.
+    return put("train.generate.max_new_tokens", next(filter(None, lengths), 128))
 
 
 def held_out_data(key: ConfigKey, whole_data_value: int = 1) -> Rule:
@@ -289,6 +312,25 @@ _DATA_RULES: Rules = {
     "validation_split_percentage": partial(held_out_data, whole_data_value=100),
     "dataset_name": lambda key: put("data.train", {"format": "hub", "name": key.value}),
     "dataset_config_name": put("data.train.subset"),
+    "doc_stride": put("data.stride"),
+    "version_2_with_negative": needless("rows without answers show it"),
+    "n_best_size": partial(_constant_of_evaluation, 20),
+    "max_answer_length": partial(_constant_of_evaluation, 30),
+    "null_score_diff_threshold": partial(_constant_of_evaluation, 0),
+    "text_column": partial(_column_of_both_parts, "text_column"),
+    "summary_column": partial(_column_of_both_parts, "target_column"),
+    "source_prefix": partial(_column_of_both_parts, "source_prefix"),
+    "max_source_length": put("data.sequence_length"),
+    "max_target_length": lambda key: (
+        put("data.target_length"),
+        assume("data.cut_long", True, "the scripts cut longer texts"),
+    ),
+    "val_max_target_length": needless("train.generate has it, where the model writes"),
+    "predict_with_generate": _longest_written_text,
+    "num_beams": first_of(
+        (lambda key: key.sibling("predict_with_generate"), put("train.generate.beams")),
+        otherwise=needless("of no effect there without predict_with_generate"),
+    ),
     "line_by_line": drop("text is cut into windows of data.sequence_length, not a sample a line"),
 }
 # The first key that gives a valid name wins.

@@ -191,3 +191,37 @@ def test_evaluation_data_beside_the_config(way: str, tmp_path: Path) -> None:
     assert made["train"]["evaluate_every_steps"] == 9
     assert made["checkpoint"]["keep_best"] == {"metric": "classification_accuracy", "export": True}
     assert said(found, "dropped").keys() == {"task_name"}
+
+
+def test_settings_of_the_example_scripts(tmp_path: Path) -> None:
+    """run_summarization's and run_qa's own keys become the fields of their tasks."""
+    keys = {"block_size": "absent", "train_file": "a.csv", "validation_file": "b.csv"}
+    summary = {
+        "text_column": "article", "summary_column": "highlights", "source_prefix": "summarize: ",
+        "max_source_length": 512, "max_target_length": 64, "predict_with_generate": True,
+        "num_beams": 4,
+    }  # fmt: skip
+    recipe = made(tmp_path, **keys, **summary)
+    assert recipe["model"]["task"] == "seq2seq"
+    columns = {
+        "text_column": "article", "target_column": "highlights", "source_prefix": "summarize: "
+    }  # fmt: skip
+    for part in ("train", "evaluation"):
+        assert columns.items() <= recipe["data"][part].items()
+    lengths = {"sequence_length": 512, "target_length": 64, "cut_long": True}
+    assert lengths.items() <= recipe["data"].items()
+    assert recipe["train"]["generate"] == {"max_new_tokens": 64, "beams": 4}
+    questions = {
+        "doc_stride": 128,
+        "max_seq_length": 384,
+        "n_best_size": 20,
+        "max_answer_length": 9,
+    }
+    path = config(
+        tmp_path, **{**keys, "train_file": "a.json", "validation_file": "b.json"}, **questions
+    )
+    found = convert_config_to_recipe(path, "hf-trainer", None, ())
+    recipe = yaml.safe_load(found.recipe_yaml)
+    assert (recipe["model"]["task"], recipe["data"]["stride"]) == ("question-answering", 128)
+    assert said(found, "dropped")["max_answer_length"] == "it is 30 here"
+    assert "n_best_size" in said(found, "needless")
