@@ -27,7 +27,8 @@ IN_CI = {
 }  # fmt: skip
 OF_OTHER_TASKS = {
     "models/minilm-embedding", "models/minilm-embedding-tiny", "models/minilm-reranker",
-    "models/minilm-reranker-tiny", "models/modernbert-retriever",
+    "models/minilm-reranker-tiny", "models/modernbert-retriever", "models/bert-base-squad",
+    "models/t5-small-summary",
 }  # fmt: skip
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -46,6 +47,16 @@ SMALL_WHISPER = {
 }  # fmt: skip
 
 
+SMALL_T5 = {
+    "model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+QUESTION = {
+    "question": "What?", "context": "It is a cat.",
+    "answers": {"text": ["a cat"], "answer_start": [6]},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Instructions, labelled texts, images and recordings, in the formats that the recipes read."""
@@ -61,6 +72,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for word in ("good", "bad")
     ]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    for task, row in (
+        ("question-answering", QUESTION),
+        ("seq2seq", {"text": "1 2", "target": "1"}),
+    ):
+        (folder / f"{task}.jsonl").write_text("\n".join([json.dumps(row)] * 8))
     for label in ("dark", "light"):
         (folder / "images" / label).mkdir(parents=True)
         for number in range(8):
@@ -117,6 +133,14 @@ def reduced(name: str, data: Path) -> Recipe:
         changes["model.pretrained"] = None
         changes["data.evaluation"] = {"share": 0.25}
         changes["train.evaluate_every_steps"] = 3
+    elif whole.model.traits.data_fields:
+        config = SMALL_T5 if whole.model.traits.writes else {"model_type": family, **SMALL_ENCODER}
+        rows = str(data / f"{whole.model.task}.jsonl")
+        changes |= {
+            "model.config": config, "data.train": {"format": "jsonl", "path": rows},
+            "data.evaluation": {"format": "jsonl", "path": rows}, "train.evaluate_every_steps": 3,
+        }  # fmt: skip
+        changes |= {"data.stride": 16} if "stride" in whole.model.traits.data_fields else {}
     elif FAMILIES[family].has_llama_layers:
         changes["model.config"] = {"model_type": family, **SMALL}
         changes["data.train"] = {

@@ -85,6 +85,8 @@ def test_the_families_are_complete() -> None:
             "gpt2",
             "on-device/bytes",
             "own-module",
+            "questions",
+            "summary",
             "text-classification",
             "vit",
             "whisper",

@@ -43,8 +43,8 @@ MODELS = [
     for name in shipped.shipped_recipe_names()
     if name.startswith("models/")
     and not name.endswith("-lora")
-    # BERT's layers are compared in test_activations.py.
-    and "minilm" not in name
+    # BERT's layers are compared in test_activations.py, and T5 has no plan.
+    and not any(word in name for word in ("minilm", "squad", "t5-small"))
 ]
 # Decoders have the same tests in tests/worker/engine/test_memory.py.
 PUBLISHED = {
