@@ -132,7 +132,7 @@ METRICS = {
     "triplet_accuracy": BuiltInMetric(
         "Share of the rows whose query is nearer to the first document than to the second, by cosine.",
         "max",
-        "triplet accuracy {:.2%}",
+        "accuracy of triplets {:.2%}",
         {"embedding": _FOUND["embedding"]},
         is_share=True,
         always=False,
