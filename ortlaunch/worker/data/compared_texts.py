@@ -64,7 +64,8 @@ class ComparedTexts(ScoredTexts):
         )
         self._has_segments = self._is_joint and "token_type_ids" in tokenizer.model_input_names
         self._text_count = 0
-        self.task = f"{recipe.model.task} {self._columns} {self._prompts} {self._loss.label}"
+        # The whole row of the loss, because rows in the cache are not checked again.
+        self.task = f"{recipe.model.task} {self._columns} {self._prompts} {self._loss}"
         self.read = self._texts_and_numbers_of_row
         super().__init__(source, tokenizer, recipe.data.sequence_length or 0, show_progress)
 

@@ -202,11 +202,12 @@ class RankingScores(_OutputsOfSamples):
             metrics["average_precision"] = float(
                 classification.binary_average_precision(scores.sigmoid(), labels.long())
             )
-        by_query = [queries == query for query in queries.unique()]
+        _, query_index, counts = queries.unique(return_inverse=True, return_counts=True)
+        by_query = query_index.argsort(stable=True).split(counts.tolist())
         ranked = [
             _by_place(scores[rows], labels[rows] > 0)
             for rows in by_query
-            if 0 < labels[rows].sum() < rows.sum()
+            if 0 < labels[rows].sum() < len(rows)
         ]
         if ranked:
             retrieval = functions.retrieval

@@ -136,24 +136,46 @@ def _ranking_loss_of_part(
     queries, positives = vectors[:, 0], vectors[:, 1]
     # All positives come first, then all first negatives, and so on.
     documents = all_vectors[:, 1:].transpose(0, 1).flatten(0, 1)
-    document_ids = all_ids[:, 1:].T.flatten()
-    positive_ids = all_ids[own, 1:2]
-    is_other = torch.arange(len(all_ids), device=own.device) != own[:, None]  # (P, A)
-    has_same_query = (all_ids[:, 0] == all_ids[own, :1]) & is_other
-    has_same_positive = document_ids == positive_ids  # (P, A x (T - 1))
-    # A copy of the right document, or a right document of the same query, is no wrong one.
-    has_same_positive[:, : len(all_ids)] &= is_other
-    is_left_out = has_same_positive.clone()
-    is_left_out[:, : len(all_ids)] |= has_same_query
-    scores = (queries @ documents.T / settings.temperature).masked_fill(is_left_out, -torch.inf)
-    loss = functional.cross_entropy(scores, own, reduction="sum")
+    is_right = _is_right_of_own(
+        all_ids[:, 0], all_ids[:, 1], all_ids[own, 0], all_ids[:, 1:].T.flatten()
+    )
+    loss = _cross_entropy_of_cosines(settings, queries @ documents.T, own, is_right)
     if not settings.symmetric:
         return loss
-    is_left_out = has_same_query | has_same_positive[:, : len(all_ids)]
-    scores = (positives @ all_vectors[:, 0].T / settings.temperature).masked_fill(
-        is_left_out, -torch.inf
-    )
-    return (loss + functional.cross_entropy(scores, own, reduction="sum")) / 2
+    is_right = _is_right_of_own(all_ids[:, 1], all_ids[:, 0], all_ids[own, 1], all_ids[:, 0])
+    scores = positives @ all_vectors[:, 0].T
+    return (loss + _cross_entropy_of_cosines(settings, scores, own, is_right)) / 2
+
+
+def _is_right_of_own(
+    paired_ids: Tensor, partner_ids: Tensor, own_ids: Tensor, candidate_ids: Tensor
+) -> Tensor:
+    """Return for each own text which candidates are its partner in any sample.
+
+    Args:
+        paired_ids: (A,) texts of all samples.
+        partner_ids: (A,) the text that is right for each of them.
+        own_ids: (S,) of `paired_ids`.
+        candidate_ids: (C,) texts that are compared with each own one.
+
+    Returns:
+        (S, C).
+    """
+    distinct_ids, numbers = torch.cat([partner_ids, candidate_ids]).unique(return_inverse=True)
+    partners, candidates = numbers.split([len(partner_ids), len(candidate_ids)])
+    is_same = (own_ids[:, None] == paired_ids).int()  # (S, A)
+    counts = is_same.new_zeros(len(own_ids), len(distinct_ids))
+    counts.scatter_add_(1, partners.expand(len(own_ids), -1), is_same)
+    return (counts > 0)[:, candidates]
+
+
+def _cross_entropy_of_cosines(
+    settings: Embedding, cosines: Tensor, own: Tensor, is_right: Tensor
+) -> Tensor:
+    """Return the sum of the cross entropies of column own[i] of row i; no other right column is a wrong one."""
+    is_left_out = is_right.scatter(1, own[:, None], False)
+    scores = (cosines / settings.temperature).masked_fill(is_left_out, -torch.inf)
+    return functional.cross_entropy(scores, own, reduction="sum")
 
 
 def _cosent_loss(

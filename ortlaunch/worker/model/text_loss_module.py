@@ -5,9 +5,9 @@ Shapes: S samples, T texts (or pairs of texts) of a sample, L tokens, W values o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ class RowsOfRanks:
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks in rank order, with gradients to each rank's own."""
         return rows if self.group is None else self.group.gather_rows_with_gradients(rows)
+
+    def largest_count(self, count: int) -> int:
+        """Return the largest count of all ranks (collective)."""
+        if self.group is None:
+            return count
+        return int(max(numbers[0] for numbers in self.group.gather_numbers([count])))
 
     @property
     def rank(self) -> int:
@@ -68,7 +74,7 @@ class TextLossModule(LossModule):
     def join_ranks(self, group: DistributedContext) -> None:
         self.ranks.group = group
 
-    @contextmanager
+    @contextlib.contextmanager
     def compute_loss_of_own_rank(self) -> Iterator[None]:
         group, self.ranks.group = self.ranks.group, None
         try:
@@ -86,9 +92,19 @@ class TextLossModule(LossModule):
         # Dropout may have been switched since; an inner module does not hear of it.
         if encoder.training != self.training:
             encoder.train(self.training)
+        inputs_of_parts = [
+            dict(zip(rows, part))
+            for part in zip(
+                *(value.split(self.mini_batch or len(value)) for value in rows.values())
+            )
+        ]
+        if self.mini_batch is not None and not self.training:
+            # A pass of a divided model is collective, and ranks may have unequal batches.
+            pass_count = self.ranks.largest_count(len(inputs_of_parts))
+            for _ in range(pass_count - len(inputs_of_parts)):
+                encoder(**inputs_of_parts[0])
         parts = []
-        for part in zip(*(value.split(self.mini_batch or len(value)) for value in rows.values())):
-            inputs = dict(zip(rows, part))
+        for inputs in inputs_of_parts:
             if self.mini_batch is None or not torch.is_grad_enabled():
                 parts.append(encoder(**inputs))
             else:
@@ -101,21 +117,19 @@ class TextLossModule(LossModule):
     def _loss_or_dict_of_loss_and_values(
         self, batch: dict[str, Tensor]
     ) -> Tensor | dict[str, Tensor]:
-        if not self.training:
-            # Ranks may have unequal batches then; metrics join the outputs of all ranks.
-            with self.compute_loss_of_own_rank():
-                return self._loss_and_outputs(batch)
-        return self._loss_and_outputs(batch)
-
-    def _loss_and_outputs(self, batch: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         outputs = self.outputs_of_texts(batch)
-        # Of sums of exponentials; bfloat16 has two digits.
-        with torch.autocast(outputs.device.type, enabled=False):
-            wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-            loss = self.loss_of_outputs(wide, batch)
+        # Ranks may have unequal batches in an evaluation; metrics join the outputs of all ranks.
+        with contextlib.nullcontext() if self.training else self.compute_loss_of_own_rank():
+            loss = self._wide_loss_of_outputs(outputs, batch)
         if self.evaluates_with_scores and not self.training:
             return {"loss": loss, self.output_name: outputs}
         return loss
+
+    def _wide_loss_of_outputs(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        # Of sums of exponentials; bfloat16 has two digits.
+        with torch.autocast(outputs.device.type, enabled=False):
+            wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            return self.loss_of_outputs(wide, batch)
 
     output_name = ""
     """Name of the encoder's output in an evaluation."""

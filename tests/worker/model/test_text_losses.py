@@ -15,6 +15,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.corpus import read_texts_with_fraction_of_corpus_read
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.model.embedding import _is_right_of_own
 from ortlaunch.worker.model.model import LossModule, seed_and_build_loss_module_on_cpu
 from tests.worker.models import BERT, recipe
 
@@ -274,3 +275,50 @@ def test_too_long_dimensions(folder: Path, tmp_path: Path) -> None:
     chosen = _chosen(folder, tmp_path, "embedding", {"dimensions": [64]}, _rows(2, ""))
     with pytest.raises(InputError, match="got 64, and the model's vectors have 16 values"):
         _built(chosen)
+
+
+def test_copies_of_another_right_document_are_no_wrong_ones(folder: Path, tmp_path: Path) -> None:
+    """A right document of the query stays no wrong one where it is the document of another query."""
+    rows = _rows(3, "")
+    rows[1] = {**rows[1], "0": rows[0]["0"]}
+    rows[2] = {**rows[2], "2": rows[1]["1"]}
+    _, batch = _built(_chosen(folder, tmp_path, "embedding", {}, rows[:3]))
+    ids = batch["text_ids"]
+    is_right = _is_right_of_own(ids[:, 0], ids[:, 1], ids[:, 0], ids[:, 1:].T.flatten())
+    assert is_right[:2].tolist() == [[True, True, False, False, False, True]] * 2
+    assert is_right[2].tolist() == [False, False, True, False, False, False]
+
+
+def test_a_cache_of_another_loss_is_not_used(folder: Path, tmp_path: Path) -> None:
+    """Rows in the cache of a loss are checked again for one with other limits."""
+    rows = [{**row, "label": 3} for row in _rows(2, "")]
+    LoadedData(_chosen(folder, tmp_path, "reranker", {"loss": "mse"}, rows)).read_samples_needed_by(
+        _TRAINS
+    )
+    with pytest.raises(DataError, match="it must be a number from 0 to 1"):
+        LoadedData(_chosen(folder, tmp_path, "reranker", {}, rows)).read_samples_needed_by(_TRAINS)
+
+
+def test_a_tokenizer_is_trained_on_all_text_columns(folder: Path, tmp_path: Path) -> None:
+    chosen = _chosen(folder, tmp_path, "embedding", {}, _rows(2, ""))
+    source: Any = chosen.data.train
+    found = [text for text, _ in read_texts_with_fraction_of_corpus_read(source)]
+    assert found == [row[name] for row in _rows(2, "") for name in ("0", "1")]
+
+
+class _TwoRanks:
+    rank = 0
+
+    def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+        return [numbers, [numbers[0] + 2]]
+
+
+def test_an_evaluation_has_as_many_passes_as_the_longest_rank(folder: Path, tmp_path: Path) -> None:
+    """A pass of a divided model is collective, so that a rank with fewer texts runs more passes."""
+    module, batch = _built(_chosen(folder, tmp_path, "embedding", {"mini_batch": 8}, _rows(2, "")))
+    passes: list[int] = []
+    text_module: Any = module.eval()
+    text_module._encoders[0].register_forward_hook(lambda *_: passes.append(1))
+    text_module.join_ranks(_TwoRanks())
+    text_module(**batch)
+    assert len(passes) == 2 + 2
