@@ -299,13 +299,6 @@ def test_a_cache_of_another_loss_is_not_used(folder: Path, tmp_path: Path) -> No
         LoadedData(_chosen(folder, tmp_path, "reranker", {}, rows)).read_samples_needed_by(_TRAINS)
 
 
-def test_a_tokenizer_is_trained_on_all_text_columns(folder: Path, tmp_path: Path) -> None:
-    chosen = _chosen(folder, tmp_path, "embedding", {}, _rows(2, ""))
-    source: Any = chosen.data.train
-    found = [text for text, _ in read_texts_with_fraction_of_corpus_read(source)]
-    assert found == [row[name] for row in _rows(2, "") for name in ("0", "1")]
-
-
 class _TwoRanks:
     rank = 0
 
