@@ -51,7 +51,7 @@ TASKS: dict[str, tuple[dict[str, Any], int]] = {
 MODULES_OF_ORT = 450
 # No rank of these tasks calls anything of these.
 UNUSED = (
-    "torch._inductor.graph", "deepspeed", "datasets", "mlflow", "optuna", "pandas", "scipy", "sklearn",
+    "torch._inductor.graph", "deepspeed", "datasets", "mlflow", "optuna", "pandas", "sklearn",
     "tensorboard", "wandb", "IPython",
 )  # fmt: skip
 UNUSED_ON_EAGER = ("onnx", "onnxruntime")
@@ -106,7 +106,10 @@ def test_a_rank_imports_about_as_many_modules_as_it_needs(
     modules: dict[tuple[str, str], set[str]],
 ) -> None:
     """The counts are limits, a tenth above those of torch 2.13 and transformers 5.23."""
-    counts = {run: len(names) for run, names in modules.items()}
+    # transformers' losses and torchmetrics import scipy where it is installed, as sentence-transformers needs.
+    counts = {
+        run: sum(not name.startswith("scipy") for name in names) for run, names in modules.items()
+    }
     limits = {
         (task, engine): TASKS[task][1] + (MODULES_OF_ORT if engine == "ort" else 0)
         for task, engine in counts

@@ -28,7 +28,9 @@ def register_document_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(ATTENTION, attend_within_documents)
+    # The lengths of documents differ from batch to batch; each would be compiled anew. Not a decorator:
+    # that would import torch._dynamo, 800 modules, into every rank.
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(attend_within_documents))
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
@@ -42,8 +44,6 @@ def window_and_document_ids(document_ids: Tensor, window: int) -> Tensor:
     return nn.functional.pad(document_ids, (1, 0), value=window)[:, None, None]
 
 
-# The lengths of documents differ from batch to batch; each would be compiled anew.
-@torch.compiler.disable
 def attend_within_documents(
     module: nn.Module,
     query: Tensor,

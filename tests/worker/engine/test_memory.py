@@ -28,7 +28,9 @@ LLAMA_7B = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
             "intermediate_size": 11008, "vocab_size": 32000}  # fmt: skip
 BERT_LARGE = {"model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
               "intermediate_size": 4096, "vocab_size": 30528}  # fmt: skip
-LABELLED = [task for task, traits in MODEL_TASKS.items() if traits.label]
+# Of encoders with a decoder there is no plan; a decoder has no choices, and its spans no classes.
+LABELLED = [task for task, traits in MODEL_TASKS.items() if traits.label and task != "seq2seq"]
+OF_DECODERS = [task for task in LABELLED if task not in ("multiple-choice", "question-answering")]
 
 
 def transformers_model(config: dict[str, Any], task: str) -> nn.Module:
@@ -75,7 +77,7 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     ) == parameters(transformers_model(config, task))
 
 
-@pytest.mark.parametrize("task", ["causal-lm", *LABELLED])
+@pytest.mark.parametrize("task", ["causal-lm", *OF_DECODERS])
 @pytest.mark.parametrize(
     "fields",
     [
