@@ -26,6 +26,7 @@ EXPERTS = dict.fromkeys(
     [f"model.layers.*.mlp.experts{name}" for name in ("", ".gate_up_proj", ".down_proj")],
     "replicate",
 )
+PLANNED = {"parallel": {"tensor": 2, "tensor_plan": BERT_PLAN}}
 ADAPTED: dict[str, Any] = {
     **LLAMA,
     "lora": {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]},
@@ -93,14 +94,17 @@ def test_a_plan_that_lacks_a_layer_is_found(train: Train) -> None:
     ("name", "model", "sections", "launcher"),
     [
         ("no zero", QWEN, {"zero": {"stage": 0}}, TWO_RANKS),
-        ("copies", QWEN, {"zero": {"stage": 2}, "batch": {"micro_size": 4}}, FOUR_RANKS),
-        ("accumulated", QWEN, {"batch": {"micro_size": 2}}, FOUR_RANKS),
         ("adapters", ADAPTED, {}, TWO_RANKS),
-        pytest.param(
-            "compiled", QWEN, {"engine": {"name": "inductor"}}, TWO_RANKS, marks=pytest.mark.nightly
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("copies", QWEN, {"zero": {"stage": 2}, "batch": {"micro_size": 4}}, FOUR_RANKS),
+                ("accumulated", QWEN, {"batch": {"micro_size": 2}}, FOUR_RANKS),
+                ("compiled", QWEN, {"engine": {"name": "inductor"}}, TWO_RANKS),
+                ("planned", WHOLE["model"], PLANNED, TWO_RANKS),
+                ("experts", MIXTRAL, {"parallel": {"tensor": 2, "tensor_plan": EXPERTS}}, TWO_RANKS),
+            )
         ),
-        ("planned", WHOLE["model"], {"parallel": {"tensor": 2, "tensor_plan": BERT_PLAN}}, TWO_RANKS),
-        ("experts", MIXTRAL, {"parallel": {"tensor": 2, "tensor_plan": EXPERTS}}, TWO_RANKS),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

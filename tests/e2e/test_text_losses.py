@@ -128,7 +128,15 @@ _WORLDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("world", _WORLDS)
+@pytest.mark.parametrize(
+    "world",
+    [
+        "inductor",
+        "ort",
+        pytest.param("zero", marks=pytest.mark.nightly),
+        pytest.param("shards", marks=pytest.mark.nightly),
+    ],
+)
 def test_engines_and_divided_models(train: Train, whole: Run, ranked: Run, world: str) -> None:
     """Each engine and division trains as one process; ort is compared with plain PyTorch, too."""
     changes, ranks = _WORLDS[world]

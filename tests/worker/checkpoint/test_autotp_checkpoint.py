@@ -54,11 +54,11 @@ def start(world: str, source: Path | None, folder: Path) -> tuple[dict[str, torc
 @pytest.mark.parametrize(
     ("saved", "others"),
     [
-        ("zero 0", ["one", "zero 1"]),
+        pytest.param("zero 0", ["one", "zero 1"], marks=pytest.mark.nightly),
         ("zero 1", ["one", "zero 0", "zero 1", "tensor", "shard", "zero 3"]),
-        ("zero 2", ["zero 2", "zero 1"]),
-        ("tensor", ["zero 1"]),
-        ("shard", ["zero 2"]),
+        pytest.param("zero 2", ["zero 2", "zero 1"], marks=pytest.mark.nightly),
+        pytest.param("tensor", ["zero 1"], marks=pytest.mark.nightly),
+        pytest.param("shard", ["zero 2"], marks=pytest.mark.nightly),
     ],
 )
 def test_a_checkpoint_of_slices_in_other_worlds(
