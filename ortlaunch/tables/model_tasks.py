@@ -24,7 +24,7 @@ class ModelTask:
     a `span` of a text, a `sequence` of tokens to write, or the `choice` of a text; "": none."""
     columns: tuple[str, ...] = ("text_column", "label_column")
     """Fields of a source that name the columns of rows with labels."""
-    text_columns: tuple[str, ...] = ("text_column",)
+    text_fields: tuple[str, ...] = ("text_column",)
     """Those of them whose columns hold text, on which a tokenizer may be trained."""
     data_fields: tuple[str, ...] = ()
     """Fields of `data` for this task alone."""
@@ -146,7 +146,7 @@ MODEL_TASKS = {
         "AutoModelForQuestionAnswering",
         label="span",
         columns=("question_column", "context_column", "answers_column"),
-        text_columns=("question_column", "context_column"),
+        text_fields=("question_column", "context_column"),
         data_fields=("stride",),
         pipeline="question-answering",
         peft="QUESTION_ANS",
@@ -155,7 +155,7 @@ MODEL_TASKS = {
         "AutoModelForMultipleChoice",
         label="choice",
         columns=("context_column", "choice_columns", "label_column"),
-        text_columns=("context_column", "choice_columns"),
+        text_fields=("context_column", "choice_columns"),
         pipeline="multiple-choice",
         new_head="classifier",
     ),
@@ -163,7 +163,7 @@ MODEL_TASKS = {
         "AutoModelForSeq2SeqLM",
         label="sequence",
         columns=("text_column", "target_column", "source_prefix"),
-        text_columns=("text_column", "target_column"),
+        text_fields=("text_column", "target_column"),
         data_fields=("target_length", "cut_long"),
         writes=True,
         pipeline="text2text-generation",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,17 @@ from ortlaunch.recipe import read_resolved_recipe_of_run
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.corpus import read_corpus_rows_up_to_limit
-from tests.e2e.runs import EAGER, SMALL, TWO_RANKS, Run, Train, ended_well, merged
+from tests.e2e.runs import (
+    COMMAND,
+    EAGER,
+    SMALL,
+    TWO_RANKS,
+    Run,
+    Train,
+    ended_well,
+    environment,
+    merged,
+)
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PAIRS: dict[str, Any] = {
@@ -116,6 +129,37 @@ def test_what_a_cross_encoder_loads(ranked: Run) -> None:
     last = ranked.records()[-1]
     for ours, theirs in (("map", "map"), ("mrr_at_10", "mrr@10"), ("ndcg_at_10", "ndcg@10")):
         assert last[f"evaluation_{ours}"] == pytest.approx(found[theirs], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_an_evaluation_afterwards(whole: Run, home: Path) -> None:
+    """`ortlaunch evaluate` on two ranks gives the metrics of the run, its loss too."""
+    command = [str(COMMAND), "evaluate", whole.folder.name, *TWO_RANKS]
+    subprocess.run(command, cwd=home, env=environment(home), timeout=120, check=True)
+    (path,) = (whole.folder / "evaluations").glob("*/evaluation.json")
+    found = json.loads(path.read_text())
+    for name, value in whole.records()[-1].items():
+        if name.startswith("evaluation_"):
+            assert found[name.removeprefix("evaluation_")] == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_adapters_alone_keep_their_pooling(train: Train, whole: Run) -> None:
+    """SentenceTransformer loads adapters of a base with the pooling that they were trained with."""
+    from sentence_transformers import SentenceTransformer
+
+    lora = {"r": 2, "target_modules": ["query"], "merge": False}
+    embedding = {"pooling": "cls", "query_prompt": None}
+    model = {"pretrained": str(whole.folder / "export"), "lora": lora, "embedding": embedding}
+    data = {"tokenizer": str(whole.folder / "export")}
+    run = ended_well(
+        train("adapters", merged(PAIRS, {"model": {**model, "config": None}, "data": data}))
+    )
+    modules = [*SentenceTransformer(str(run.folder / "export"), device="cpu")]
+    assert modules[1].pooling_mode == "cls"
+    assert len(modules) == 3
 
 
 _WORLDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -133,6 +133,11 @@ def _text_comparison_rules(recipe: Recipe) -> Iterator[Problem]:
                 f"has no effect with loss {settings.loss}; it is for {', '.join(unused[name])}",
             )
     batch = recipe.batch
+    if settings.traits.is_over_batch and batch.global_size == 1:
+        yield (
+            ("batch.global_size", "model.task"),
+            f"got 1: loss {settings.loss} compares the samples of a step; give 2 or more",
+        )
     # A pass of accumulation compares its own samples alone, so that another number of ranks would
     # train something else.
     if settings.traits.is_over_batch and batch.accumulation_steps != 1 and batch.micro_size:
@@ -315,7 +320,8 @@ def _task_and_model_type_rules(model: Model) -> Iterator[Problem]:
             key_names,
             f"got {model.task} with {model_type}, which predicts the next token; use causal-lm",
         )
-    if traits.label == "number" and config.get("num_labels", 1) != 1:
+    has_one_output = traits.label == "number" or traits.compares == "reranker"
+    if has_one_output and config.get("num_labels", 1) != 1:
         yield (
             (f"{_CONFIG}.num_labels", "model.task"),
             f"got {config['num_labels']}; {model.task} has one output",

@@ -274,7 +274,7 @@ def _names_in_field(value: str | Sequence[str]) -> Sequence[str]:
 
 def _data_with_source_for_each_text_column(recipe: Recipe) -> Data:
     """Return the recipe's data for its tokenizer, which is trained on `text_column` of each source."""
-    fields = recipe.model.traits.text_columns
+    fields = recipe.model.traits.text_fields
     if fields == ("text_column",) or recipe.data.is_custom:
         return recipe.data
     parts = tuple(

@@ -97,10 +97,10 @@ class ComparedTexts(ScoredTexts):
         documents = len(texts) - 1
         limits = self._loss.least_documents, self._loss.most_documents
         if not limits[0] <= documents <= limits[1]:
-            wanted = limits[0] if limits[0] == limits[1] else f"at least {limits[0]}"
+            accepted_count_text = limits[0] if limits[0] == limits[1] else f"at least {limits[0]}"
             raise DataError(
                 f"{row.location}: has {documents} texts after the first; loss {self._loss_name} takes "
-                f"{wanted} (text_columns: {', '.join(self._columns)})"
+                f"{accepted_count_text} (text_columns: {', '.join(self._columns)})"
             )
         label_column = source.label_column if isinstance(source, Corpus) else "label"
         return texts, _numbers_of_row(row, label_column, documents, self._loss)
@@ -212,7 +212,7 @@ def _numbers_of_row(
     except (TypeError, ValueError):
         numbers = [math.nan]
     is_valid = all(map(math.isfinite, numbers)) and (
-        not loss.label_is_share or all(0 <= number <= 1 for number in numbers)
+        not loss.label_is_share or all(0 <= value <= 1 for value in numbers)
     )
     range_text = " from 0 to 1" if loss.label_is_share else ""
     if not is_valid:
@@ -220,12 +220,14 @@ def _numbers_of_row(
             f"{row.location}: {label_column} is {value!r:.80}; it must be a number{range_text}, or a "
             "list of them"
         )
-    wanted = {"score": 1, "margins": document_count - 1, "relevance": document_count}[loss.label]
+    needed_count = {"score": 1, "margins": document_count - 1, "relevance": document_count}[
+        loss.label
+    ]
     if loss.label == "margins" and len(numbers) == document_count:
-        return [numbers[0] - number for number in numbers[1:]]
-    if len(numbers) != wanted:
+        return [numbers[0] - score for score in numbers[1:]]
+    if len(numbers) != needed_count:
         raise DataError(
             f"{row.location}: {label_column} has {len(numbers)} numbers; with {document_count} documents "
-            f"it must have {wanted}"
+            f"it must have {needed_count}"
         )
     return numbers

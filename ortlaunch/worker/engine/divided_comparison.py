@@ -115,9 +115,9 @@ def compare_pass_of_divided_model_on_rank_0(
         loss = stepper.run_micro_batch(device_batch, is_last_of_step=True)
         gradients: dict[str, torch.Tensor | None] = {}
         # One whole gradient after another.
-        for name, whole in stepper.whole_gradients():
+        for name, gradient in stepper.whole_gradients():
             if reference.result is not None:
-                gradients[name] = None if whole is None else whole.cpu() * scale
+                gradients[name] = None if gradient is None else gradient.cpu() * scale
         stepper.drop_gradients()
         stepper.returned_values.begin_step()
     # Else rank 0 would hold the gradients of the whole model for the whole run.

@@ -493,8 +493,8 @@ class DeepSpeedStepper:
         if self._tensor_rank_count == 1:
             return float64_gradient_norm(self.model)
         gradients = [g for _, g in self.named_gradients() if g is not None]
-        whole = [g for _, g in self._whole_gradients_in_tensor_group() if g is not None]
-        squares = sum_of_gradient_squares_over_ranks(gradients, whole, self.group)
+        whole_gradients = [g for _, g in self._whole_gradients_in_tensor_group() if g is not None]
+        squares = sum_of_gradient_squares_over_ranks(gradients, whole_gradients, self.group)
         # Each data-parallel rank has the averaged gradients.
         return math.sqrt(squares / self.group.data_parallel.size)
 
@@ -545,12 +545,12 @@ class DeepSpeedStepper:
                     "numbers": numbers[part.start :][: part.count].numpy(),
                     "values": gradient.detach().reshape(-1).float().cpu().numpy(),
                 }
-            whole = torch.zeros(shape)
+            whole_gradient = torch.zeros(shape)
             gathered = [a for a in self.group.gather_arrays_on_rank_0(arrays) if a]
             for rank_arrays in gathered:
                 numbers, values = map(torch.from_numpy, rank_arrays.values())
-                whole.view(-1)[numbers] = values
-            yield name, whole if gathered else None
+                whole_gradient.view(-1)[numbers] = values
+            yield name, whole_gradient if gathered else None
 
     def drop_gradients(self) -> None:
         optimizer = self.engine.optimizer

@@ -111,11 +111,11 @@ def _best_span(
     scores = (start_logits[starts][:, None] + end_logits[ends][None]).masked_fill(
         ~is_valid, -math.inf
     )
-    first, last = divmod(int(scores.argmax()), count)
+    start_place, end_place = divmod(int(scores.argmax()), count)
     return (
-        float(scores[first, last]),
-        float(offsets[0, starts[first]]),
-        float(offsets[1, ends[last]]),
+        float(scores[start_place, end_place]),
+        float(offsets[0, starts[start_place]]),
+        float(offsets[1, ends[end_place]]),
     )
 
 

@@ -26,6 +26,9 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 _Array = NDArray[Any]
 # Documents of a query that count in metrics "at 10".
 _FIRST_DOCUMENTS = 10
+# Samples that the loss of an evaluation compares, whatever the batches of the training were and of the
+# evaluation are: it is then the same in the run, in `ortlaunch evaluate` and of runs with other batches.
+_SAMPLES_OF_LOSS = 64
 # Queries whose scores with all documents are computed at once.
 _QUERIES_AT_ONCE = 1024
 
@@ -39,7 +42,6 @@ class _OutputsOfSamples:
 
     def __init__(self, evaluated_model: EvaluatedModel) -> None:
         self._settings = evaluated_model.recipe.model.text_comparison
-        self._recipe = evaluated_model.recipe
         self._kept: dict[str, list[_Array]] = {}
         # Samples of each turn of this rank.
         self._turns: list[int] = []
@@ -58,10 +60,10 @@ class _OutputsOfSamples:
 
     def metrics_over_ranks(self, group: DistributedContext, loss: float) -> dict[str, float]:
         """Return the metrics by their names in the table (collective)."""
-        own = {name: np.concatenate(arrays) for name, arrays in self._kept.items()}
-        by_rank = group.gather_arrays_on_rank_0({**own, "turns": np.array(self._turns)})
+        rank_arrays = {name: np.concatenate(arrays) for name, arrays in self._kept.items()}
+        by_rank = group.gather_arrays_on_rank_0({**rank_arrays, "turns": np.array(self._turns)})
         metrics: dict[str, float] = {}
-        if own and by_rank:
+        if rank_arrays and by_rank:
             # Ranks take turns, so the samples of a turn are those of rank 0, rank 1, and so on.
             begins = [np.cumsum([0, *arrays["turns"]]) for arrays in by_rank]
             values = {
@@ -74,7 +76,7 @@ class _OutputsOfSamples:
                         ]
                     )
                 )
-                for name in own
+                for name in rank_arrays
             }
             metrics = self.metrics_of_all_samples(values)
         return dict(group.gather({k: v for k, v in metrics.items() if math.isfinite(v)})[0])
@@ -96,8 +98,7 @@ class EmbeddingScores(_OutputsOfSamples):
         embeddings = values["embeddings"]
         metrics = {}
         if settings.traits.is_over_batch:
-            # Of batches as in training, whatever the micro batches of this evaluation are.
-            size = self._recipe.batch.global_size or len(embeddings)
+            size = _SAMPLES_OF_LOSS
             total = sum(
                 float(
                     embedding_loss(
@@ -126,11 +127,11 @@ class EmbeddingScores(_OutputsOfSamples):
         return metrics
 
 
-def _correlations(predicted: Tensor, given: Tensor) -> dict[str, float]:
+def _correlations(predicted: Tensor, labels: Tensor) -> dict[str, float]:
     functions = import_torchmetrics_quietly().functional
     return {
-        "pearson": float(functions.pearson_corrcoef(predicted.double(), given.double())),
-        "spearman": float(functions.spearman_corrcoef(predicted.double(), given.double())),
+        "pearson": float(functions.pearson_corrcoef(predicted.double(), labels.double())),
+        "spearman": float(functions.spearman_corrcoef(predicted.double(), labels.double())),
     }
 
 
@@ -154,7 +155,7 @@ def _retrieval_metrics(vectors: Tensor, text_ids: Tensor) -> dict[str, float]:
     for query, _ in right_pairs:
         right_counts[query] += 1
     count = min(_FIRST_DOCUMENTS, len(document_ids))
-    found = np.concatenate(
+    nearest_documents = np.concatenate(
         [
             (part @ documents.T).topk(count).indices.numpy()
             for part in queries.split(_QUERIES_AT_ONCE)
@@ -163,7 +164,7 @@ def _retrieval_metrics(vectors: Tensor, text_ids: Tensor) -> dict[str, float]:
     hits = np.array(
         [
             [(query, document) in right_pairs for document in row]
-            for query, row in enumerate(found.tolist())
+            for query, row in enumerate(nearest_documents.tolist())
         ]
     )
     gains = 1 / np.log2(np.arange(2, _FIRST_DOCUMENTS + 2))
@@ -216,8 +217,8 @@ class RankingScores(_OutputsOfSamples):
                 ("mrr_at_10", retrieval.retrieval_reciprocal_rank, {"top_k": _FIRST_DOCUMENTS}),
                 ("map", retrieval.retrieval_average_precision, {}),
             ):
-                found = [float(measure(*pair, **options)) for pair in ranked]
-                metrics[name] = sum(found) / len(found)
+                by_query_values = [float(measure(*pair, **options)) for pair in ranked]
+                metrics[name] = sum(by_query_values) / len(by_query_values)
         return metrics
 
 

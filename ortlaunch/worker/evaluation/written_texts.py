@@ -89,7 +89,7 @@ class WrittenTexts:
             "bleu": sacrebleu.corpus_bleu(written, [meant]).score,
             "chrf": sacrebleu.corpus_chrf(written, [meant]).score,
             **{
-                name: sum(each[rouge].fmeasure for each in scores) / len(pairs)
+                name: sum(score[rouge].fmeasure for score in scores) / len(pairs)
                 for rouge, name in _ROUGE.items()
             },
         }

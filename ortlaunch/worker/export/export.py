@@ -73,9 +73,7 @@ def write_transformers_or_peft_folder(
         # accelerate would import DeepSpeed, for seconds, to see whether the model is wrapped by it.
         with hide_package_unless_loaded("deepspeed"):
             model.save_pretrained(export_folder)
-        # Adapters alone have no config of a model.
-        if (export_folder / "config.json").exists():
-            write_sentence_transformers_files(recipe, export_folder, model)
+        write_sentence_transformers_files(recipe, export_folder, model)
     else:
         _save_safetensors_with_shared_tensors_once(model, str(export_folder / "model.safetensors"))
     for part in (data.tokenizer, load_media_processor_or_none(recipe)):

@@ -25,14 +25,15 @@ _POOLING_KEYS = {
 
 
 def write_sentence_transformers_files(recipe: Recipe, export_folder: Path, model: Any) -> None:
-    """Write the files beside config.json and the weights; nothing for other tasks."""
+    """Write the files beside the weights, or adapters alone; nothing for other tasks."""
     settings = recipe.model.text_comparison
     if settings is None:
         return
     if not isinstance(settings, Embedding):
         # CrossEncoder loads a classifier of transformers; scores of these losses are no logits.
-        if settings.loss in ("mse", "margin-mse"):
-            config_path = export_folder / "config.json"
+        config_path = export_folder / "config.json"
+        # Adapters alone have none.
+        if settings.loss in ("mse", "margin-mse") and config_path.exists():
             config = json.loads(config_path.read_text())
             activation = {"activation_fn": "torch.nn.modules.linear.Identity"}
             _write_json(config_path, {**config, "sentence_transformers": activation})

@@ -96,7 +96,12 @@ def _blocks_with_windows(
     places = torch.arange(query.shape[2], device=query.device)
     for begin in range(0, query.shape[2], _BLOCK):
         tokens = slice(begin, begin + _BLOCK)
-        seen = slice(max(0, begin - window + 1), begin + _BLOCK)
-        distances = places[tokens, None] - places[seen]
+        visible_keys = slice(max(0, begin - window + 1), begin + _BLOCK)
+        distances = places[tokens, None] - places[visible_keys]
         mask = (distances >= 0) & (distances < window)
-        yield query[:, :, tokens], key[:, :, seen], value[:, :, seen], mask[None, None]
+        yield (
+            query[:, :, tokens],
+            key[:, :, visible_keys],
+            value[:, :, visible_keys],
+            mask[None, None],
+        )

@@ -57,6 +57,9 @@ class EmbeddingLossModule(TextLossModule):
         super().__init__(model, TextEncoder(model, settings))
         self.settings = settings
         self.mini_batch = settings.mini_batch
+        self.needed_values = ("input_ids", "attention_mask", "text_ids") + (
+            ("labels",) if settings.traits.label else ()
+        )
         config: Any = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             raise InputError(
@@ -106,30 +109,30 @@ def _ranking_loss(
     all_vectors = ranks.gather(vectors)
     all_ids = ranks.gather(batch["text_ids"])
     samples = len(vectors)
-    own = torch.arange(samples, device=vectors.device) + ranks.rank * samples
+    own_indices = torch.arange(samples, device=vectors.device) + ranks.rank * samples
     # Scores of all samples with all documents would be as large as the square of the batch.
     loss_of_part: Any = (
         functools.partial(checkpoint, _ranking_loss_of_part, use_reentrant=False)
         if settings.mini_batch
         else _ranking_loss_of_part
     )
-    parts = zip(*(value.split(settings.mini_batch or samples) for value in (vectors, own)))
+    parts = zip(*(value.split(settings.mini_batch or samples) for value in (vectors, own_indices)))
     losses = [
-        loss_of_part(settings, part_vectors, part_own, all_vectors, all_ids)
-        for part_vectors, part_own in parts
+        loss_of_part(settings, part_vectors, part_indices, all_vectors, all_ids)
+        for part_vectors, part_indices in parts
     ]
     return torch.stack(losses).sum() / samples
 
 
 def _ranking_loss_of_part(
-    settings: Embedding, vectors: Tensor, own: Tensor, all_vectors: Tensor, all_ids: Tensor
+    settings: Embedding, vectors: Tensor, own_indices: Tensor, all_vectors: Tensor, all_ids: Tensor
 ) -> Tensor:
     """Return the sum of the losses of P samples.
 
     Args:
         settings: temperature and direction.
         vectors: (P, T, W), of length 1.
-        own: (P,), the places of these samples among all.
+        own_indices: (P,), the places of these samples among all.
         all_vectors: (A, T, W).
         all_ids: (A, T), equal for equal texts.
     """
@@ -137,14 +140,16 @@ def _ranking_loss_of_part(
     # All positives come first, then all first negatives, and so on.
     documents = all_vectors[:, 1:].transpose(0, 1).flatten(0, 1)
     is_right = _is_right_of_own(
-        all_ids[:, 0], all_ids[:, 1], all_ids[own, 0], all_ids[:, 1:].T.flatten()
+        all_ids[:, 0], all_ids[:, 1], all_ids[own_indices, 0], all_ids[:, 1:].T.flatten()
     )
-    loss = _cross_entropy_of_cosines(settings, queries @ documents.T, own, is_right)
+    loss = _cross_entropy_of_cosines(settings, queries @ documents.T, own_indices, is_right)
     if not settings.symmetric:
         return loss
-    is_right = _is_right_of_own(all_ids[:, 1], all_ids[:, 0], all_ids[own, 1], all_ids[:, 0])
+    is_right = _is_right_of_own(
+        all_ids[:, 1], all_ids[:, 0], all_ids[own_indices, 1], all_ids[:, 0]
+    )
     scores = positives @ all_vectors[:, 0].T
-    return (loss + _cross_entropy_of_cosines(settings, scores, own, is_right)) / 2
+    return (loss + _cross_entropy_of_cosines(settings, scores, own_indices, is_right)) / 2
 
 
 def _is_right_of_own(
@@ -170,12 +175,12 @@ def _is_right_of_own(
 
 
 def _cross_entropy_of_cosines(
-    settings: Embedding, cosines: Tensor, own: Tensor, is_right: Tensor
+    settings: Embedding, cosines: Tensor, own_indices: Tensor, is_right: Tensor
 ) -> Tensor:
-    """Return the sum of the cross entropies of column own[i] of row i; no other right column is a wrong one."""
-    is_left_out = is_right.scatter(1, own[:, None], False)
+    """Return the sum of the cross entropies of column own_indices[i] of row i; no other right column is a wrong one."""
+    is_left_out = is_right.scatter(1, own_indices[:, None], False)
     scores = (cosines / settings.temperature).masked_fill(is_left_out, -torch.inf)
-    return functional.cross_entropy(scores, own, reduction="sum")
+    return functional.cross_entropy(scores, own_indices, reduction="sum")
 
 
 def _cosent_loss(

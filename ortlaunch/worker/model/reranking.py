@@ -37,6 +37,7 @@ class RerankerLossModule(TextLossModule):
         settings = recipe.model.text_comparison
         assert settings is not None
         self._loss_of_scores = _LOSSES[settings.loss]
+        self.needed_values = ("input_ids", "attention_mask", "labels")
 
     def loss_of_outputs(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return self._loss_of_scores(outputs, batch["labels"].to(outputs.dtype))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ortlaunch.base.errors import InputError
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -117,6 +118,12 @@ class TextLossModule(LossModule):
     def _loss_or_dict_of_loss_and_values(
         self, batch: dict[str, Tensor]
     ) -> Tensor | dict[str, Tensor]:
+        if missing := [name for name in self.needed_values if name not in batch]:
+            raise InputError(
+                f"a batch of this task lacks {', '.join(missing)}: custom samples have input_ids and "
+                "attention_mask of (texts, length), and text_ids (texts,), equal for equal texts; or the "
+                "labels that the loss needs"
+            )
         outputs = self.outputs_of_texts(batch)
         # Ranks may have unequal batches in an evaluation; metrics join the outputs of all ranks.
         with contextlib.nullcontext() if self.training else self.compute_loss_of_own_rank():
@@ -131,6 +138,8 @@ class TextLossModule(LossModule):
             wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
             return self.loss_of_outputs(wide, batch)
 
+    needed_values: tuple[str, ...] = ()
+    """Values of a batch that the loss needs."""
     output_name = ""
     """Name of the encoder's output in an evaluation."""
 

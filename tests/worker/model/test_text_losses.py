@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.rules.model_rules import all_model_section_rules
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.corpus import read_texts_with_fraction_of_corpus_read
 from ortlaunch.worker.data.file_rows import DataError
@@ -315,3 +316,37 @@ def test_an_evaluation_has_as_many_passes_as_the_longest_rank(folder: Path, tmp_
     text_module.join_ranks(_TwoRanks())
     text_module(**batch)
     assert len(passes) == 2 + 2
+
+
+def test_custom_samples_without_ids_of_texts(folder: Path, tmp_path: Path) -> None:
+    """The error says what custom samples need."""
+    module, batch = _built(_chosen(folder, tmp_path, "embedding", {}, _rows(2, "")))
+    del batch["text_ids"]
+    with pytest.raises(InputError, match="lacks text_ids: custom samples have input_ids"):
+        module(**batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"batch": {"global_size": 1}},
+            "got 1: loss multiple-negatives-ranking compares the samples",
+        ),
+        ({"batch": {"global_size": 8, "micro_size": 2}}, "got 2: loss multiple-negatives-ranking"),
+    ],
+)
+def test_batches_that_compare_too_little(changes: dict[str, Any], message: str) -> None:
+    problems = [text for _, text in all_model_section_rules(_pairs(changes))]
+    assert len(problems) == 1
+    assert problems[0].startswith(message)
+
+
+def test_a_reranker_has_one_output() -> None:
+    config = {**BERT, "num_labels": 3}
+    made = recipe("reranker", {"config": config}, {"train": "python-pairs"})
+    assert [text for _, text in all_model_section_rules(made)] == ["got 3; reranker has one output"]
+
+
+def _pairs(changes: dict[str, Any]) -> Recipe:
+    return recipe("embedding", {"config": BERT}, {"train": "python-pairs"}, **changes)

@@ -103,8 +103,8 @@ class AnswerWindows(LabelledTexts):
         self._require_room_for_context(tokenizer, rows, [question for question, _ in pairs])
         for row, pair in zip(rows, pairs):
             windows = [*self._windows_of_row(tokenizer, pair, row.label_integers)]
-            integers = [part.ravel() for each in windows for part in each]
-            sizes = [each.values.shape[1] for each in windows]
+            integers = [part.ravel() for window in windows for part in window]
+            sizes = [window.values.shape[1] for window in windows]
             yield np.concatenate([*integers, [*sizes, len(windows)]]).tolist()
 
     def _require_room_for_context(
@@ -175,8 +175,8 @@ class AnswerWindows(LabelledTexts):
             tensors["token_type_ids"] = pad(types, self._pad_type)
         if self._with_mask:
             tensors["attention_mask"] = pad(np.ones_like(ids), 0)
-        before = self.length - len(ids) if self._on_the_left else 0
-        start, end = torch.from_numpy(positions + before)
+        padding_before = self.length - len(ids) if self._on_the_left else 0
+        start, end = torch.from_numpy(positions + padding_before)
         return {**tensors, "start_positions": start, "end_positions": end}
 
     def row_of_window(self, index: int) -> int:
@@ -195,12 +195,12 @@ class AnswerWindows(LabelledTexts):
         """
         (ids, _, *offsets), _ = self.window(index)
         padded = torch.stack(
-            [self._pad_on_tokenizer_side(each, _OUTSIDE) for each in offsets]
+            [self._pad_on_tokenizer_side(characters, _OUTSIDE) for characters in offsets]
         ).numpy()
         kept = padded[:, self.length - length :] if self._on_the_left else padded[:, :length]
         mark = _index_of_whole_text_mark(ids.tolist(), self._marks)
-        before = length - len(ids) if self._on_the_left else 0
-        return np.where(kept == _OUTSIDE, -1, kept), mark + before
+        padding_before = length - len(ids) if self._on_the_left else 0
+        return np.where(kept == _OUTSIDE, -1, kept), mark + padding_before
 
     def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:
         return stored_numbers
@@ -228,8 +228,8 @@ def _token_span_or_none(
     if not answer or not len(starts) or starts[0] > answer[0] or ends[-1] < answer[1]:
         return None
     # The tokens around the answer, also where it begins or ends within a token.
-    first, last = (starts <= answer[0]).nonzero()[0][-1], (ends >= answer[1]).argmax()
-    return [int(context_tokens[first]), int(context_tokens[last])]
+    first_token, last_token = (starts <= answer[0]).nonzero()[0][-1], (ends >= answer[1]).argmax()
+    return [int(context_tokens[first_token]), int(context_tokens[last_token])]
 
 
 def _index_of_whole_text_mark(ids: list[int], marks: Sequence[int | None]) -> int:
@@ -251,7 +251,7 @@ def require_question_row(row: Row, source: Corpus) -> QuestionRow:
     lists: list[Any] = [answers.get(name) for name in ("text", "answer_start")] if is_named else []
     if (
         not lists
-        or not all(isinstance(each, list) for each in lists)
+        or not all(isinstance(column, list) for column in lists)
         or len({*map(len, lists)}) > 1
         or not all(isinstance(text, str) and text for text in lists[0])
         or not all(type(start) is int and start >= 0 for start in lists[1])

@@ -59,11 +59,11 @@ class ChoiceTexts(LabelledTexts):
         texts: list[Any] = [require_column_value_of_allowed_length(row, name) for name in columns]
         # A single column may hold a list.
         texts = [texts[0], *texts[1]] if isinstance(texts[1], list) else texts
-        wrong = [text for text in texts if not isinstance(text, str) or not text]
-        if wrong or not texts[2:]:
+        invalid_texts = [text for text in texts if not isinstance(text, str) or not text]
+        if invalid_texts or not texts[2:]:
             raise DataError(
                 f"{row.location}: {', '.join(columns)} have {len(texts) - 1} choices"
-                + (f", and {wrong[0]!r:.80} among the texts" if wrong else "")
+                + (f", and {invalid_texts[0]!r:.80} among the texts" if invalid_texts else "")
                 + "; multiple-choice needs a text, and two or more choices"
             )
         label = require_column_value_of_allowed_length(row, source.label_column)
@@ -87,7 +87,7 @@ class ChoiceTexts(LabelledTexts):
             )  # fmt: skip
             ids: list[list[int]] = encoding["input_ids"]
             pairs = zip(ids, encoding["token_type_ids"])
-            integers = [number for pair in pairs for part in pair for number in part]
+            integers = [integer for pair in pairs for part in pair for integer in part]
             yield [*integers, *map(len, ids), *row.label_integers, len(ids)]
 
     def size(self, index: int) -> int:
@@ -107,7 +107,7 @@ class ChoiceTexts(LabelledTexts):
         pad = self._pad_on_tokenizer_side
         tensors = {"input_ids": torch.stack([pad(ids, self._pad) for ids in parts[::2]])}
         if self._with_types:
-            types = [pad(each, self._pad_type) for each in parts[1::2]]
+            types = [pad(segments, self._pad_type) for segments in parts[1::2]]
             tensors["token_type_ids"] = torch.stack(types)
         if self._with_mask:
             masks = [pad(np.ones_like(ids), 0) for ids in parts[::2]]
