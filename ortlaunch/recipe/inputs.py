@@ -14,6 +14,7 @@ from pathlib import Path
 from ortlaunch.base.errors import IS_LFS_POINTER, LFS_POINTER, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.pretrained import read_local_model_config_or_none
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.first_rows import missing_column_and_media_file_problems
 from ortlaunch.recipe.text.closest_names import closest_or_translated_name_or_none
@@ -99,6 +100,7 @@ def column_and_vocabulary_problems(recipe: Recipe, task_name: str = "train") -> 
                 for path in [pattern] if corpus.format == "folder" else files:
                     yield from missing_column_and_media_file_problems(recipe, key, corpus, path)
     yield from _vocabulary_below_tokenizer_problems(recipe)
+    yield from _dimensions_above_width_problems(recipe)
 
 
 def _key_and_source_pairs_of_task(recipe: Recipe, task_name: str) -> list[tuple[str, str | Corpus]]:
@@ -136,6 +138,24 @@ def _vocabulary_below_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
         yield (
             ("model.config.vocab_size",),
             f"{message}; {rounded_vocabulary_size(len(tokens))} adds new ones",
+        )
+
+
+def _dimensions_above_width_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a length of an embedding's beginning that exceeds the width of the model."""
+    model = recipe.model
+    largest = max(model.embedding.dimensions, default=0) if model.embedding else 0
+    # A width is unknown, of a model on the hub too, where it stays None.
+    stored = read_local_model_config_or_none(model.pretrained) if model.pretrained else {}
+    fields = {**(stored or {}), **(model.config or {})}
+    family = FAMILIES.get(str(fields.get("model_type")))
+    own_name = family.own_names.get("hidden_size", "hidden_size") if family else "hidden_size"
+    default = family.defaults.get("hidden_size") if family and not model.pretrained else None
+    width = fields.get(own_name, default)
+    if isinstance(width, int) and largest > width:
+        yield (
+            ("model.embedding.dimensions", f"model.config.{own_name}"),
+            f"got {largest}, and the model's vectors have {width} values",
         )
 
 

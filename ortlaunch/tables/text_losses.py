@@ -6,6 +6,7 @@ each name.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -22,19 +23,19 @@ class TextLoss:
     each document; "": it is not read."""
     is_over_batch: bool = False
     """Whether a sample is compared with the others of the batch."""
-    label_is_share: bool = False
-    """Whether the numbers lie between 0 and 1."""
+    label_limits: tuple[float, float] = (-math.inf, math.inf)
+    """Smallest and largest of the numbers."""
 
 
 EMBEDDING_LOSSES = {
     "multiple-negatives-ranking": TextLoss(is_over_batch=True),
     "cosent": TextLoss(most_documents=1, label="score", is_over_batch=True),
-    "cosine-mse": TextLoss(most_documents=1, label="score"),
+    "cosine-mse": TextLoss(most_documents=1, label="score", label_limits=(-1, 1)),
     "triplet": TextLoss(least_documents=2, most_documents=2),
     "margin-mse": TextLoss(least_documents=2, label="margins"),
 }
 RERANKER_LOSSES = {
-    "binary-cross-entropy": TextLoss(label="relevance", label_is_share=True),
+    "binary-cross-entropy": TextLoss(label="relevance", label_limits=(0, 1)),
     "mse": TextLoss(label="relevance"),
     "listnet": TextLoss(least_documents=2, label="relevance"),
     "margin-mse": TextLoss(least_documents=2, label="margins"),

@@ -377,6 +377,9 @@ def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
              isinstance(source, Corpus) and traits.compares and not is_custom_data
              and len(source.text_columns) < 2,
              f"is missing: {task} needs the columns of a query and its documents, as [query, positive]"),
+            ((f"{key}.text_columns",),
+             isinstance(source, Corpus) and len({*source.text_columns}) < len(source.text_columns),
+             "has a column twice: a text would be compared with itself; give each once"),
             ((format_key, "model.task"), file_format == "folder" and not traits.media,
              "got folder, which is for image-classification and speech-seq2seq"),
             ((format_key, "model.task"), file_format == "csv" and traits.has_list_label,

@@ -332,6 +332,7 @@ def _single_or_mixed_training_samples(
         source_samples(f"data.train[{n}].source", part.source, source_seed(recipe.seed, n))
         for n, part in enumerate(parts)
     ]
+    _refuse_unequal_text_counts(samples_by_part)
     mixture = Mixture(
         samples_by_part,
         [
@@ -348,6 +349,24 @@ def _single_or_mixed_training_samples(
             "one in 65,536; leave it out, or give weights"
         )
     return mixture
+
+
+def _refuse_unequal_text_counts(samples_by_part: Sequence[Samples]) -> None:
+    """Refuse sources whose samples have unequal numbers of texts, which make no common batch.
+
+    Raises:
+        DataError: the numbers differ.
+    """
+    if not all(isinstance(part, LabelledTexts) for part in samples_by_part):
+        return
+    ids_of_first = [part.sample(0, 0)["input_ids"] for part in samples_by_part]
+    counts = [len(ids) if ids.dim() > 1 else 1 for ids in ids_of_first]
+    for part_index, count in enumerate(counts):
+        if count != counts[0]:
+            raise DataError(
+                f"data.train[{part_index}].source: a sample has {count} texts, and one of "
+                f"data.train[0].source {counts[0]}; give all sources equally many columns or choices"
+            )
 
 
 def samples_of_source_for_task(

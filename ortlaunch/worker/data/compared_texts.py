@@ -211,11 +211,9 @@ def _numbers_of_row(
         numbers = [float("nan") if isinstance(item, bool) else float(item) for item in numbers]
     except (TypeError, ValueError):
         numbers = [math.nan]
-    is_valid = all(map(math.isfinite, numbers)) and (
-        not loss.label_is_share or all(0 <= value <= 1 for value in numbers)
-    )
-    range_text = " from 0 to 1" if loss.label_is_share else ""
-    if not is_valid:
+    least, most = loss.label_limits
+    range_text = f" from {least} to {most}" if math.isfinite(least) else ""
+    if not all(math.isfinite(value) and least <= value <= most for value in numbers):
         raise DataError(
             f"{row.location}: {label_column} is {value!r:.80}; it must be a number{range_text}, or a "
             "list of them"

@@ -191,7 +191,9 @@ class RankingScores(_OutputsOfSamples):
             labels[:, 0] = 1.0
         else:
             labels = values["labels"].double()
-        queries = values["query_id"][:, None].expand_as(scores).flatten()
+        # Custom samples without it are queries of their own.
+        query_ids = values.get("query_id", torch.arange(len(scores)))
+        queries = query_ids[:, None].expand_as(scores).flatten()
         scores, labels = scores.flatten(), labels.flatten()
         functions = import_torchmetrics_quietly().functional
         is_binary = bool(((labels == 0) | (labels == 1)).all())

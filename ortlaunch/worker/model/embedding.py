@@ -50,12 +50,14 @@ class EmbeddingLossModule(TextLossModule):
     """The loss of a model's vectors, by `model.embedding`."""
 
     output_name = "embeddings"
+    texts_without_margin = 2
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         settings = recipe.model.text_comparison
         assert isinstance(settings, Embedding)
         super().__init__(model, TextEncoder(model, settings))
         self.settings = settings
+        self.loss_traits = settings.traits
         self.mini_batch = settings.mini_batch
         self.needed_values = ("input_ids", "attention_mask", "text_ids") + (
             ("labels",) if settings.traits.label else ()

@@ -635,11 +635,28 @@ def refuse_data_exceeding_model_sizes(
             "tokens (model.config.vocab_size); give the id of the token that begins a text"
         )
     max_positions = getattr(config, "max_position_embeddings", None)
-    length = recipe.data.sequence_length
-    if max_positions is not None and length is not None and length > max_positions:
+    lengths = {"sequence_length": recipe.data.sequence_length}
+    if recipe.model.traits.label == "sequence":
+        lengths["target_length"] = recipe.data.target_length
+    for name, length in lengths.items():
+        if max_positions is not None and length is not None and length > max_positions:
+            raise InputError(
+                f"data.{name}: got {length}, and the model has "
+                f"max_position_embeddings: {max_positions}"
+            )
+    # transformers' classifiers of such models read a text where its end mark is.
+    if (
+        data.tokenizer is not None
+        and config.is_encoder_decoder
+        and recipe.model.traits.auto_class == "AutoModelForSequenceClassification"
+        and (
+            config.eos_token_id != data.tokenizer.eos_token_id
+            or config.eos_token_id not in data.tokenizer("a")["input_ids"]
+        )
+    ):
         raise InputError(
-            f"data.sequence_length: got {length}, and the model has "
-            f"max_position_embeddings: {max_positions}"
+            f"data.tokenizer: does not end texts with an end mark, where {config.model_type} reads a "
+            'text\'s class; name one that it writes, as data.special_tokens: {eos_token: "[SEP]"}'
         )
     if (config.num_labels or 0) < data.classes:
         label, label_location = max(

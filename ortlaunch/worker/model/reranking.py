@@ -36,6 +36,7 @@ class RerankerLossModule(TextLossModule):
         super().__init__(model, PairScorer(model))
         settings = recipe.model.text_comparison
         assert settings is not None
+        self.loss_traits = settings.traits
         self._loss_of_scores = _LOSSES[settings.loss]
         self.needed_values = ("input_ids", "attention_mask", "labels")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ortlaunch.base.errors import InputError
+from ortlaunch.tables.text_losses import TextLoss
 from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -136,6 +137,7 @@ class TextLossModule(LossModule):
                 "attention_mask of (texts, length), and text_ids (texts,), equal for equal texts; or the "
                 "labels that the loss needs"
             )
+        self._require_shapes(batch)
         outputs = self.outputs_of_texts(batch)
         # Ranks may have unequal batches in an evaluation; metrics join the outputs of all ranks.
         with contextlib.nullcontext() if self.training else self.compute_loss_of_own_rank():
@@ -143,6 +145,30 @@ class TextLossModule(LossModule):
         if self.evaluates_with_scores and not self.training:
             return {"loss": loss, self.output_name: outputs}
         return loss
+
+    def _require_shapes(self, batch: dict[str, Tensor]) -> None:
+        """Refuse custom samples of another form.
+
+        Raises:
+            InputError: samples are single texts, or have not as many labels as the loss needs.
+        """
+        shape = tuple(batch["input_ids"].shape)
+        if len(shape) != 3:
+            raise InputError(
+                f"a batch has input_ids of shape {shape}; it must be (samples, texts, length): a "
+                "custom sample has (texts, length)"
+            )
+        label = self.loss_traits.label
+        label_counts = {
+            "score": (),
+            "relevance": (shape[1],),
+            "margins": (shape[1] - self.texts_without_margin,),
+        }
+        if label and batch["labels"].shape[1:] != label_counts[label]:
+            raise InputError(
+                f"a batch has labels of shape {tuple(batch['labels'].shape)}; with {shape[1]} texts or "
+                f"pairs in a sample it must be {(shape[0], *label_counts[label])}"
+            )
 
     def _wide_loss_of_outputs(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         # Of sums of exponentials; bfloat16 has two digits.
@@ -152,6 +178,9 @@ class TextLossModule(LossModule):
 
     needed_values: tuple[str, ...] = ()
     """Values of a batch that the loss needs."""
+    loss_traits: TextLoss
+    texts_without_margin = 1
+    """Texts of a sample that are not compared with its first document, which counts among them."""
     output_name = ""
     """Name of the encoder's output in an evaluation."""
 

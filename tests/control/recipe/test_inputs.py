@@ -297,6 +297,25 @@ def test_more_tokens_than_rows(vocabulary: Any, sections: dict[str, Any], said: 
     assert not list(column_and_vocabulary_problems(bert(model=model, data=data)))
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"config": {"model_type": "bert", "hidden_size": 32}}, ["got 64, and the model's vectors have 32 values"]),
+        ({"config": {"model_type": "distilbert", "dim": 48}}, ["got 64, and the model's vectors have 48 values"]),
+        ({"config": {"model_type": "bert"}}, []),
+        ({"pretrained": "m"}, ["got 64, and the model's vectors have 16 values"]),
+        ({"pretrained": "owner/name", "config": {"model_type": "bert"}}, []),
+    ],
+)  # fmt: skip
+def test_dimensions_above_the_width(model: dict[str, Any], said: list[str]) -> None:
+    """An embedding's beginning that is longer than the vector is an error before the start."""
+    Path("m").mkdir()
+    Path("m/config.json").write_text('{"model_type": "bert", "hidden_size": 16}')
+    settings = {"task": "embedding", "embedding": {"dimensions": [8, 64]}, **model}
+    made = bert(model=settings, data={"train": "python-pairs"})
+    assert [text for _, text in column_and_vocabulary_problems(made)] == said
+
+
 def test_a_name_with_letters_of_patterns() -> None:
     """A file is found by its name, though the name is a pattern that does not match it."""
     Path("data/c [v2].txt").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +205,29 @@ def test_a_first_token_that_the_vocabulary_lacks() -> None:
     refuse_data_exceeding_model_sizes(
         bert(), data, WhisperConfig(vocab_size=272, decoder_start_token_id=1)
     )
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "message"),
+    [
+        ("sequence-classification", {}, "data.tokenizer: does not end texts with an end mark"),
+        ("sequence-classification", {"special_tokens": {"eos_token": "[SEP]"}}, ""),
+        ("seq2seq", {"target_length": 65}, "data.target_length: got 65, and the model has max_pos"),
+        ("seq2seq", {"target_length": 64}, ""),
+    ],
+)
+def test_models_with_a_decoder_and_their_data(
+    task: str, words: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """They read a class at the end mark, and have places for a text to write."""
+    config = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+              "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16,
+              "decoder_ffn_dim": 16, "max_position_embeddings": 64}  # fmt: skip
+    rows = tmp_path / "x.jsonl"
+    rows.write_text("".join(f'{{"text": "a", "label": {n}, "target": "b"}}\n' for n in (0, 1)))
+    data = {"train": {"format": "jsonl", "path": [str(rows)]}, "tokenizer": WORDPIECE, **words}
+    with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
+        built(task, config, data)
 
 
 @pytest.mark.parametrize(("classes", "asked", "expected"), [(1, None, 2), (3, 4, 4), (3, 3, 3)])

@@ -239,6 +239,9 @@ _BAD_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "share": (
         "reranker", {}, {"label": 3}, "label is 3; it must be a number from 0 to 1, or a list",
     ),
+    "cosine": (
+        "embedding", {"loss": "cosine-mse"}, {"label": 1.5}, "label is 1.5; it must be a number from -1 to 1",
+    ),
     "too few": ("embedding", {"loss": "triplet"}, {}, "has 1 texts after the first; loss triplet takes 2"),
     "all right": ("reranker", {}, {}, "no column 'label', and one document"),
 }  # fmt: skip
@@ -324,6 +327,55 @@ def test_custom_samples_without_ids_of_texts(folder: Path, tmp_path: Path) -> No
     del batch["text_ids"]
     with pytest.raises(InputError, match="lacks text_ids: custom samples have input_ids"):
         module(**batch)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "changes", "message"),
+    [
+        ("embedding", {}, {"input_ids": (4, 8)}, r"of shape (4, 8); it must be (samples, texts"),
+        (
+            "embedding",
+            {"loss": "cosent"},
+            {"labels": (4, 1)},
+            "labels of shape (4, 1); with 2 texts",
+        ),
+        ("reranker", {}, {"labels": (4, 1)}, "in a sample it must be (4, 2)"),
+        ("reranker", {"loss": "margin-mse"}, {"labels": (4, 2)}, "in a sample it must be (4, 1)"),
+    ],
+)
+def test_custom_samples_of_other_shapes(
+    folder: Path,
+    tmp_path: Path,
+    task: str,
+    settings: dict[str, Any],
+    changes: dict[str, tuple[int, ...]],
+    message: str,
+) -> None:
+    """The error has the shape of the batch and the right one."""
+    row = {**_rows(2, "")[0], "label": 1}
+    rows = [{**row, "2": "x", "label": [1, 0]} if task == "reranker" else row] * 4
+    loss = {"loss": "cosent"} if task == "embedding" and "labels" in changes else settings
+    module, batch = _built(_chosen(folder, tmp_path, task, {**settings, **loss}, rows))
+    for name, shape in changes.items():
+        batch[name] = torch.ones(shape, dtype=torch.long)
+    with pytest.raises(InputError) as error:
+        module(**batch)
+    assert message in str(error.value)
+
+
+def test_sources_with_other_counts_of_texts(folder: Path, tmp_path: Path) -> None:
+    """A mixture of pairs and triplets is refused at the start, with the source."""
+    sources = []
+    for columns in (2, 3):
+        path = tmp_path / f"rows{columns}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in _rows(columns, "")))
+        names = [str(column) for column in range(columns)]
+        source = {"format": "jsonl", "path": [str(path)], "text_columns": names}
+        sources.append({"source": source})
+    data = {"train": sources, "tokenizer": str(folder)}
+    mixed = recipe("embedding", {"pretrained": str(folder)}, data, batch={"global_size": _ROWS})
+    with pytest.raises(DataError, match=r"train\[1\].source: a sample has 3 texts, .* 2; give all"):
+        LoadedData(mixed).read_samples_needed_by(_TRAINS)
 
 
 @pytest.mark.parametrize(
