@@ -189,7 +189,7 @@ METRICS = {
         is_share=True,
     ),
     "entity_precision": BuiltInMetric(
-        "By tags (B-X, I-X, O): share of the given entities, right with all words and type.",
+        "By tags (IOB, BILOU or IOBES): share of the given entities, right with all words and type.",
         "max",
         "precision {:.4f}",
         _TAGS,
@@ -214,6 +214,15 @@ METRICS = {
         always=False,
         hub="f1",
         trainer=("f1",),  # run_ner.py's is seqeval's
+        is_share=True,
+    ),
+    "entity_f1_strict": BuiltInMetric(
+        "The same as in seqeval's mode strict: an entity with a fault in its tags is none, by IOB2, or "
+        "BILOU and IOBES where the classes have their ends.",
+        "max",
+        "strict {:.4f}",
+        _TAGS,
+        always=False,
         is_share=True,
     ),
     "word_error_rate": BuiltInMetric(

@@ -124,6 +124,7 @@ MODEL_TASKS = {
     "token-classification": ModelTask(
         "AutoModelForTokenClassification",
         label="word",
+        data_fields=("label_pieces",),
         pipeline="token-classification",
         peft="TOKEN_CLS",
     ),

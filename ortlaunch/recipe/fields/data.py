@@ -139,8 +139,8 @@ class Corpus(Section, resume_rule=OTHER_DATA):
     are one label. For multi-label-classification a list of such classes, which may be empty.
     These words, or the names that a hub data set or Parquet file has for its integers
     (ClassLabel), are written into the exported model's config (`id2label`). For
-    sequence-regression a number. For token-classification a list of classes, one for each word;
-    only the first piece of a word counts."""
+    sequence-regression a number. For token-classification a list of classes, one for each word
+    (`data.label_pieces`)."""
     target_column: Text = "target"
     """Column with the text to write, for seq2seq; `text_column` has the text that is read."""
     source_prefix: str = ""
@@ -354,6 +354,10 @@ class Data(Section, resume_rule=OTHER_DATA):
     """Whether longer texts are cut, for seq2seq: the text that is read to `sequence_length`, the text
     to write to `target_length`; end marks stay. False: a longer text ends the start, with its
     row."""
+    label_pieces: Literal["first", "all"] = "first"
+    """Tokens of a word that have its tag, for token-classification: the `first`, or `all`, of which
+    the later ones of B-TYPE have I-TYPE if it is a class (run_ner.py's `label_all_tokens`). An
+    evaluation counts each token with a tag."""
     stride: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Tokens that the windows of a longer context share, for question-answering; null: a third of
     `sequence_length` (128 of 384). Each window is a sample of its own; where it does not contain

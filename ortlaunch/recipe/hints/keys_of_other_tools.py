@@ -344,6 +344,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "gradient_checkpointing_kwargs": "none: it is transformers' own, not reentrant",
         "preprocessing_num_workers": "none: text is always tokenized in parallel",
         "dataset_num_proc": "none: text is always tokenized in parallel",
+        "label_all_tokens": "data.label_pieces: all",
         "pad_to_max_length": "data.padding: fixed",
         "use_fast_tokenizer": "none: it is always the fast one",
         "trust_remote_code": "none: code of a model's folder is never run; a model that needs it cannot be trained",

@@ -90,11 +90,11 @@ class LabelledTexts:
         self._pad = tokenizer.pad_token_id
         self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
-        # The 3 is the version of this format.
+        # The 4 is the version of this format.
         column_names = " ".join(
             str(getattr(source, field)) for field in self.columns if isinstance(source, Corpus)
         )
-        self._key = f"{self.task} 3 {corpus_fingerprint(source)} {column_names}"
+        self._key = f"{self.task} 4 {corpus_fingerprint(source)} {column_names}"
         key = f"{self._key}{self.key_settings} {length} {_tokenizer_state_text(tokenizer)}"
         self._documents = load_or_write_cached_tokens(
             TokenizeWork(
@@ -282,7 +282,8 @@ class LabelSets(LabelledTexts):
 class TaggedWords(LabelledTexts):
     """Samples of word lists with a tag for each word.
 
-    The first token of a word has the word's tag; the other tokens have no label.
+    The first token of a word has the word's tag. The other tokens have no label, or with
+    `label_pieces` all the same tag, where I-TYPE follows B-TYPE.
     """
 
     task = "token-classification"
@@ -295,19 +296,40 @@ class TaggedWords(LabelledTexts):
         tokenizer: PreTrainedTokenizerBase,
         length: int,
         show_progress: ShowProgress = ignore_progress,
+        label_pieces: str = "first",
     ) -> None:
+        self._labels_all_pieces = label_pieces == "all"
+        self.key_settings = " all pieces" if self._labels_all_pieces else ""
         if not tokenizer.is_fast:
             raise DataError(
                 "data.tokenizer: does not report the word of each token; use a fast tokenizer"
             )
         super().__init__(source, tokenizer, length, show_progress)
+        # Class numbers of the tags of later pieces; labels that are names are numbered later.
+        numbers = range(len(self.names[0])) if self.names else self.labels
+        self._inner_labels = self._labels_of_later_pieces({number: number for number in numbers})
+
+    def renumber_labels(self, class_numbers: Mapping[Any, int]) -> None:
+        self._inner_labels = self._labels_of_later_pieces(class_numbers)
+        super().renumber_labels(class_numbers)
+
+    def _labels_of_later_pieces(self, class_numbers: Mapping[Any, int]) -> list[Any]:
+        """Return for each label the class of a word's later pieces: of B-TYPE, that of I-TYPE."""
+        names = dict(enumerate(self.names[0])) if self.names else {}
+        number_by_name = {names.get(each, each): n for each, n in class_numbers.items()}
+        words = [names.get(label, label) for label in self.labels]
+        return [
+            number_by_name.get(re.sub("^B-", "I-", str(word)), number_by_name.get(word))
+            for word in words
+        ]
 
     def _encode_rows(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
     ) -> Iterator[Sequence[int]]:
         """Yield token ids, followed by an integer for each of them.
 
-        The integer is 1 + the index of the tag for the first token of a word, and 0 for others.
+        The integer is 0 for a token without label, 1 + 2 x the index of the tag for the first token
+        of a word, and one more for another token of it.
         """
         try:
             encoding = self._tokenize_and_cut_row_texts(tokenizer, rows, is_split_into_words=True)
@@ -318,13 +340,11 @@ class TaggedWords(LabelledTexts):
             ) from None
         for row_index, row in enumerate(rows):
             word_indices = encoding.word_ids(row_index)
-            begins = (
-                word is not None and word != previous_word
-                for previous_word, word in zip([None, *word_indices], word_indices)
-            )
             tags = (
-                row.label_integers[word] + 1 if is_first else 0
-                for is_first, word in zip(begins, word_indices)
+                0
+                if word is None or (word == previous_word and not self._labels_all_pieces)
+                else 1 + 2 * row.label_integers[word] + (word == previous_word)
+                for previous_word, word in zip([None, *word_indices], word_indices)
             )
             yield [*encoding["input_ids"][row_index], *tags]
 
@@ -332,10 +352,11 @@ class TaggedWords(LabelledTexts):
         return len(token_range_of_document(self._documents.ends, index)) // 2
 
     def _label_tensor_of_stored(self, stored_labels: _Ints) -> torch.Tensor:
-        tags = [
-            self.labels[label_number - 1] if label_number else IGNORED
-            for label_number in stored_labels.tolist()
-        ]
+        tags = [IGNORED] * len(stored_labels)
+        for position, stored in enumerate(stored_labels.tolist()):
+            if stored:
+                label_index, is_inner = divmod(stored - 1, 2)
+                tags[position] = (self._inner_labels if is_inner else self.labels)[label_index]
         return self._pad_on_tokenizer_side(np.array(tags, np.int64), IGNORED)
 
     def _label_of_stored_numbers(self, stored_numbers: list[int]) -> Any:

@@ -1,7 +1,8 @@
 """Precision, recall and F1 of whole entities in rows of tags, as CoNLL's conlleval counts them.
 
 An entity is correct if its words and its type are exactly right. The package seqeval computes the
-same, but it has had no release since 2020 and installs from source only.
+same, by default and in its mode strict; tests compare with it. It has had no release since 2020 and
+installs from source only.
 """
 
 from __future__ import annotations
@@ -12,27 +13,33 @@ from collections.abc import Iterable, Sequence
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 EntitySpan = tuple[int, int, str]
-_TAG = re.compile(r"O|[BI]-.+")
+# Of IOB1 and IOB2, of BILOU, and of IOBES, where E and S are L and U.
+_TAG = re.compile(r"O|[BILUES]-.+")
 
 
-def are_classes_iob_tags(class_names: Sequence[str]) -> bool:
-    """Return whether all classes are O, B-TYPE or I-TYPE (IOB1, IOB2)."""
+def are_classes_entity_tags(class_names: Sequence[str]) -> bool:
+    """Return whether all classes are O, or a type with B-, I-, L-, U-, E- or S- before it."""
     return {*class_names} - {"O"} != set() and all(_TAG.fullmatch(name) for name in class_names)
 
 
 def entity_spans_of_tags(tags: Iterable[str]) -> set[EntitySpan]:
     """Return the entities of a row: index of the first word, index after the last, and type.
 
-    I-TYPE continues an entity of the same type, else it starts one.
+    B and S start an entity, and E and S end one; another tag continues an entity of the same type,
+    else it starts one. So conlleval and seqeval count. Their rules know no L and U, which are E and S
+    here: seqeval's default loses entities of BILOU.
     """
     entities = set[EntitySpan]()
     start = 0
-    open_type = ""
+    open_type = prefix = ""
     # The added O ends an entity at the end of the row.
     for word_index, tag in enumerate([*tags, "O"]):
         # The type; empty for O.
         entity_type = tag[2:]
-        if open_type and (entity_type != open_type or tag.startswith("B-")):
+        previous_prefix, prefix = prefix, tag[0]
+        if open_type and (
+            entity_type != open_type or prefix in "BSU" or previous_prefix in ("E", "L", "S", "U")
+        ):
             entities.add((start, word_index, open_type))
             open_type = ""
         if entity_type and not open_type:
@@ -41,34 +48,65 @@ def entity_spans_of_tags(tags: Iterable[str]) -> set[EntitySpan]:
     return entities
 
 
-class EntityCounts:
-    """Counts of correct, predicted and labelled entities."""
+def strict_entity_spans_of_tags(tags: Iterable[str], has_end_tags: bool) -> set[EntitySpan]:
+    """Return the entities of a row that are tagged without a fault, as seqeval's mode strict.
 
-    def __init__(self) -> None:
-        self.correct = 0
-        self.predicted = 0
-        self.labelled = 0
+    Args:
+        tags: tags of a row.
+        has_end_tags: whether the scheme is BILOU or IOBES, and not IOB2. B-TYPE, I-TYPE is then no
+            entity without L-TYPE or E-TYPE.
+    """
+    entities = set[EntitySpan]()
+    begun: tuple[int, str] | None = None
+    # The added O ends an entity at the end of the row.
+    for word_index, tag in enumerate([*tags, "O"]):
+        prefix, entity_type = tag[0], tag[2:]
+        continues = begun is not None and prefix in "ILE" and entity_type == begun[1]
+        is_end = prefix in "LE" if continues else not has_end_tags
+        if begun is not None and is_end:
+            entities.add((begun[0], word_index + continues, begun[1]))
+        if prefix in "US":
+            entities.add((word_index, word_index + 1, entity_type))
+        if prefix == "B":
+            begun = word_index, entity_type
+        elif not continues or is_end:
+            begun = None
+    return entities
+
+
+class EntityCounts:
+    """Counts of correct, predicted and labelled entities.
+
+    Args:
+        class_names: the classes, of which the scheme of strict counts follows.
+    """
+
+    def __init__(self, class_names: Sequence[str] = ()) -> None:
+        self._has_end_tags = any(name[0] in "LUES" for name in class_names)
+        # Correct, predicted, labelled; the same of strict counts.
+        self._counts = [0.0] * 6
 
     def count_entities_of_row(
         self, predicted_tags: Iterable[str], labelled_tags: Iterable[str]
     ) -> None:
         """Count one row: `predicted_tags` are the predicted tags, `labelled_tags` the labels."""
-        predicted_spans = entity_spans_of_tags(predicted_tags)
-        labelled_spans = entity_spans_of_tags(labelled_tags)
-        self.correct, self.predicted, self.labelled = (
-            self.correct + len(predicted_spans & labelled_spans),
-            self.predicted + len(predicted_spans),
-            self.labelled + len(labelled_spans),
-        )
+        rows = [*predicted_tags], [*labelled_tags]
+        for offset, (predicted, labelled) in enumerate(
+            (
+                map(entity_spans_of_tags, rows),
+                (strict_entity_spans_of_tags(row, self._has_end_tags) for row in rows),
+            )
+        ):
+            for index, spans in enumerate((predicted & labelled, predicted, labelled)):
+                self._counts[3 * offset + index] += len(spans)
 
     def entity_metrics_over_ranks(self, group: DistributedContext) -> dict[str, float]:
         """Return the metrics over all ranks (collective)."""
-        correct, predicted, labelled = map(
-            sum, zip(*group.gather_numbers([self.correct, self.predicted, self.labelled]))
-        )
+        correct, predicted, labelled, *strict = map(sum, zip(*group.gather_numbers(self._counts)))
         # A metric without entities is 0, as conlleval's.
         return {
             "entity_precision": correct / max(1, predicted),
             "entity_recall": correct / max(1, labelled),
             "entity_f1": 2 * correct / max(1, predicted + labelled),
+            "entity_f1_strict": 2 * strict[0] / max(1, strict[1] + strict[2]),
         }

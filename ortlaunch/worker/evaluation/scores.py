@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ortlaunch.run_folder.records import Confusion
 from ortlaunch.worker.data import IGNORED
-from ortlaunch.worker.evaluation.entities import EntityCounts, are_classes_iob_tags
+from ortlaunch.worker.evaluation.entities import EntityCounts, are_classes_entity_tags
 from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import SAMPLE_INDICES, logits_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -98,8 +98,8 @@ class ClassScores:
             class_count**2 if class_count <= _MOST_CLASSES else 0, dtype=torch.int64
         )
         self._entities = (
-            EntityCounts()
-            if len(class_names) == class_count and are_classes_iob_tags(class_names)
+            EntityCounts(class_names)
+            if len(class_names) == class_count and are_classes_entity_tags(class_names)
             else None
         )
 

@@ -25,7 +25,7 @@ from ortlaunch.worker.data import (
     label_rows,
 )
 from ortlaunch.worker.data import labelled_samples as labelled_module
-from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.file_rows import DataError, Row
 from ortlaunch.worker.data.labelled_samples import (
     class_and_rare_class_lines,
     class_names_of_integer_labels,
@@ -293,8 +293,12 @@ def test_bad_tags_are_named(lines: str, message: str, tmp_path: Path) -> None:
         labelled(tmp_path / "x.jsonl", lines, TaggedWords)
 
 
-def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
-    """The first token of each word has its tag, as in transformers' run_ner example."""
+@pytest.mark.parametrize("has_numbers", [False, True])
+@pytest.mark.parametrize("label_pieces", ["first", "all"])
+def test_tags_of_pieces(
+    label_pieces: str, has_numbers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of each word has its tag, or all have, as in transformers' run_ner example."""
     from tokenizers import pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -306,27 +310,37 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]")
-    row = {"text": ["abcd", "e", "abc-e", "e"], "label": ["B-X", "O", "I-X", "O"]}
+    text = ["abcd", "e", "abc-e", "e"]
+    tag_names = ["B-X", "I-X", "O"]
+    row = {"text": text, "label": [0, 2, 1, 2] if has_numbers else ["B-X", "O", "I-X", "O"]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    samples = TaggedWords(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), tokenizer, 12)
-    assert renumber_labels_and_list_class_names(samples, None) == ["B-X", "I-X", "O"]
+    if has_numbers:
+        own = Row(row, "x", 1.0, {"label": tuple(tag_names)})
+        monkeypatch.setattr(label_rows, "read_corpus_rows_up_to_limit", lambda _: iter([own]))
+    source = Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),))
+    samples = TaggedWords(source, tokenizer, 12, label_pieces=label_pieces)
+    assert renumber_labels_and_list_class_names(samples, None) == ([] if has_numbers else tag_names)
     encoded = tokenizer(
-        row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12
+        text, is_split_into_words=True, truncation=True, padding="max_length", max_length=12
     )
     # B-X, O, I-X, O in alphabetical numbers.
     tags = [0, 2, 1, 2]
     before = None
     expected = []
-    # The rule of run_ner.py: tokenize_and_align_labels without label_all_tokens.
+    # The rule of run_ner.py's tokenize_and_align_labels, and its b_to_i_label.
+    b_to_i_label = [1, 1, 2]
     for word in encoded.word_ids():
-        expected.append(IGNORED if word is None or word == before else tags[word])
+        if word is None:
+            expected.append(IGNORED)
+        elif word != before:
+            expected.append(tags[word])
+        else:
+            expected.append(b_to_i_label[tags[word]] if label_pieces == "all" else IGNORED)
         before = word
     sample = samples.sample(0, 0)
-    assert (
-        sample["labels"].tolist()
-        == expected
-        == [-100, 0, -100, -100, 2, 1, *[-100] * 3, 2, -100, -100]
-    )
+    later = [1, 1, -100] if label_pieces == "all" else [-100] * 3
+    assert sample["labels"].tolist() == expected
+    assert expected[:7] == [-100, 0, *later[:2], 2, 1, later[0]]
     assert sample["input_ids"].tolist() == encoded["input_ids"]
 
 
