@@ -83,7 +83,7 @@ METRICS = {
         ),
         "min",
         "perplexity {:,.4g}",
-        {"causal-lm": _LOSS, **_MASKED},
+        {"causal-lm": _LOSS, "span-corruption": _LOSS, **_MASKED},
     ),
     "ndcg_at_10": BuiltInMetric(
         "Normalized discounted gain of the first 10 documents of each query. Embeddings choose among "

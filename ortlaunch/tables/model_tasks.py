@@ -40,6 +40,9 @@ class ModelTask:
     new_head: str = ""
     """Name of a head for labels, which LoRA trains whole, of tasks that peft does not know."""
 
+    leaves_spans_out: bool = False
+    """Whether samples are windows of text without some spans, which the model writes."""
+
     writes: bool = False
     """Whether an evaluation may let the model write (`train.generate`)."""
 
@@ -168,6 +171,13 @@ MODEL_TASKS = {
         data_fields=("target_length", "cut_long"),
         writes=True,
         pipeline="text2text-generation",
+    ),
+    # T5's pretraining.
+    "span-corruption": ModelTask(
+        "AutoModelForSeq2SeqLM",
+        data_fields=("span_corruption",),
+        pipeline="text2text-generation",
+        leaves_spans_out=True,
     ),
     # Custom data for them have `pixel_values` or `input_features`, and `labels`.
     "image-classification": ModelTask(

@@ -242,6 +242,11 @@ class MaskedLm(Section, resume_rule=OTHER_DATA):
 
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of tokens to predict."""
+    final_probability: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share that `probability` goes to in equal steps, as from 0.3 to 0.15, and an evaluation's; null:
+    it stays."""
+    final_step: Positive | None = None
+    """Step from which it is `final_probability`."""
     max_predictions: Positive | None = None
     """Maximum predictions of a sequence; null: no limit. Each sequence has exactly as many as in
     BERT's own data: the smaller of this and `probability` x its tokens, [CLS] and [SEP] included,
@@ -249,6 +254,19 @@ class MaskedLm(Section, resume_rule=OTHER_DATA):
     whole_words: bool = False
     """Mask all pieces of a word or none, as BERT's whole-word models; for tokenizers whose pieces
     begin with ##. A sequence may then have one prediction less, where no remaining word fits."""
+
+
+class SpanCorruption(Section, resume_rule=OTHER_DATA):
+    """Spans that are left out, as in T5's pretraining.
+
+    Each is one of the tokens <extra_id_0>, <extra_id_1> and so on in the text that is read, and the
+    model writes them all, each after its token.
+    """
+
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of tokens that are left out."""
+    mean_span_length: Annotated[float, Field(ge=1)] = 3.0
+    """Mean tokens of a span."""
 
 
 # The lower bound of `sequence_length`, too.
@@ -400,6 +418,8 @@ class Data(Section, resume_rule=OTHER_DATA):
     show` prints all findings."""
     masked_lm: MaskedLm | None = None
     """Masking; null: BERT's (15 %, no limit)."""
+    span_corruption: SpanCorruption | None = None
+    """Spans of task span-corruption; null: T5's (15 % of tokens, 3 in a span)."""
     collate: Text | None = None
     """`package.module:function`, for custom data: turns a list of samples (of any type, as the
     factory's object returns them) into a batch, a mapping from names to tensors, for example with

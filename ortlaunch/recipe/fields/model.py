@@ -106,6 +106,7 @@ class Model(Section, resume_rule=OTHER_MODEL):
     for a text; `multi-label-classification`: any number of classes for a text, each of which is
     predicted where its probability is above 0.5; `sequence-regression`: a number;
     `question-answering`: a span of a context; `seq2seq`: a text, written by a decoder;
+    `span-corruption`: T5's pretraining on text, which writes the spans that were left out;
     `multiple-choice`: one of several texts; `token-classification`: a class for each word.
     `embedding`: a vector for a text, and `reranker`: a number for a query with a document, both
     of rows with several texts (`text_columns`). `image-classification` and `speech-seq2seq` take

@@ -228,7 +228,7 @@ def _streamed_source_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> I
     traits = recipe.model.traits
     least_buffer_bytes = 4 * stream.shuffle * (data.sequence_length or 0) * 4
     needs_text = f"needs all samples of data.train, and {stream_key} has none yet; give"
-    needs_all_rows = traits.label or traits.pairs or traits.compares
+    needs_all_rows = traits.label or traits.pairs or traits.compares or traits.leaves_spans_out
     may_hold_out_first_chats = (
         has_chat_rows(corpus)
         and data.train is corpus
@@ -250,8 +250,8 @@ def _streamed_source_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> I
         (
             stream_key,
             needs_all_rows,
-            "is for text without labels, and for chats; labels and pairs of sentences need all "
-            "rows: leave it out",
+            "is for text without labels, and for chats; labels, pairs of sentences and spans that are "
+            "left out need all rows: leave it out",
         ),
         (
             f"{stream_key}.buffer",
@@ -535,6 +535,14 @@ def _tokenizer_and_masking_rules(data_section: Data, task_name: str) -> Iterator
         yield (
             ("data.tokenizer.train", "model.task"),
             f"got bpe, which has no [MASK] token, for task {task_name}; use wordpiece",
+        )
+    masked = data_section.masked_lm
+    if masked and (masked.final_probability is None) != (masked.final_step is None):
+        is_set = "final_step" if masked.final_probability is None else "final_probability"
+        missing = {"final_step", "final_probability"} - {is_set}
+        yield (
+            (f"data.masked_lm.{is_set}",),
+            f"needs {missing.pop()}, too: give both, or neither for one share of tokens",
         )
     max_predictions = data_section.masked_lm.max_predictions if data_section.masked_lm else None
     if max_predictions and length and max_predictions >= length:

@@ -20,6 +20,7 @@ from ortlaunch.recipe.fields.data import (
     HeldOut,
     MaskedLm,
     Part,
+    SpanCorruption,
     StreamSettings,
     has_chat_rows,
     is_written_by_chat_template,
@@ -67,6 +68,7 @@ from ortlaunch.worker.data.samples import (
     cut_padding_to_shortest_fitting_bucket,
 )
 from ortlaunch.worker.data.sentence_pairs import SentencePairs
+from ortlaunch.worker.data.span_corruption import CorruptedSpans
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import ChatCounts, StreamedCorpus
 from ortlaunch.worker.data.token_cache import (
@@ -530,6 +532,9 @@ def _text_samples_for_task(
 ) -> Samples:
     length = recipe.data.sequence_length or 0
     traits = recipe.model.traits
+    if traits.leaves_spans_out:
+        settings = recipe.data.span_corruption or SpanCorruption()
+        return CorruptedSpans(documents.tokens, length, tokenizer, settings, seed)
     if traits.predicts != "masked":
         if not recipe.data.attend_across_documents:
             return SeparateDocuments(documents, length)

@@ -238,13 +238,13 @@ class Batches:
         """
         if not self._are_user_samples:
             return self.stack_and_cut_padding(
-                [samples.sample(*sample_epoch) for sample_epoch in sample_epochs]
+                [samples.sample(*sample_epoch[:2]) for sample_epoch in sample_epochs]
             )
         with restore_cpu_generators_after():
             samples_read = []
             for sample_epoch in sample_epochs:
-                seed_cpu_generators_for_sample(self.seed, *sample_epoch)
-                samples_read.append(samples.sample(*sample_epoch))
+                seed_cpu_generators_for_sample(self.seed, *sample_epoch[:2])
+                samples_read.append(samples.sample(*sample_epoch[:2]))
             return self.stack_and_cut_padding(samples_read)
 
     def stack_and_cut_padding(self, samples: list[Any]) -> dict[str, torch.Tensor]:
@@ -284,12 +284,14 @@ class Batches:
         offset = (pass_index * batch_plan.data_parallel_ranks + rank) * batch_plan.micro_samples
         first_number = (step_index - self._step) * batch_plan.global_samples
         if self.buckets:
-            return self._bucket_sorted_sample_epochs_of_step(
+            sample_epochs = self._bucket_sorted_sample_epochs_of_step(
                 first_number, batch_plan.global_samples
             )[offset : offset + batch_plan.micro_samples]
-        return self._sample_epochs_of_unskipped_numbers(
-            range(first_number + offset, first_number + offset + batch_plan.micro_samples)
-        )
+        else:
+            sample_epochs = self._sample_epochs_of_unskipped_numbers(
+                range(first_number + offset, first_number + offset + batch_plan.micro_samples)
+            )
+        return [sample_epoch._replace(step=step_index) for sample_epoch in sample_epochs]
 
     def _sample_epochs_of_unskipped_numbers(self, sample_numbers: range) -> list[SampleEpoch]:
         positions = [

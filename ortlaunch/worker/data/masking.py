@@ -85,14 +85,27 @@ class Masking:
             _is_word_continuation_by_token_id(tokenizer) if settings.whole_words else None
         )
 
-    def masked_token_count(self, token_count: int) -> int:
-        """Return the number of predictions in a sequence of `token_count`, [CLS] and [SEP] included."""
+    def _masked_token_count(self, token_count: int, step: int | None) -> int:
+        """Return the number of predictions in a sequence of `token_count`, [CLS] and [SEP] included.
+
+        step: the step that trains on it, from 0; None: none does.
+        """
+        settings = self.settings
+        probability = settings.probability
+        if settings.final_probability is not None and settings.final_step is not None:
+            share = 1.0 if step is None else min(step / settings.final_step, 1.0)
+            probability += (settings.final_probability - probability) * share
         # As in BERT's create_pretraining_data.py.
-        requested_count = max(1, round(token_count * self.settings.probability))
+        requested_count = max(1, round(token_count * probability))
         return min(requested_count, self.settings.max_predictions or requested_count)
 
     def choose_and_mask_tokens_in_place(
-        self, token_ids: _Ints, labels: _Ints, token_counts: Sequence[int], random_values: _Floats
+        self,
+        token_ids: _Ints,
+        labels: _Ints,
+        token_counts: Sequence[int],
+        random_values: _Floats,
+        sample_epochs: Sequence[SampleEpoch],
     ) -> None:
         """Choose tokens to predict, and write their labels and replacements.
 
@@ -103,6 +116,7 @@ class Masking:
             labels: (samples, length) int64, changed in place.
             token_counts: tokens of each sample before padding.
             random_values: (samples, 2 * length), from `draws`: the order of choice, then the replacements.
+            sample_epochs: the samples, with the steps that train on them.
         """
         length = token_ids.shape[1]
         turns = random_values[:, :length].copy()
@@ -111,7 +125,10 @@ class Masking:
             | (token_ids == self.sep)
             | (np.arange(length) >= np.array(token_counts)[:, None])
         ] = _NEVER
-        counts = [self.masked_token_count(size) for size in token_counts]
+        counts = [
+            self._masked_token_count(size, sample_epoch.step)
+            for size, sample_epoch in zip(token_counts, sample_epochs)
+        ]
         chosen_tokens = (
             _choose_tokens_with_lowest_draws(turns, counts)
             if self.is_continuation is None
@@ -229,5 +246,6 @@ class MaskedBlocks(MaskedSamples):
             labels,
             [length] * len(sample_epochs),
             random_values_of_samples(self.seed, sample_epochs, 2 * length),
+            sample_epochs,
         )
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

@@ -105,7 +105,7 @@ class Mixture:
             batches.append(
                 part.batch(
                     [
-                        SampleEpoch(source_samples[row].sample_index, sample_epochs[row].epoch)
+                        sample_epochs[row]._replace(sample_index=source_samples[row].sample_index)
                         for row in source_rows
                     ]
                 )
@@ -286,7 +286,7 @@ class SampleSubset:
         ).tolist()
         batch: dict[str, torch.Tensor] = whole_samples.batch(
             [
-                SampleEpoch(index, sample_epoch.epoch)
+                sample_epoch._replace(sample_index=index)
                 for index, sample_epoch in zip(indices, sample_epochs)
             ]
         )

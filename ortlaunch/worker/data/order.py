@@ -36,6 +36,8 @@ class SampleEpoch(NamedTuple):
     """Index of the sample in its data set."""
     epoch: int
     """Passes over the sample's own source before this one."""
+    step: int | None = None
+    """Step, from 0, that trains on it; None: none does."""
 
 
 class Permutation(Protocol):
@@ -67,7 +69,7 @@ class SampleOrder:
             sample_indices[is_in_epoch] = self._cached_permutation_of_epoch(int(epoch))(
                 epoch_offsets[is_in_epoch]
             )
-        return list(map(SampleEpoch._make, zip(sample_indices.tolist(), epochs.tolist())))
+        return list(map(SampleEpoch, sample_indices.tolist(), epochs.tolist()))
 
     def _cached_permutation_of_epoch(self, epoch: int) -> Permutation:
         if epoch not in self._epochs:

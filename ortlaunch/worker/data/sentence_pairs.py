@@ -92,7 +92,7 @@ class SentencePairs(MaskedSamples):
             attention[row, :end], segments[row, cut + 2 : end] = 1, 1
             ends.append(end)
         self.masking.choose_and_mask_tokens_in_place(
-            ids, labels, ends, random_values[:, 2 + _ATTEMPTS :]
+            ids, labels, ends, random_values[:, 2 + _ATTEMPTS :], sample_epochs
         )
         return {
             **dict(zip(_NAMES, torch.from_numpy(arrays))),

@@ -59,7 +59,8 @@ def test_an_epoch_of_a_source_has_each_of_its_samples_once(
 ) -> None:
     """An epoch of a source has each sample once; the next epoch follows in another order."""
     for number, (size, begin) in enumerate(zip(SIZES, (0, 1000, 1050))):
-        mine = [(sample - begin, epoch) for sample, epoch in np.array(taken)[sources == number]]
+        pairs = np.array([each[:2] for each in taken])
+        mine = [(sample - begin, epoch) for sample, epoch in pairs[sources == number]]
         assert [epoch for _, epoch in mine] == [place // size for place in range(len(mine))]
         epochs = [[sample for sample, _ in mine[start : start + size]] for start in (0, size)]
         assert [sorted(epoch) for epoch in epochs] == [list(range(size))] * 2

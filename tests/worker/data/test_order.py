@@ -52,12 +52,12 @@ def test_places_count_on_from_epoch_to_epoch() -> None:
     order = SampleOrder(70_000, 7)
     last = [69_998, 69_999, 70_000, 70_001, 140_000]
     found = order.sample_epochs_at(last)
-    assert [epoch for _, epoch in found] == [0, 0, 1, 1, 2]
+    assert [each.epoch for each in found] == [0, 0, 1, 1, 2]
     expected = [
         epoch_permutation(70_000, 7, place // 70_000)(np.array([place % 70_000]))[0]
         for place in last
     ]
-    assert [index for index, _ in found] == expected
+    assert [each.sample_index for each in found] == expected
     # A new order that starts at each of these places.
     assert [SampleOrder(70_000, 7).sample_epochs_at([place])[0] for place in last] == found
 

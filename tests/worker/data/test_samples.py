@@ -10,9 +10,11 @@ import torch
 from tokenizers import Tokenizer, models
 from torch.testing import assert_close
 
-from ortlaunch.recipe.fields.data import MaskedLm
+from ortlaunch.launch_plan import BatchPlan
+from ortlaunch.recipe.fields.data import HeldOut, MaskedLm
 from ortlaunch.worker.data import (
     IGNORED,
+    Batches,
     MaskedBlocks,
     Masking,
     Mixture,
@@ -21,6 +23,7 @@ from ortlaunch.worker.data import (
     collate,
 )
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.mixture import split_held_out_samples
 from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.token_cache import Documents
 
@@ -203,8 +206,33 @@ def test_a_micro_batch_is_its_samples(samples: Any) -> None:
         for number, index in enumerate(np.linspace(len(samples) - 1, 0, 40))
     ]
     assert_close(
-        samples.batch(places), collate([samples.sample(*place) for place in places]), rtol=0, atol=0
+        samples.batch(places),
+        collate([samples.sample(*place[:2]) for place in places]),
+        rtol=0,
+        atol=0,
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_share_of_masked_tokens_follows_the_step(ranks: int) -> None:
+    """It goes in equal steps to its final value, from any step on, and in an evaluation is that."""
+    settings = {"probability": 0.3, "final_probability": 0.15, "final_step": 4}
+    parts = [split_held_out_samples(masked(seed, **settings), HeldOut(share=0.1), 0).training
+             for seed in (0, 1)]  # fmt: skip
+    sizes = BatchPlan(8, 2, 4 // ranks, ranks, None)
+    found = {}
+    # The second reader begins at step 3, as a resumed run.
+    for first_step in (0, 3):
+        batches = Batches(Mixture(parts, [1, 1]), sizes, 5)
+        for step in range(first_step, 6):
+            passes = [batches.read_micro_batch_and_count_tokens(step, n, rank)
+                      for n in range(4 // ranks) for rank in range(ranks)]  # fmt: skip
+            labels = torch.cat([each["labels"] for each in passes])
+            assert torch.equal(found.setdefault(step, labels), labels)
+    shares = [0.3 + (0.15 - 0.3) * min(step / 4, 1) for step in range(6)]
+    counts = [(found[step] != IGNORED).sum(1).unique().tolist() for step in range(6)]
+    assert counts == [[round(64 * share)] for share in shares]
+    assert (parts[0].sample(0, 0)["labels"] != IGNORED).sum() == round(64 * 0.15)
 
 
 def test_masked_blocks_follow_each_other() -> None:
