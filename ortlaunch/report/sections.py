@@ -344,11 +344,16 @@ def _class_score_and_confusion_table_or_none(run_record: Record) -> dict[str, ob
     if not run_record.confusion:
         return None
     class_names, confusion_counts = run_record.confusion["classes"], run_record.confusion["counts"]
-    shown_columns = class_names if len(class_names) <= _MAX_COLUMNS else []
+    are_label_sets = run_record.confusion.get("are_label_sets")
+    # No single class is predicted in place of another where there are sets.
+    shown_columns = class_names if len(class_names) <= _MAX_COLUMNS and not are_label_sets else []
     rows = []
     for class_number, (name, row) in enumerate(zip(class_names, confusion_counts)):
-        correct_count, sample_count = row[class_number], sum(row)
-        predicted_count = sum(counts_of_class[class_number] for counts_of_class in confusion_counts)
+        correct_count, sample_count, predicted_count = (
+            row
+            if are_label_sets
+            else (row[class_number], sum(row), sum(each[class_number] for each in confusion_counts))
+        )
         # Precision, recall and their harmonic mean.
         denominators = (predicted_count, sample_count, (sample_count + predicted_count) / 2)
         rows.append({

@@ -232,7 +232,10 @@ class Confusion:
     classes: list[str]
     """Names of the classes, by number."""
     counts: list[list[int]]
-    """Samples (of token-classification, words) of each class, by predicted class."""
+    """Samples (of token-classification, words) of each class, by predicted class; of label sets,
+    samples where a class is rightly predicted, labelled, and predicted."""
+    are_label_sets: bool = False
+    """Whether a sample has a set of classes."""
 
 
 @dataclass

@@ -310,6 +310,12 @@ def test_shares_and_classes(tmp_path: Path) -> None:
     assert row(tree, "red") == ["4", "1.000", "0.750", "0.857", "3", "1", "0"]
     assert row(tree, HOSTILE) == ["2", "0.667", "1.000", "0.800", "0", "2", "0"]
     assert row(tree, "blue") == ["0", "-", "-", "-", "0", "0", "0"]
+    # Of sets of classes: rightly predicted, labelled, predicted.
+    sets = {"classes": ["red", "blue"], "counts": [[3, 4, 5], [0, 1, 0]], "are_label_sets": True}
+    write_json_atomically(RunDir(folder).confusion, sets)
+    tree = page(folder, to=tmp_path / "r.html")
+    assert row(tree, "red") == ["4", "0.600", "0.750", "0.667"]
+    assert row(tree, "blue") == ["1", "-", "0.000", "0.000"]
 
 
 def test_the_page_has_the_profile(tmp_path: Path) -> None:

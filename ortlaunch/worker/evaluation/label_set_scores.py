@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ortlaunch.run_folder.records import Confusion
 from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import logits_or_none
 from ortlaunch.worker.evaluation.scores import (
+    MOST_COUNTED_CLASSES,
     gather_uneven_values,
     import_torchmetrics_quietly,
 )
@@ -24,6 +26,10 @@ class LabelSetScores:
     """Micro and macro F1, and the mean average precision."""
 
     def __init__(self, evaluated_model: EvaluatedModel) -> None:
+        names = getattr(getattr(evaluated_model.plain.model, "config", None), "id2label", None)
+        self._names = {**(names or {})}
+        self.confusion: Confusion | None = None
+        """Counts of each class at the end of the evaluation; None for too many classes."""
         self._class_count = 0
         self._logits = list[float]()
         self._labels = list[float]()
@@ -53,6 +59,16 @@ class LabelSetScores:
                 gather_uneven_values(group, self._labels),
             )
         )
+        if self._class_count <= MOST_COUNTED_CLASSES:
+            is_predicted, is_labelled = logits > 0, labels > 0
+            counts = [
+                each.sum(0) for each in (is_predicted & is_labelled, is_labelled, is_predicted)
+            ]
+            self.confusion = Confusion(
+                [str(self._names.get(number, number)) for number in range(self._class_count)],
+                torch.stack(counts, 1).tolist(),
+                are_label_sets=True,
+            )
         functions = import_torchmetrics_quietly().functional.classification
         options = {"num_labels": self._class_count, "validate_args": False}
         predicted, labels = (logits > 0).long(), labels.long()

@@ -22,8 +22,8 @@ from ortlaunch.worker.evaluation.evaluated_model import EvaluatedModel
 from ortlaunch.worker.evaluation.measure import SAMPLE_INDICES, logits_or_none
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-# Classes up to which the counts by predicted class are kept.
-_MOST_CLASSES = 100
+MOST_COUNTED_CLASSES = 100
+"""Classes up to which the counts of each class are kept."""
 
 
 class Scores:
@@ -95,7 +95,7 @@ class ClassScores:
         self._names = class_names
         # Counts by class and predicted class.
         self._counts = torch.zeros(
-            class_count**2 if class_count <= _MOST_CLASSES else 0, dtype=torch.int64
+            class_count**2 if class_count <= MOST_COUNTED_CLASSES else 0, dtype=torch.int64
         )
         self._entities = (
             EntityCounts(class_names)

@@ -368,6 +368,7 @@ def test_classes_on_any_ranks(task: str, tmp_path: Path) -> None:
         assert read_json_or_raise_damaged(session.run.confusion) == {
             "classes": names,
             "counts": counts,
+            "are_label_sets": False,
         }
 
 
@@ -394,7 +395,7 @@ def test_numbers_on_any_ranks() -> None:
             )
 
 
-def test_class_sets_on_any_ranks() -> None:
+def test_class_sets_on_any_ranks(tmp_path: Path) -> None:
     """F1 and mean average precision of sets of classes on 1, 2 and 4 ranks are scikit-learn's."""
     from sklearn.metrics import average_precision_score, f1_score
     from transformers import BertConfig, BertForSequenceClassification
@@ -420,10 +421,17 @@ def test_class_sets_on_any_ranks() -> None:
         "mean_average_precision": average_precision_score(meant[:, :4], logits[:, :4]),
     }
     session = session_of("multi-label-classification", model, rows)
+    session.run = RunDir(tmp_path)
+    counts = [[int(each[:, n].sum()) for each in (given & meant, meant, given)] for n in range(5)]
     for size in (1, 2, 4):
         session.group = Ranks(size)
         for found in session.group.evaluated(session, UserSamples(rows)):
             assert {name: found[name] for name in expected} == pytest.approx(expected), size
+        assert read_json_or_raise_damaged(session.run.confusion) == {
+            "classes": [f"LABEL_{n}" for n in range(5)],
+            "counts": counts,
+            "are_label_sets": True,
+        }
 
 
 def test_entities_on_any_ranks() -> None:
