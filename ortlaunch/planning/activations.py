@@ -13,7 +13,7 @@ from typing import cast
 from ortlaunch.base.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.compared_texts import Reranker
-from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus, SpanCorruption
 from ortlaunch.recipe.rules.document_mask import (
     LONGEST_MASKED_SAMPLE,
     document_mask_reason_or_empty,
@@ -23,6 +23,8 @@ from ortlaunch.tables.families import FAMILIES, PlannedConfig
 
 # Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.
 _FLOAT32_BYTES = 4
+# Cosines, scores without copies of right documents, their log-softmax, and the gradients. Measured.
+_BYTES_PER_TEXT_SCORE = 16
 _MASK_BYTES = 1
 
 
@@ -38,6 +40,8 @@ def peak_activation_bytes_of_rank(
         value_bytes: bytes of a value, 4 or 2.
         device: cpu or cuda.
     """
+    if FAMILIES[model_config["model_type"]].writes_text:
+        return _peak_bytes_with_text_decoder(recipe, model_config, micro_samples, value_bytes)
     sample_token_count = sample_tokens(recipe, model_config)
     layer_count = int(model_config["num_hidden_layers"])
     token_count = sample_token_count * _sequences_at_once(recipe, micro_samples)
@@ -45,6 +49,7 @@ def peak_activation_bytes_of_rank(
         recipe, model_config, sample_token_count, value_bytes, device
     )
     bytes_of_logits = _logits_and_loss_bytes(recipe, model_config, token_count, device)
+    bytes_of_logits += _text_score_bytes(recipe, micro_samples)
     mask_bytes = _document_mask_bytes(recipe, model_config, token_count, value_bytes)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
         # The inputs of all layers are kept. Beside them are either the logits or one recomputed
@@ -60,6 +65,59 @@ def peak_activation_bytes_of_rank(
         )
         return layer_count * token_count * kept_per_token + other_bytes + mask_bytes
     return layer_count * bytes_of_layer + bytes_of_logits + mask_bytes
+
+
+def _peak_bytes_with_text_decoder(
+    recipe: Recipe, model_config: PlannedConfig, micro_samples: int, value_bytes: int
+) -> int:
+    """Return the bytes of the activations of T5, whose layers keep their scores.
+
+    Its position bias has a gradient, for which torch has no fused kernel of self-attention.
+    """
+    width, head_count = model_config["hidden_size"], model_config["num_attention_heads"]
+    attention_width = head_count * (model_config["head_dim"] or 0)
+    read_tokens = sample_tokens(recipe, model_config)
+    written_tokens = _tokens_to_write(recipe)
+    has_dropout = bool(model_config["hidden_dropout_prob"])
+    # Without dropout the softmax is kept; with it the mask and the output, too.
+    score_values = head_count * (1 + 2 * has_dropout)
+    is_gated = model_config["feed_forward_proj"].startswith("gated")
+    inner_tensor_count = 1 + 6 * is_gated + has_dropout * (2 - is_gated)
+    inner_values = model_config["intermediate_size"] * inner_tensor_count
+    # Each norm keeps three tensors, each dropout of a sum one.
+    values_of_block = 3 * width + has_dropout * width
+    encoder_values = 2 * values_of_block + 4 * attention_width + inner_values
+    encoder_values += score_values * read_tokens
+    decoder_values = 3 * values_of_block + 6 * attention_width + inner_values
+    decoder_values += score_values * written_tokens
+    # Attention to what was read has a kernel, if without dropout.
+    decoder_values += has_dropout * score_values * read_tokens
+    encoder_layer = value_bytes * micro_samples * read_tokens * encoder_values
+    decoder_layer = (
+        value_bytes
+        * micro_samples
+        * (written_tokens * decoder_values + 2 * read_tokens * attention_width)
+    )
+    logits_bytes = 16 * micro_samples * written_tokens * model_config["vocab_size"]
+    encoder_layers, decoder_layers = model_config["encoder_layers"], model_config["decoder_layers"]
+    if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
+        kept_tokens = encoder_layers * read_tokens + decoder_layers * written_tokens
+        kept_bytes = value_bytes * micro_samples * kept_tokens * width
+        return kept_bytes + max(encoder_layer, decoder_layer) + logits_bytes
+    return encoder_layers * encoder_layer + decoder_layers * decoder_layer + logits_bytes
+
+
+def _tokens_to_write(recipe: Recipe) -> int:
+    """Return the tokens that the decoder writes for a sample."""
+    if not recipe.model.traits.leaves_spans_out:
+        return recipe.data.target_length
+    spans = recipe.data.span_corruption or SpanCorruption()
+    # For each token of the text; see worker/data/span_corruption.py.
+    marks = spans.noise_density / spans.mean_span_length
+    read_share = 1 - spans.noise_density + marks
+    return (
+        round((recipe.data.sequence_length or 0) / read_share * (spans.noise_density + marks)) + 1
+    )
 
 
 def _sequences_at_once(recipe: Recipe, micro_samples: int) -> int:
@@ -78,6 +136,18 @@ def _sequences_at_once(recipe: Recipe, micro_samples: int) -> int:
     sequence_count = micro_samples * max(1, text_count - isinstance(settings, Reranker))
     mini_batch = getattr(settings, "mini_batch", None)
     return min(mini_batch or sequence_count, sequence_count)
+
+
+def _text_score_bytes(recipe: Recipe, micro_samples: int) -> int:
+    """Return the bytes of scores between the samples of a step, which some losses of texts compute."""
+    settings = recipe.model.text_comparison
+    if settings is None or not settings.traits.is_over_batch:
+        return 0
+    source = recipe.data.parts[0].source
+    document_count = len(source.text_columns) - 1 if isinstance(source, Corpus) else 2
+    all_samples = recipe.batch.global_size or micro_samples
+    rows = min(getattr(settings, "mini_batch", None) or micro_samples, micro_samples)
+    return _BYTES_PER_TEXT_SCORE * rows * all_samples * max(document_count, 1)
 
 
 def sample_tokens(recipe: Recipe, config: PlannedConfig) -> int:

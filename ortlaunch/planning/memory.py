@@ -145,7 +145,9 @@ def estimate_rank_memory_or_none(
     if config is None:
         return None
     family = FAMILIES[config["model_type"]]
-    if not family.can_predict(recipe.model.traits.predicts):
+    if not family.can_predict(recipe.model.traits.predicts) or (
+        family.tasks and recipe.model.task not in family.tasks
+    ):
         return None
     compared_step_count = parity_step_count_and_reason(recipe, config["model_type"]).steps
     model_shape = build_model_shape(config, recipe.model.task)

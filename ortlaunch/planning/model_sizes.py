@@ -435,6 +435,25 @@ def whisper_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     return ModelShape([encoder_layers, decoder_layers], [*audio_sizes, *word_sizes])
 
 
+def t5_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
+    width, inner_width = model_config["hidden_size"], model_config["intermediate_size"]
+    head_count = model_config["num_attention_heads"]
+    attention_width = head_count * (model_config["head_dim"] or 0)
+    attention = [(name, width, attention_width) for name in "qkv"] + [("o", attention_width, width)]
+    is_gated = model_config["feed_forward_proj"].startswith("gated")
+    inner_names = ("wi_0", "wi_1") if is_gated else ("wi",)
+    inner = [(name, width, inner_width) for name in inner_names] + [("wo", inner_width, width)]
+    layer_groups = [
+        EqualLayers(model_config["encoder_layers"], [*attention, *inner], [width] * 2),
+        EqualLayers(model_config["decoder_layers"], [*attention, *attention, *inner], [width] * 3),
+    ]
+    # Only the first layer of each half has weights of relative positions.
+    bias_sizes = [model_config["relative_attention_num_buckets"] * head_count] * 2
+    # transformers 5 ties the output layer to the words, whatever the config has.
+    word_count = model_config["vocab_size"] * width
+    return ModelShape(layer_groups, [word_count, *bias_sizes, width, width])
+
+
 def build_model_shape(model_config: PlannedConfig, task_name: str) -> ModelShape:
     """Return the tensors of a model with the head of `task_name`; tied weights are counted once."""
     module_name, _, function_name = FAMILIES[model_config["model_type"]].shape.partition(":")

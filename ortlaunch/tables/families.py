@@ -96,6 +96,8 @@ class PlannedConfig(TypedDict, total=False):
     max_target_positions: int
     encoder_layers: int
     decoder_layers: int
+    relative_attention_num_buckets: int
+    feed_forward_proj: str
     num_labels: int
     attention_bias: bool
     mlp_bias: bool
@@ -138,6 +140,10 @@ class Family:
     """Tensors of the inner width that a layer without a gate keeps for the backward pass."""
     inner_tensors_on_ort: int = 2
     """The same on engine ort."""
+    tasks: tuple[str, ...] = ()
+    """The only tasks whose head is counted; (): all that it can predict."""
+    writes_text: bool = False
+    """Whether a decoder reads the encoder's text and writes another."""
     score_tensors: int = 0
     """Tensors of attention scores that are kept whatever the kernel; 0: those of the kernel."""
 
@@ -158,6 +164,14 @@ def _unprojected_sizes_or_none(config: Mapping[str, Any]) -> Mapping[str, Any] |
     # OPT's embeddings are projected in one published size.
     width = config["hidden_size"]
     return {} if config.get("word_embed_proj_dim", width) == width else None
+
+
+def _t5_layer_counts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    decoder_layers = config.get("num_decoder_layers") or config["num_layers"]
+    return {
+        "decoder_layers": decoder_layers,
+        "num_hidden_layers": config["num_layers"] + decoder_layers,
+    }
 
 
 _MODULE = "ortlaunch.planning.model_sizes"
@@ -315,6 +329,27 @@ FAMILIES = {
         more_sizes=lambda config: {
             "num_hidden_layers": config["encoder_layers"] + config["decoder_layers"]
         },
+    ),
+    "t5": Family(
+        f"{_MODULE}:t5_shape",
+        ("q", "k", "v", "o", "wi", "wi_0", "wi_1", "wo"),
+        ("d_model", "d_kv", "d_ff", "num_layers", "num_heads", "vocab_size"),
+        {
+            "hidden_dropout_prob": 0.1,
+            "relative_attention_num_buckets": 32,
+            "feed_forward_proj": "relu",
+        },
+        own_names={
+            "hidden_size": "d_model",
+            "intermediate_size": "d_ff",
+            "num_attention_heads": "num_heads",
+            "head_dim": "d_kv",
+            "encoder_layers": "num_layers",
+            "hidden_dropout_prob": "dropout_rate",
+        },
+        more_sizes=_t5_layer_counts,
+        tasks=("seq2seq", "span-corruption"),
+        writes_text=True,
     ),
 }
 CONFIG_FIELDS = COMMON_FIELDS | set(BERT_DEFAULTS) | set(LLAMA_DEFAULTS)

@@ -139,6 +139,17 @@ class LossModule(nn.Module):
         return {LOSS: loss, **other_values} if other_values else loss
 
     def _output_with_loss(self, batch: dict[str, torch.Tensor]) -> Any:
+        problem_type = getattr(getattr(self.model, "config", None), "problem_type", None)
+        labels = batch.get("labels")
+        if (
+            problem_type == "multi_label_classification"
+            and labels is not None
+            and not labels.is_floating_point()
+        ):
+            raise InputError(
+                f"labels of a batch are {labels.dtype}; custom samples of multi-label-classification "
+                "have a float for each class, 1.0 or 0.0"
+            )
         return self.model(**batch)
 
     def set_trainer_values_and_device(
@@ -597,9 +608,15 @@ def _config_fields_from_data(
                 config_fields[name] = None
     if data.tokenizer is not None and is_new_model:
         config_fields["vocab_size"] = rounded_vocabulary_size(len(data.tokenizer))
-        # T5's config has none, and its published models begin with the padding token.
-        if config.is_encoder_decoder and not hasattr(config, "decoder_start_token_id"):
+        # T5's config has none, and Marian's is its padding token: published models begin with it.
+        start_id = getattr(config, "decoder_start_token_id", None)
+        if config.is_encoder_decoder and (
+            start_id is None
+            or (start_id >= len(data.tokenizer) and start_id == config.pad_token_id)
+        ):
             config_fields["decoder_start_token_id"] = data.tokenizer.pad_token_id
+        if getattr(config, "forced_eos_token_id", None) is not None:
+            config_fields["forced_eos_token_id"] = data.tokenizer.eos_token_id
     if data.class_names:
         config_fields["id2label"] = dict(enumerate(data.class_names))
         config_fields["label2id"] = {

@@ -14,9 +14,10 @@ from ortlaunch.base.units import human_bytes
 from ortlaunch.launch_plan import BatchPlan, Mesh, Node, Plan
 from ortlaunch.planning.describe import plan_description_text
 from ortlaunch.planning.hosts import Host
+from ortlaunch.planning.memory import estimate_rank_memory_or_none
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.rules.rules import broken_rule_problems
-from tests.makers import bert, host, plan, recipe
+from tests.makers import BERT, WORDS, bert, host, plan, recipe
 
 # Hosts with different numbers of slots; the second one uses device 3.
 UNEVEN = (host("a", 2), Host("b", 1, (3,)), host("c", 3))
@@ -367,3 +368,23 @@ def test_describe_a_model_that_is_not_known() -> None:
 def test_bytes_for_a_person(size: int, text: str) -> None:
     """Bytes are shown in the unit that fits."""
     assert human_bytes(size) == text
+
+
+@pytest.mark.parametrize(("mini_batch", "rows"), [(None, 512), (64, 64)])
+def test_scores_of_all_texts_are_planned(mini_batch: int | None, rows: int) -> None:
+    """A loss over the batch has a score of each sample with each document of the step."""
+    settings = {"loss": "multiple-negatives-ranking", "mini_batch": mini_batch}
+    planned = []
+    for loss in (settings, {**settings, "loss": "cosine-mse"}):
+        made = bert(
+            model={"task": "embedding", "config": BERT, "embedding": loss},
+            data={
+                **WORDS,
+                "train": {"format": "jsonl", "path": "x", "text_columns": ["q", "d", "n"]},
+            },
+            batch={"global_size": 512},
+        )
+        memory = estimate_rank_memory_or_none(made, 512, 1)
+        assert memory is not None
+        planned.append(dict(memory.by_stage)["DDP"].activations)
+    assert planned[0] - planned[1] == 16 * rows * 512 * 2

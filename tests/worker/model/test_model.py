@@ -230,6 +230,37 @@ def test_models_with_a_decoder_and_their_data(
         built(task, config, data)
 
 
+def test_marks_of_a_new_model_are_the_tokenizers(tmp_path: Path) -> None:
+    """Marian begins a text with its padding token, and ends it with a token that is forced."""
+    sizes = (
+        "encoder_layers",
+        "decoder_layers",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+    )
+    config = {"model_type": "marian", "d_model": 16, **dict.fromkeys(sizes, 1), "encoder_ffn_dim": 16,
+              "decoder_ffn_dim": 16, "max_position_embeddings": 128}  # fmt: skip
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "target": "b"}')
+    data = {"train": {"format": "jsonl", "path": [str(tmp_path / "x.jsonl")]},
+            "tokenizer": WORDPIECE, "special_tokens": {"eos_token": "[SEP]"}}  # fmt: skip
+    found = built("seq2seq", config, data).config
+    assert (found.decoder_start_token_id, found.forced_eos_token_id) == (
+        found.pad_token_id,
+        found.eos_token_id,
+    )
+
+
+def test_labels_of_sets_are_floats() -> None:
+    """Whole numbers as labels of custom samples are an error with the right form."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    fields = {"problem_type": "multi_label_classification", "hidden_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 1, "intermediate_size": 16, "vocab_size": 30}  # fmt: skip
+    module = LossModule(BertForSequenceClassification(BertConfig(**fields)))
+    with pytest.raises(InputError, match=r"are torch.int64; custom samples .* 1.0 or 0.0"):
+        module(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.tensor([[0, 1]]))
+
+
 @pytest.mark.parametrize(("classes", "asked", "expected"), [(1, None, 2), (3, 4, 4), (3, 3, 3)])
 def test_number_of_labels(classes: int, asked: int | None, expected: int, tmp_path: Path) -> None:
     """A model has at least two labels, and more than the data if the recipe sets so."""

@@ -43,7 +43,7 @@ MODELS = [
     for name in shipped.shipped_recipe_names()
     if name.startswith("models/")
     and not name.endswith("-lora")
-    # BERT's layers are compared in test_activations.py, and T5 has no plan.
+    # BERT's layers are compared in test_activations.py, T5's below.
     and not any(word in name for word in ("minilm", "squad", "t5-small"))
 ]
 # Decoders have the same tests in tests/worker/engine/test_memory.py.
@@ -80,7 +80,7 @@ def built(recipe: Recipe, device: str, **more: Any) -> Any:
 def test_each_family_is_compared() -> None:
     """Every family of planning/model_sizes.py is compared, here or with BERT and Llama."""
     published = {(recipe(name).model.config or {})["model_type"] for name in PUBLISHED}
-    assert published | {"bert", *LIKE_LLAMA, *SMALL} == set(FAMILIES)
+    assert published | {"bert", "t5", *LIKE_LLAMA, *SMALL} == set(FAMILIES)
 
 
 # Sizes of small models, and the tasks that their family has.
@@ -210,6 +210,39 @@ def test_a_layer_of_other_families_keeps_what_is_planned(kind: str) -> None:
         assert memory is not None
         planned.append(dict(memory.by_stage)["DDP"].activations)
     assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.1)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("form", ["relu", "gated-gelu"])
+def test_t5_keeps_what_is_planned(form: str, dropout: float) -> None:
+    """The plan has T5's parameters, and its layers' bytes are within 1 % of those that torch saves."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    measured, planned = [], []
+    for layers in ((1, 1), (2, 1), (1, 2)):
+        fields = {"d_model": 64, "d_kv": 8, "d_ff": 192, "num_layers": layers[0], "vocab_size": 96,
+                  "num_decoder_layers": layers[1], "num_heads": 4, "dropout_rate": dropout,
+                  "feed_forward_proj": form}  # fmt: skip
+        config = T5Config(**fields, decoder_start_token_id=0, use_cache=False)
+        net: Any = T5ForConditionalGeneration(config).train()
+        weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+        labels = torch.randint(3, 90, (2, 32))
+        forward = functools.partial(net, input_ids=torch.randint(3, 90, (2, 128)), labels=labels)
+        measured.append(saved(lambda run=forward: run().loss, weights)[1])
+        made = bert(
+            model={"task": "seq2seq", "config": {"model_type": "t5", **fields}},
+            data={"train": {"format": "jsonl", "path": "x"}, "tokenizer": "x",
+                  "sequence_length": 128, "target_length": 32},
+            engine={"name": "eager"},
+            zero=None,
+        )  # fmt: skip
+        memory = estimate_rank_memory_or_none(made, 2, 1, "cpu")
+        assert memory is not None
+        assert memory.parameters == sum(p.numel() for p in net.parameters())
+        planned.append(dict(memory.by_stage)["DDP"].activations)
+    for more in (1, 2):
+        difference = measured[more] - measured[0]
+        assert planned[more] - planned[0] == pytest.approx(difference, rel=0.01)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
