@@ -6,6 +6,7 @@ weights. Only the order of the samples is ortlaunch's.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -203,11 +204,11 @@ def answers(folder: Path) -> Example:
     return Example(made, features, model, metrics)
 
 
-def summaries(folder: Path) -> Example:
-    """run_summarization.py with T5: a prefix, labels padded with -100, generation by beams."""
+def summaries(folder: Path, family: str = "t5") -> Example:
+    """run_summarization.py: a prefix, labels padded with -100, generation by beams."""
     from rouge_score import rouge_scorer
     from sacrebleu import corpus_bleu, corpus_chrf
-    from transformers import AutoModelForSeq2SeqLM, T5Config
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
     chance = torch.Generator().manual_seed(0)
     rows = []
@@ -216,10 +217,17 @@ def summaries(folder: Path) -> Example:
         rows.append({"article": " ".join(words), "summary": " ".join(words[:3])})
     tokenizer = bert_tokenizer(folder)
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=tokenizer.sep_token_id,
-        initializer_factor=0.5,
+    sizes: dict[str, Any] = {"d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,
+                             "initializer_factor": 0.5}  # fmt: skip
+    if family != "t5":
+        sizes = {"max_position_embeddings": 64, "dropout": 0.0, "init_std": 0.3}
+        for half in ("encoder", "decoder"):
+            own = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
+            sizes |= {f"{half}_{name}": size for name, size in own.items()}
+    end = tokenizer.sep_token_id
+    config = AutoConfig.for_model(
+        family, vocab_size=64, d_model=32, **sizes, decoder_start_token_id=0, pad_token_id=0,
+        eos_token_id=end, forced_eos_token_id=None if family == "t5" else end,
     )  # fmt: skip
     model = AutoModelForSeq2SeqLM.from_config(config)
     model.save_pretrained(folder)
@@ -302,7 +310,11 @@ EXAMPLES: dict[str, Callable[[Path], Example]] = {
     "questions": answers,
     "summaries": summaries,
     "choices": choices,
+    **{name: functools.partial(summaries, family=name) for name in ("bart", "pegasus", "marian")},
 }
+# The families of one task, beside T5.
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in ("bart", "pegasus", "marian") else name
+         for name in EXAMPLES]  # fmt: skip
 
 
 def plain_losses(example: Example) -> list[float]:
@@ -344,7 +356,7 @@ def trained(
     return of_task
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_the_script(name: str, trained: Any, train: Train) -> None:
     """20 losses on one and two ranks are within 1e-5 of a plain loop over the script's features."""
     example, expected, run = trained(name)
@@ -359,7 +371,7 @@ def test_losses_are_those_of_the_script(name: str, trained: Any, train: Train) -
         assert found == pytest.approx(metrics, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_in_another_world(name: str, trained: Any, train: Train) -> None:
     """A run that two ranks began, and one goes on with, has the losses of the script."""
     example, expected, _ = trained(name)
