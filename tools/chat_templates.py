@@ -5,7 +5,8 @@
 
 FOLDER has *.jinja files; without it those that TRL ships. A tokenizer is made for each, with the
 template's marks as tokens. Labels are compared where a template has generation marks, or TRL has a
-marked copy of it (NAME_training.jinja).
+marked copy of it (NAME_training.jinja). A row that is refused here alone is read again with the
+fields that the message names, until it is accepted: its outcome has them.
 """
 
 from __future__ import annotations
@@ -145,19 +146,86 @@ def tokenizer_of_template(template: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **names)
 
 
-def our_tokens(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]] | None:
-    """Return our token ids, and which of them count; None: refused."""
+# A template that writes all parts of a row.
+TOKENIZER_OF_ALL_PARTS = tokenizer_of_template((TRL_TEMPLATES / "qwen3_training.jinja").read_text())
+
+
+def our_tokens(
+    tokenizer: Any, row: dict[str, Any], fields: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """Return our token ids, and which of them count.
+
+    Raises:
+        DataError: the row is refused.
+    """
     path = Path(tempfile.mkdtemp()) / "row.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    source = Corpus(format="jsonl", path=(str(path),), messages_column="messages")
-    try:
-        documents = load_or_tokenize_chats_marking_trained_text(
-            source, tokenizer, lambda text: None
-        )
-    except DataError:
-        return None
+    source = Corpus(format="jsonl", path=(str(path),), messages_column="messages", **fields)
+    documents = load_or_tokenize_chats_marking_trained_text(source, tokenizer, lambda text: None)
     tokens = documents.tokens[0 : len(documents.tokens)].astype(int)
     return (tokens & (ANSWER - 1)).tolist(), (tokens >= ANSWER).astype(int).tolist()
+
+
+def fields_named_as_remedy(message: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a source with those that a message of a refusal names, first the least."""
+    if "train_parts: [answers, tool_calls]" in message and "train_parts" not in fields:
+        return {**fields, "train_parts": ("answers", "tool_calls")}
+    if "train_on: last" in message and "train_on" not in fields:
+        return {**fields, "train_on": "last"}
+    if match := re.search(r"ignore_fields: \[(.*?)\]", message):
+        names = tuple(match[1].split(", "))
+        return {**fields, "ignore_fields": (*fields.get("ignore_fields", ()), *names)}
+    if match := re.search(r"roles: \{(\w+): null\}", message):
+        return {**fields, "roles": {**fields.get("roles", {}), match[1]: None}}
+    return fields
+
+
+def is_accepted(tokenizer: Any, row: dict[str, Any]) -> bool:
+    try:
+        our_tokens(tokenizer, row, {})
+    except DataError:
+        return False
+    return True
+
+
+def row_with_calls_alone(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of which each message has one call, before its result."""
+    messages = []
+    results = {item.get("tool_call_id"): item for item in row["messages"]}
+    for message in row["messages"]:
+        for call in message.get("tool_calls", ()):
+            messages += [{**message, "tool_calls": [call]}, results[call["id"]]]
+        if message["role"] != "tool" and not message.get("tool_calls"):
+            messages.append(message)
+    return {**row, "messages": messages}
+
+
+def our_tokens_with_remedies(
+    tokenizer: Any, row: dict[str, Any]
+) -> tuple[tuple[list[int], list[int]] | None, str]:
+    """Return our tokens, and how the row was refused: messages, and the fields that helped."""
+    fields: dict[str, Any] = {}
+    refusals = list[str]()
+    while True:
+        try:
+            return our_tokens(tokenizer, row, fields), "; ".join(refusals)
+        except DataError as error:
+            message = re.sub(
+                r"^.*?jsonl:1: |message \d+ (?:of messages: )?|'.*?' ?", "", str(error)
+            )
+            more = fields_named_as_remedy(str(error), fields)
+            if more == fields:
+                helped = "does not help"
+                if "as a message of its own" in str(error):
+                    row, remedy = row_with_calls_alone(row), "each call alone"
+                    helped = "helps" if is_accepted(tokenizer, row) else helped
+                else:
+                    remedy = "the template of another model"
+                    helped = "helps" if is_accepted(TOKENIZER_OF_ALL_PARTS, row) else helped
+                return None, "; ".join([*refusals, f"{message[:90]} -> {remedy} {helped}"])
+            names = {name: more[name] for name in more if more[name] != fields.get(name)}
+            refusals.append(f"{message[:70]} -> {names}")
+            fields = more
 
 
 def their_tokens(
@@ -176,10 +244,16 @@ def their_tokens(
 
 def outcome(tokenizer: Any, row: dict[str, Any], template: str, marked_template: str) -> str:
     """Return how our tokens and labels of a row compare with TRL's."""
-    ours = our_tokens(tokenizer, row)
+    ours, refusals = our_tokens_with_remedies(tokenizer, row)
     theirs = their_tokens(tokenizer, row, template, has_marks=marked_template == template)
-    if not ours or not theirs:
-        return "refused by " + ("both" if not ours and not theirs else "TRL" if ours else "us")
+    if refusals:
+        if not theirs:
+            return f"refused by both: {refusals}"
+        compared = "equal tokens" if ours and ours[0] == theirs[0] else "other tokens"
+        return f"refused by us, {'then ' + compared if ours else 'in all'}: {refusals}"
+    if not theirs:
+        return "refused by TRL"
+    assert ours
     if ours[0] != theirs[0]:
         return "other tokens"
     marked = their_tokens(tokenizer, row, marked_template, True) if marked_template else None
@@ -209,13 +283,18 @@ def main() -> None:
         keys = ("thinking", "reasoning_content", "reasoning")
         names = (key for key in keys if re.search(rf"""(?:\.|['"]){key}\b""", template))
         tokenizer = tokenizer_of_template(template)
+        of_template = Counter[str]()
         for form, make in row_makers(next(names, "reasoning")).items():
             counts = Counter(
                 outcome(tokenizer, make(), template, marked_template) for _ in range(ROWS_OF_A_FORM)
             )
-            total += Counter({text.partition(": ")[0]: count for text, count in counts.items()})
+            of_template += Counter(
+                {text.partition(": ")[0]: count for text, count in counts.items()}
+            )
             for text, count in counts.items():
                 print(f"{path.stem}: {form}: {count} {text}", flush=True)
+        print(f"{path.stem}: all: {dict(of_template)}", flush=True)
+        total += of_template
     print(f"all: {dict(total)}")
 
 

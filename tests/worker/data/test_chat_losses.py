@@ -91,7 +91,7 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
     "second call": (
         [ASK, {**CALL, "tool_calls": [*CALL["tool_calls"], SECOND_CALL]}, RAIN],
         WRITES_ALL.replace("in message.tool_calls or []", "in (message.tool_calls or [])[:1]"),
-        "message 2 has call 2 of tool_calls, and",
+        "message 2 has call 2 of tool_calls, and .* each call as a message of its own, before its result$",
     ),
     "arguments": (
         CALLED,
@@ -102,13 +102,13 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
     "thoughts": (
         [ASK, {**RAIN, "reasoning_content": "It rains."}],
         CHATML,
-        r"message 2 has reasoning_content, and .*: use a template that keeps the thoughts of all answers, or train_on: "
-        r"last, or leave them out by ignore_fields: \[reasoning_content\]",
+        r"message 2 has reasoning_content, and .*: use a template that keeps the thoughts of all answers, or leave "
+        r"them out by ignore_fields: \[reasoning_content\]",
     ),
     "thoughts of an earlier answer": (
         [ASK, {**RAIN, "thinking": "Wet."}, ASK, {**RAIN, "thinking": "Still."}],
         LAST_THOUGHTS,
-        "message 2 has thinking, and",
+        "message 2 has thinking, and .*: use a template that keeps the thoughts of all answers, or train_on: last, or",
     ),
     "thoughts in a content": (
         [ASK, {**RAIN, "content": "<think>Wet.</think>Rain."}],
@@ -148,7 +148,8 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
     "no generation marks": (
         [ASK, RAIN, ASK, RAIN],
         CHATML + "{{ messages | length if messages | length > 2 }}",
-        "the chat template renders message 4 differently when .* put {% generation %} and .*train_on: last",
+        r"the chat template renders message 4 differently when .* put {% generation %} and .*train_on: last\), or .*"
+        r"\(train_parts: \[answers, tool_calls\]\)$",
     ),
     "two calls with one id": (
         [ASK, {**CALL, "tool_calls": [SECOND_CALL, SECOND_CALL]}, RAIN],
@@ -218,6 +219,38 @@ def test_what_may_be_left_out(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="no row has a column or key nick"):
         read(tmp_path, [ASK, RAIN], ignore_fields=("nick",))
+
+
+def test_answers_of_turns_that_a_template_rewrites(tmp_path: Path) -> None:
+    """As Qwen3's: thoughts, and marks around none, are those of the last answer alone."""
+    rewrites = plain(WRITES_ALL).replace(
+        THOUGHTS_TEXT,
+        "{% if loop.last %}{{ '<think>' + (message.thinking or '') + '</think>' }}{% endif %}",
+    )
+    call = {**call_of({"at": "Bonn"}), "thinking": "Look."}
+    chat = [ASK, RAIN, ASK, call, {"role": "tool", "content": "rain"}, {**RAIN, "thinking": "Wet."}]
+    (text,) = read(tmp_path, chat, template=rewrites, train_parts=["answers", "tool_calls"])
+    assert [piece.split("]")[0] for piece in text.split("[")[1:]] == [
+        "Rain.<|im_end|>",
+        '<call>weather {"at": "Bonn"}</call><|im_end|>',
+        "Rain.<|im_end|>",
+    ]
+    for template, parts, turns in (
+        (rewrites, ["answers", "thoughts"], 1),
+        # An answer that has no prompt of its own, and ends that depend on what follows.
+        (rewrites.replace("message.role + '\n' }}", "message.role }}"), ["answers"], 2),
+        (rewrites.replace("'<|im_end|>' }}{% else", "'<|im_end|>' if loop.last else '</s>' }}{% else"), ["answers"], 2),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="jsonl:1: the chat template renders message 2 diff"):
+            read(tmp_path, [ASK, RAIN] * turns + chat[:2], template=template, train_parts=parts)
+
+
+def test_an_answer_without_its_ignored_calls_is_empty(tmp_path: Path) -> None:
+    """A null content is that of the calls, also if these are left out."""
+    with pytest.raises(DataError, match=r"jsonl:1: .* message 2 is empty: .*train_on: last"):
+        read(tmp_path, CALLED, ignore_fields=["tool_calls"])
+    (text,) = read(tmp_path, CALLED, ignore_fields=["tool_calls"], train_on="last")
+    assert text.count("[") == 1
 
 
 @pytest.mark.parametrize("form", [marked, plain])

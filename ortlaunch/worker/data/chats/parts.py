@@ -17,9 +17,9 @@ from ortlaunch.worker.data.chats.unwritten_parts import TextOfChat
 from ortlaunch.worker.data.file_rows import DataError
 
 _ANSWERS = "answers"
-_THOUGHTS = "thoughts"
+THOUGHTS_PART = "thoughts"
 _CALLS = "tool_calls"
-PARTS = {_ANSWERS, _THOUGHTS, _CALLS}
+PARTS = {_ANSWERS, THOUGHTS_PART, _CALLS}
 _MARK = "zq0qz"
 
 
@@ -36,7 +36,7 @@ def part_ranges_of_answers(
     chat_text: str,
     text_of_chat: TextOfChat,
     answers: Sequence[range],
-    learned_indices: Collection[int],
+    thinking_indices: Collection[int],
 ) -> list[PartRange]:
     """Return the text of all answers in pieces, each of one part.
 
@@ -45,8 +45,8 @@ def part_ranges_of_answers(
         chat_text: its text.
         text_of_chat: renders a chat.
         answers: the character ranges of answers, in order.
-        learned_indices: the messages that count in the loss. The template may leave out values of
-            other ones.
+        thinking_indices: the messages whose thoughts count in the loss. The template may leave out
+            those of other ones.
 
     Raises:
         DataError: parts cannot be separated.
@@ -57,7 +57,7 @@ def part_ranges_of_answers(
             for message_index, message in enumerate(chat.messages)
             if message["role"] == "assistant"
             for value in _ranges_of_answer_and_thoughts(
-                chat, chat_text, text_of_chat, message_index, message_index in learned_indices
+                chat, chat_text, text_of_chat, message_index, message_index in thinking_indices
             )
         ),
         key=lambda value: value.characters.start,
@@ -82,17 +82,70 @@ def part_ranges_of_answers(
     return pieces
 
 
+class RewrittenTurns(NamedTuple):
+    """A chat whose earlier answers have another text as soon as further messages follow.
+
+    Qwen3's own template, for one, then leaves out their thoughts and the marks around these.
+    """
+
+    chat: Chat
+    text: str
+    text_of_chat: TextOfChat
+
+    def answer_range_or_none(self, message_index: int, prompt: str, end: int) -> range | None:
+        """Return the range of an answer by its content and calls; None: it is not certain.
+
+        Args:
+            message_index: of the answer.
+            prompt: the text of the messages before, with the template's request for an answer.
+            end: where the answer ends in the text of the chat without further messages.
+        """
+        if not message_index:
+            return None
+        messages = self.chat.messages
+        chat_before, chat_through = (
+            dataclasses.replace(self.chat, messages=messages[:stop])
+            for stop in (message_index, message_index + 1)
+        )
+        prompt_end = prompt.removeprefix(self.text_of_chat(chat_before))
+        text_through = self.text_of_chat(chat_through)
+        values, values_through = (
+            sorted(
+                _ranges_of_answer_and_thoughts(chat, text, self.text_of_chat, message_index, False),
+                key=lambda value: value.characters.start,
+            )
+            for chat, text in ((self.chat, self.text), (chat_through, text_through))
+        )
+        if not values or values[-1].part == THOUGHTS_PART:
+            return None
+        begin = self.text.rfind(prompt_end, 0, values[0].characters.start)
+        # What follows the last value is the same text, whether further messages follow or not.
+        text_after = text_through[values_through[-1].characters.stop : end]
+        last_stop = values[-1].characters.stop
+        message_before = messages[message_index - 1]
+        marked_text = _chat_text_with_replaced_message(
+            self.chat, self.text_of_chat, message_index - 1,
+            {**message_before, "content": message_before["content"] + _MARK},
+        )  # fmt: skip
+        # The prompt must follow the message before; an earlier prompt is that of another answer.
+        is_certain = 0 <= marked_text.find(_MARK) <= begin and self.text.startswith(
+            text_after, last_stop
+        )
+        answer = range(begin + len(prompt_end), last_stop + len(text_after))
+        return answer if is_certain and prompt_end else None
+
+
 def _ranges_of_answer_and_thoughts(
-    chat: Chat, chat_text: str, text_of_chat: TextOfChat, message_index: int, is_learned: bool
+    chat: Chat, chat_text: str, text_of_chat: TextOfChat, message_index: int, is_required: bool
 ) -> Iterator[PartRange]:
     message = chat.messages[message_index]
-    texts = [(_THOUGHTS, key) for key in THOUGHTS if str(message.get(key) or "").strip()]
+    texts = [(THOUGHTS_PART, key) for key in THOUGHTS if str(message.get(key) or "").strip()]
     texts += [(_ANSWERS, "content")] if message["content"].strip() else []
     for part, key in texts:
         marked_text = _chat_text_with_replaced_message(
             chat, text_of_chat, message_index, {**message, key: _MARK}
         )
-        if _MARK not in marked_text and not is_learned:
+        if _MARK not in marked_text and not is_required:
             continue
         start, length_after = _mark_position(chat, marked_text, message_index)
         stop = len(chat_text) - length_after
@@ -116,8 +169,9 @@ def _ranges_of_answer_and_thoughts(
         marked_text = _chat_text_with_replaced_message(
             chat, text_of_chat, message_index, {**message, key: changed}
         )
-        start, _ = _mark_position(chat, marked_text, message_index)
-        if chat_text[:start] != marked_text[:start]:
+        # gpt-oss's template writes the name again, before the results of the call.
+        start = marked_text.find(_MARK)
+        if start < 0 or chat_text[:start] != marked_text[:start]:
             raise _inseparable(chat, message_index)
         yield PartRange(_CALLS, message_index, range(start, start + len(function["name"])))
 
@@ -130,7 +184,7 @@ def _end_before_following_value(
     Raises:
         DataError: it cannot be told.
     """
-    if value.part == _THOUGHTS and following.part == _CALLS:
+    if value.part == THOUGHTS_PART and following.part == _CALLS:
         between = chat_text[value.characters.stop : following.characters.start]
         message = chat.messages[value.message_index]
         without_calls, without_thoughts = (
@@ -159,7 +213,7 @@ def _end_before_following_value(
     # The end of the last call is not located.
     if value.part == _CALLS:
         raise _inseparable(chat, value.message_index)
-    return following.characters.start if value.part == _THOUGHTS else value.characters.stop
+    return following.characters.start if value.part == THOUGHTS_PART else value.characters.stop
 
 
 def _chat_text_with_replaced_message(

@@ -192,6 +192,7 @@ def _refuse_empty_answers(messages: Sequence[Json], source: Corpus, messages_nam
 
 def _checked_message_with_standard_keys(source: Corpus, message_name: str, message: Json) -> Json:
     names = {source.role_key: "role", source.content_key: "content"}
+    has_ignored_calls = any(message.get(key) for key in CALLS if key in source.ignore_fields)
     # Parquet gives every message all keys that one message has; the absent ones are None.
     message = {
         str(key): item
@@ -199,7 +200,7 @@ def _checked_message_with_standard_keys(source: Corpus, message_name: str, messa
         if (item is not None or key in names) and key not in source.ignore_fields
     }
     calls = _as_written(checked_calls_by_key(message, message_name), source)
-    content = _content_as_text(message, source, message_name, bool(calls))
+    content = _content_as_text(message, source, message_name, bool(calls) or has_ignored_calls)
     message = {key: item for key, item in message.items() if key not in CALLS} | content | calls
     for key in names:
         if key not in message:

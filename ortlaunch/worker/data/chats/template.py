@@ -20,7 +20,12 @@ from ortlaunch.worker.data.chats.calls import (
     json_in_json_of_arguments,
     messages_with_arguments_in_other_form,
 )
-from ortlaunch.worker.data.chats.parts import PARTS, part_ranges_of_answers
+from ortlaunch.worker.data.chats.parts import (
+    PARTS,
+    THOUGHTS_PART,
+    RewrittenTurns,
+    part_ranges_of_answers,
+)
 from ortlaunch.worker.data.chats.rows import THOUGHTS, Chat, learned_answer_indices
 from ortlaunch.worker.data.chats.unwritten_parts import refuse_unwritten_parts
 from ortlaunch.worker.data.file_rows import DataError
@@ -218,8 +223,9 @@ class ChatTemplate:
             ranges = answers
         else:
             pieces = part_ranges_of_answers(
-                chat, chat_text, self._text_of_chat, answers, learned_indices
-            )
+                chat, chat_text, self._text_of_chat, answers,
+                learned_indices if THOUGHTS_PART in source.train_parts else (),
+            )  # fmt: skip
             ranges = [
                 piece.characters
                 for piece in pieces
@@ -238,29 +244,49 @@ class ChatTemplate:
         text_through = self._render_first_messages_as_chat_begins(
             chat_text, chat, message_index + 1
         )
-        if not (chat_text.startswith(text_before) and chat_text.startswith(text_through)):
-            raise DataError(
-                f"{chat.location}: the chat template renders message {message_index + 1} differently when "
-                "others follow, so its answers cannot be located: put {% generation %} and "
-                "{% endgeneration %} around them in data.chat_template, or learn the last one (train_on: last)"
-            )
+        messages_before = chat.messages[:message_index]
         variables = self._row_variables_used_by_template(chat)
         prompt = self._apply_template_or_empty(
-            chat.messages[:message_index], add_generation_prompt=True, **variables
+            messages_before, add_generation_prompt=True, **variables
         )
-        # A prompt may begin thoughts that the text of an answer has not.
-        start = max(len(text_before), _common_prefix_length(chat_text, prompt))
-        stripped_text = text_through.rstrip()
+        end = self._end_of_last_answer(text_through, messages_before, variables)
+        if chat_text.startswith(text_before) and chat_text.startswith(text_through):
+            # A prompt may begin thoughts that the text of an answer has not.
+            return range(max(len(text_before), _common_prefix_length(chat_text, prompt)), end)
+        if THOUGHTS_PART not in self.source.train_parts:
+            turns = RewrittenTurns(chat, chat_text, self._text_of_chat)
+            if answer := turns.answer_range_or_none(message_index, prompt, end):
+                return answer
+        last_alone = (
+            "" if self.source.train_on == "last" else "learn the last one (train_on: last), "
+        )
+        raise DataError(
+            f"{chat.location}: the chat template renders message {message_index + 1} differently when "
+            "others follow, so its answers cannot be located: put {% generation %} and {% endgeneration %} "
+            f"around them in data.chat_template, {last_alone}or learn contents and calls as they are "
+            "written here, without thoughts (train_parts: [answers, tool_calls])"
+        )
+
+    def _end_of_last_answer(
+        self, text: str, messages_before: list[dict[str, object]], variables: Json
+    ) -> int:
+        """Return where the answer ends with which a text ends.
+
+        Args:
+            text: of a chat up to an answer.
+            messages_before: the messages before the answer.
+            variables: of the template.
+        """
+        stripped_text = text.rstrip()
         end = self.tokenizer.eos_token or ""
         bare = stripped_text.removesuffix(end).rstrip()
         # Of two end marks the second one may be that of the chat, as Phi-3's: then the answer adds
         # none. After the mark of a call it is that of the answer.
         if bare != stripped_text and bare.endswith(self.end_marks):
-            text_alone = self._apply_template_or_empty(chat.messages[:message_index], **variables)
-            is_end_of_chat = text_through.count(end) == text_alone.count(end)
+            text_before = self._apply_template_or_empty(messages_before, **variables)
+            is_end_of_chat = text.count(end) == text_before.count(end)
             stripped_text = bare if is_end_of_chat else stripped_text
-        ends_with_mark = stripped_text.endswith(self.end_marks)
-        return range(start, len(stripped_text if ends_with_mark else text_through))
+        return len(stripped_text if stripped_text.endswith(self.end_marks) else text)
 
     def _render_first_messages_as_chat_begins(
         self, chat_text: str, chat: Chat, message_count: int

@@ -33,7 +33,11 @@ _ROLE_BY_OTHER_NAME = {"gpt": "assistant", "bot": "assistant", "model": "assista
                        "function": "tool", "observation": "tool"}  # fmt: skip
 _FIRST_TAG = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\])?\s*")
 _SHOWN_CHARACTERS = 40
-_KEEPS_ALL = "use a template that keeps the thoughts of all answers, or train_on: last"
+_KEEPS_ALL = "use a template that keeps the thoughts of all answers"
+_EACH_CALL_ALONE = (
+    "use a template that writes several calls of a message, or write each call as a message of its own, "
+    "before its result"
+)
 
 
 class ChatPart(NamedTuple):
@@ -97,7 +101,12 @@ def refuse_unwritten_parts(
         for part in parts_of_owner
         if not any(part.name.endswith(f" of {other.name}") for other in parts_of_owner)
     ]
-    keys = dict.fromkeys(part.key for part in unwritten if part.key != "content")
+    # Without the calls of a message its first one is gone, too.
+    keys = dict.fromkeys(
+        part.key
+        for part in unwritten
+        if part.key != "content" and unwritten[0].remedy != _EACH_CALL_ALONE
+    )
     field_text = f"leave them out by ignore_fields: [{', '.join(keys)}]"
     remedy = unwritten[0].remedy or "use the template of a model that has them"
     raise DataError(
@@ -116,13 +125,19 @@ def _parts_of_chat(chat: Chat, source: Corpus) -> Iterator[ChatPart]:
         remedy = f"give {field}: {name}" if field and not getattr(source, field) else ""
         yield ChatPart("the row", name, -1, name, None, remedy)
     learned = learned_answer_indices(chat.messages, source)
+    # The thoughts of the last answer are those that a template keeps.
+    keeps_all = _KEEPS_ALL + ", or train_on: last" * (len(learned) > 1)
     called_names = set[str]()
     for message_index, message in enumerate(chat.messages):
         # The thoughts of earlier answers: many templates write those of the last one alone.
         are_thoughts_needed = (
-            message["role"] != "assistant" or source.train_on == "all" or message_index in learned
+            message["role"] != "assistant"
+            or source.train_on == "all"
+            or message_index in (learned if "thoughts" in source.train_parts else learned[-1:])
         )
-        yield from _parts_of_message_content(message, message_index, are_thoughts_needed)
+        yield from _parts_of_message_content(
+            message, message_index, keeps_all if are_thoughts_needed else ""
+        )
         called_names.update(
             function_of_tool_or_call(call)["name"] for call in calls_of_message(message)
         )
@@ -136,13 +151,13 @@ def _parts_of_chat(chat: Chat, source: Corpus) -> Iterator[ChatPart]:
                 flag = f"give train_key: {key}" if key in _FLAGS else ""
                 yield ChatPart(
                     f"message {message_index + 1}", key, message_index, key, change,
-                    _KEEPS_ALL if key in THOUGHTS else flag,
+                    keeps_all if key in THOUGHTS else flag,
                 )  # fmt: skip
         yield from _call_parts(message, message_index)
 
 
 def _parts_of_message_content(
-    message: Json, message_index: int, are_thoughts_needed: bool
+    message: Json, message_index: int, remedy_of_thoughts: str
 ) -> Iterator[ChatPart]:
     content = message["content"]
     if not content.strip():
@@ -153,10 +168,12 @@ def _parts_of_message_content(
     left_out = f"its role by roles: {{{role}: null}}" if role != "assistant" else "the row"
     remedy = f"use a template that does, or leave out {left_out}"
     yield ChatPart(owner, name, message_index, "content", _text_with_mark, remedy)
-    if role == "assistant" and are_thoughts_needed:
+    if role == "assistant" and remedy_of_thoughts:
         # Templates that look for </think> leave out what is before it.
         name = f"the begin of {name}"
-        yield ChatPart(owner, name, message_index, "content", _text_with_mark_at_begin, _KEEPS_ALL)
+        yield ChatPart(
+            owner, name, message_index, "content", _text_with_mark_at_begin, remedy_of_thoughts
+        )
 
 
 def _call_parts(message: Json, message_index: int) -> Iterator[ChatPart]:
@@ -175,7 +192,8 @@ def _call_parts(message: Json, message_index: int) -> Iterator[ChatPart]:
                 calls, index, lambda function: _function_with_argument(function, mark)
             )
 
-        yield ChatPart(owner, name, message_index, key, with_marked_name)
+        remedy = _EACH_CALL_ALONE if call_index else ""
+        yield ChatPart(owner, name, message_index, key, with_marked_name, remedy)
         if function_of_tool_or_call(call).get("arguments"):
             yield ChatPart(owner, f"arguments of {name}", message_index, key, with_marked_arguments)
 
