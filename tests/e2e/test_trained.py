@@ -202,6 +202,26 @@ def test_adapters_alone_and_merged(train: Train, home: Path) -> None:
     # Otherwise the adapters had no effect.
     assert float((untouched - merged_one).abs().max()) > 1e-4
 
+    # Adapters that continue the first ones are loaded beside them, each under its name.
+    continued = merged(recipe, {"zero": {"stage": 0}, "optimizer": {"learning_rate": 1e-2}})
+    lora = {**adapted, "lora": {"pretrained": "alone"}}
+    ended_well(train("continued", {**continued, "model": {"task": "masked-lm", **lora}}))
+    for words in (("--lora=merged", "--to=merged-2"), ("--lora=alone", "--to=alone-2")):
+        assert ortlaunch(home, "export", "continued", *words).returncode == 0
+    base = AutoModelForMaskedLM.from_pretrained(home / "base/export").eval()
+    both: Any = peft.PeftModel.from_pretrained(base, home / "alone", adapter_name="first").eval()
+    both.load_adapter(home / "alone-2", adapter_name="second")
+    with torch.no_grad():
+        first = both(input_ids=ids).logits
+        both.set_adapter("second")
+        second = both(input_ids=ids).logits
+        expected = (
+            AutoModelForMaskedLM.from_pretrained(home / "merged-2").eval()(input_ids=ids).logits
+        )
+    torch.testing.assert_close(first, merged_one, atol=1e-5, rtol=0)
+    torch.testing.assert_close(second, expected, atol=1e-5, rtol=0)
+    assert float((first - second).abs().max()) > 1e-4
+
 
 @pytest.mark.ci
 def test_a_device_goes_on(trained: Run, home: Path) -> None:

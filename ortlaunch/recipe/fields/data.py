@@ -400,10 +400,12 @@ class Data(Section, resume_rule=OTHER_DATA):
     longest sample, rounded up to a multiple of 8. Least padding, most shapes: not suitable for
     inductor, which compiles few shapes and runs the others as eager."""
     attend_across_documents: bool = True
-    """For causal-lm on text, whose samples are packed with several documents: whether a token
-    attends to earlier documents of its sample. false: each document is independent, and positions
-    restart at 0; its first token is not predicted. Attention runs on each document alone; on engine
-    ort, and in models without transformers' sdpa, a mask keeps at most 8,192 tokens apart."""
+    """For causal-lm and masked-lm on text, whose samples are packed with several documents: whether a
+    token attends to other documents of its sample. false: each document is independent, and
+    positions restart. For causal-lm the first token of a document is not predicted; for masked-lm
+    documents are packed whole, each as `[CLS] document [SEP]`, longer ones in pieces. Attention runs
+    on each document alone; on engine ort, and in models without transformers' sdpa, a mask keeps at
+    most 8,192 tokens apart."""
     packing: bool = False
     """Whether several chats, or prompts with their responses, share a sample. They are packed whole
     by first-fit decreasing; none attends to another, and positions restart at 0, as with

@@ -475,11 +475,12 @@ def _packing_and_attention_rules(data_section: Data, task_name: str) -> Iterator
         yield (key, "data.packing"), "has no effect with data.packing, whose samples are full"
     if data_section.attend_across_documents:
         return
-    if data_section.is_custom or MODEL_TASKS[task_name].predicts != "next":
+    traits = MODEL_TASKS[task_name]
+    if data_section.is_custom or not traits.predicts or traits.pairs:
         data_text = "custom data" if data_section.is_custom else task_name
         yield (
             (field_path, "model.task", "data.train.format"),
-            f"is for causal-lm on text, not for {data_text}",
+            f"is for causal-lm and masked-lm on text, not for {data_text}",
         )
     for key in (
         key for key, source in data_section.key_and_source_pairs() if has_chat_rows(source)

@@ -50,6 +50,7 @@ from ortlaunch.worker.data.labelled_samples import (
     renumber_labels_by_class_names_or_numbers,
     set_class_count_of_label_sets,
 )
+from ortlaunch.worker.data.masked_packs import MaskedPacks
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.media.samples import MEDIA
 from ortlaunch.worker.data.mixture import (
@@ -542,4 +543,6 @@ def _text_samples_for_task(
     masking = Masking(tokenizer, recipe.data.masked_lm or MaskedLm())
     if traits.pairs:
         return SentencePairs(documents, length, masking, tokenizer.pad_token_id or 0, seed)
+    if not recipe.data.attend_across_documents:
+        return MaskedPacks(documents, length, masking, tokenizer.pad_token_id or 0, seed)
     return MaskedBlocks(documents.tokens, length, masking, seed)

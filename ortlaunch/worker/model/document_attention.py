@@ -39,7 +39,8 @@ def window_and_document_ids(document_ids: Tensor, window: int) -> Tensor:
 
     Args:
         document_ids: the number of each token's document, (samples, length).
-        window: tokens that a token sees, itself included; 0: all earlier ones.
+        window: tokens that a token sees, itself included, in each direction that the model's
+            attention has; 0: all.
     """
     return nn.functional.pad(document_ids, (1, 0), value=window)[:, None, None]
 
@@ -71,13 +72,15 @@ def attend_within_documents(
         )
         return output, None
     outputs = []
+    # As transformers' sdpa takes it where it has no mask.
+    sees_later_tokens = not getattr(module, "is_causal", True)
     # A split has one backward pass for all parts; that of a slice would fill the whole with zeros.
     rows = zip(attention_mask[:, 0, 0].tolist(), query.split(1), key.split(1), value.split(1))
     for (window, *document_ids), *row_tensors in rows:
         lengths = [len([*tokens]) for _, tokens in itertools.groupby(document_ids)]
         for queries, keys, values in zip(*(tensor.split(lengths, dim=2) for tensor in row_tensors)):
             blocks = (
-                _blocks_with_windows(queries, keys, values, window)
+                _blocks_with_windows(queries, keys, values, window, sees_later_tokens)
                 if 0 < window < queries.shape[2]
                 else [(queries, keys, values, None)]
             )
@@ -90,15 +93,16 @@ def attend_within_documents(
 
 
 def _blocks_with_windows(
-    query: Tensor, key: Tensor, value: Tensor, window: int
+    query: Tensor, key: Tensor, value: Tensor, window: int, sees_later_tokens: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield a document's queries in blocks, the keys and values that each sees, and the mask."""
     places = torch.arange(query.shape[2], device=query.device)
     for begin in range(0, query.shape[2], _BLOCK):
         tokens = slice(begin, begin + _BLOCK)
-        visible_keys = slice(max(0, begin - window + 1), begin + _BLOCK)
+        later_tokens = window - 1 if sees_later_tokens else 0
+        visible_keys = slice(max(0, begin - window + 1), begin + _BLOCK + later_tokens)
         distances = places[tokens, None] - places[visible_keys]
-        mask = (distances >= 0) & (distances < window)
+        mask = (distances >= -later_tokens) & (distances < window)
         yield (
             query[:, :, tokens],
             key[:, :, visible_keys],

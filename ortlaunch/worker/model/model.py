@@ -101,6 +101,7 @@ class LossModule(nn.Module):
         self.chunked: ChunkedHead | None = None
         self.document_mask_reason: str | None = None
         """Why a mask keeps packed documents apart; "": attention does; None: there are none."""
+        self.pack_traits = packing.CAUSAL
         self.has_numbers = False
         """Whether values that the model returns beside its loss are logged.
 
@@ -124,7 +125,7 @@ class LossModule(nn.Module):
         self, batch: dict[str, torch.Tensor]
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
-            batch = packing.batch_with_documents_apart(batch, self.model)
+            batch = packing.batch_with_documents_apart(batch, self.model, self.pack_traits)
         if self.chunked is not None:
             loss, output = self.chunked.chunked_loss_and_output(self.model, batch, self.training)
         else:
@@ -326,6 +327,7 @@ def seed_and_build_loss_module_on_cpu(
     loss_module.tokenizer = data.tokenizer
     loss_module.loaded = loaded
     loss_module.document_mask_reason = document_mask_reason
+    loss_module.pack_traits = packing.pack_traits_of_model(model, recipe.model.traits)
     loss_module.weight_files = weight_files
     loss_module.has_numbers = traits.is_own
     loss_module.offloads = recipe.model.offload_activations

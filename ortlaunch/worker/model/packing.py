@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ortlaunch.recipe.rules.document_mask import (
     document_mask_reason_or_empty,
     too_long_for_mask_text_or_empty,
 )
+from ortlaunch.tables.model_tasks import ModelTask
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.model.document_attention import (
     ATTENTION,
@@ -38,7 +39,32 @@ _LOCAL = ("sliding_attention", "chunked_attention")
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
 
-def batch_with_documents_apart(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
+class PackTraits(NamedTuple):
+    """How a model reads the documents of a pack."""
+
+    sees_later_tokens: bool = False
+    first_position: int = 0
+    """The position of a document's first token: RoBERTa's come after that of padding."""
+
+
+CAUSAL = PackTraits()
+
+
+def pack_traits_of_model(model: nn.Module, task: ModelTask) -> PackTraits:
+    """Return how a model reads packs of a task."""
+    padding_positions = (
+        module.padding_idx
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    )
+    padding_position = next(padding_positions, None)
+    first_position = 0 if padding_position is None else padding_position + 1
+    return PackTraits(task.predicts == "masked", first_position)
+
+
+def batch_with_documents_apart(
+    batch: Mapping[str, Tensor], model: nn.Module, traits: PackTraits
+) -> dict[str, Any]:
     """Return a packed batch in the form that the model accepts."""
     # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
@@ -49,8 +75,8 @@ def batch_with_documents_apart(batch: Mapping[str, Tensor], model: nn.Module) ->
     if getattr(config, "_attn_implementation", None) == ATTENTION and not isinstance(
         batch[DOCUMENTS], FakeTensor
     ):
-        return replace_document_ids_by_windows(batch, config)
-    return replace_document_ids_by_mask(batch, parameter.dtype, config)
+        return replace_document_ids_by_windows(batch, config, traits)
+    return replace_document_ids_by_mask(batch, parameter.dtype, config, traits)
 
 
 def split_packed_documents_into_rows_or_copy_unpacked(
@@ -75,7 +101,10 @@ def split_packed_documents_into_rows_or_copy_unpacked(
 
 
 def replace_document_ids_by_mask(
-    batch: Mapping[str, Tensor], dtype: torch.dtype, config: Any = None
+    batch: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    config: Any = None,
+    traits: PackTraits = CAUSAL,
 ) -> dict[str, Any]:
     """Return a batch for transformers' models: `attention_mask` instead of `document_ids`.
 
@@ -83,6 +112,7 @@ def replace_document_ids_by_mask(
         batch: has `document_ids`, (samples, length).
         dtype: the dtype of the weights.
         config: the model's config; None: of a model whose tokens see all earlier ones.
+        traits: how the model reads packs.
 
     Returns:
         The batch with a mask (samples, 1, length, length) of that dtype, which is added to the
@@ -92,7 +122,11 @@ def replace_document_ids_by_mask(
     documents = batch[DOCUMENTS]
     token_places = torch.arange(documents.shape[1], device=documents.device)
     distances = token_places[:, None] - token_places[None, :]
-    is_visible = (documents[:, None, :, None] == documents[:, None, None, :]) & (distances >= 0)
+    is_visible = documents[:, None, :, None] == documents[:, None, None, :]
+    if traits.sees_later_tokens:
+        distances = distances.abs()
+    else:
+        is_visible = is_visible & (distances >= 0)
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
 
     def mask_of_type(attention_type: str, size: int) -> Tensor:
@@ -104,10 +138,12 @@ def replace_document_ids_by_mask(
             is_near = is_visible & (distances < size)
         return torch.where(is_near, torch.zeros_like(hidden), hidden)
 
-    return _batch_with_mask_of_each_type(batch, config, mask_of_type)
+    return _batch_with_mask_of_each_type(batch, config, traits, mask_of_type)
 
 
-def replace_document_ids_by_windows(batch: Mapping[str, Tensor], config: Any) -> dict[str, Any]:
+def replace_document_ids_by_windows(
+    batch: Mapping[str, Tensor], config: Any, traits: PackTraits
+) -> dict[str, Any]:
     """Return a batch for a model whose attention is `document_attention.ATTENTION`."""
 
     def mask_of_type(attention_type: str, size: int) -> Tensor:
@@ -118,21 +154,28 @@ def replace_document_ids_by_windows(batch: Mapping[str, Tensor], config: Any) ->
             size = 0
         return window_and_document_ids(documents, size)
 
-    return _batch_with_mask_of_each_type(batch, config, mask_of_type)
+    return _batch_with_mask_of_each_type(batch, config, traits, mask_of_type)
 
 
 def _batch_with_mask_of_each_type(
-    batch: Mapping[str, Tensor], config: Any, mask_of_type: Callable[[str, int], Tensor]
+    batch: Mapping[str, Tensor],
+    config: Any,
+    traits: PackTraits,
+    mask_of_type: Callable[[str, int], Tensor],
 ) -> dict[str, Any]:
     masks = {
-        attention_type: mask_of_type(attention_type, size)
+        # Where tokens see later ones, the limit leaves out the token itself.
+        attention_type: mask_of_type(attention_type, size + (size > 0 and traits.sees_later_tokens))
         for attention_type, size in _visible_token_limit_by_attention_type(config).items()
     }
     # transformers' models with `layer_types` take a mask for each type; others take one mask.
     (first_mask, *_) = masks.values()
     has_types = getattr(_text_config(config), "layer_types", None) and masks.keys() != {_FULL}
+    model_batch = {name: value for name, value in batch.items() if name != DOCUMENTS}
+    if traits.first_position:
+        model_batch["position_ids"] = batch["position_ids"] + traits.first_position
     return {
-        **{name: value for name, value in batch.items() if name != DOCUMENTS},
+        **model_batch,
         "attention_mask": masks if has_types else first_mask,
     }
 
@@ -172,15 +215,18 @@ def choose_document_form_or_refuse(model: nn.Module, recipe: Recipe) -> str:
     Raises:
         InputError: the samples are too long for a mask, or the model does not respect it.
     """
-    reason = document_mask_reason_or_empty(recipe) or _reason_against_document_attention(model)
+    traits = pack_traits_of_model(model, recipe.model.traits)
+    reason = document_mask_reason_or_empty(recipe) or _reason_against_document_attention(
+        model, traits
+    )
     if reason:
         if problem := too_long_for_mask_text_or_empty(recipe.data.sequence_length, reason):
             raise InputError(f"data.sequence_length: {problem}")
-        require_model_separates_documents(model)
+        require_model_separates_documents(model, traits)
     return reason
 
 
-def _reason_against_document_attention(model: Any) -> str:
+def _reason_against_document_attention(model: Any, traits: PackTraits) -> str:
     """Let the model attend within documents and return "", or the reason why it cannot."""
     name = type(model).__name__
     config = getattr(model, "config", None)
@@ -191,7 +237,7 @@ def _reason_against_document_attention(model: Any) -> str:
         expected = _second_document_logits_alone(model)
         set_document_attention(model)
         separate_difference, joined_difference = _differences_beside_first_document(
-            model, expected, lambda batch: replace_document_ids_by_windows(batch, config)
+            model, expected, lambda batch: replace_document_ids_by_windows(batch, config, traits)
         )
         if separate_difference <= max(joined_difference / 10, 1e-6):
             return ""
@@ -222,7 +268,7 @@ def set_document_attention(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def require_model_separates_documents(model: nn.Module) -> None:
+def require_model_separates_documents(model: nn.Module, traits: PackTraits = CAUSAL) -> None:
     """Check on a few tokens that a document has the scores in a masked pack that it has alone.
 
     Raises:
@@ -235,7 +281,7 @@ def require_model_separates_documents(model: nn.Module) -> None:
         separate_difference, joined_difference = _differences_beside_first_document(
             model,
             _second_document_logits_alone(model),
-            lambda batch: replace_document_ids_by_mask(batch, dtype, config),
+            lambda batch: replace_document_ids_by_mask(batch, dtype, config, traits),
         )
     # A model without such an argument may raise any exception.
     except Exception as error:
@@ -251,10 +297,13 @@ def require_model_separates_documents(model: nn.Module) -> None:
         )
 
 
-def _test_batch() -> dict[str, Tensor]:
+def _test_batch(model: nn.Module) -> dict[str, Tensor]:
     """Return two samples: different first documents, the same second document."""
     half = _TEST_TOKENS // 2
-    ids = torch.arange(2 * _TEST_TOKENS).reshape(2, _TEST_TOKENS) % 3
+    # RoBERTa's own positions do not count tokens of padding.
+    padding_id = getattr(getattr(model, "config", None), "pad_token_id", None)
+    used_ids = torch.tensor([token_id for token_id in range(4) if token_id != padding_id])[:3]
+    ids = used_ids[torch.arange(2 * _TEST_TOKENS).reshape(2, _TEST_TOKENS) % 3]
     ids[:, half:] = ids[0, half:]
     return {"input_ids": ids, "position_ids": (torch.arange(_TEST_TOKENS) % half).expand(2, -1),
             DOCUMENTS: (torch.arange(_TEST_TOKENS) // half).expand(2, -1)}  # fmt: skip
@@ -263,9 +312,9 @@ def _test_batch() -> dict[str, Tensor]:
 @torch.no_grad()
 def _second_document_logits_alone(model: nn.Module) -> Tensor:
     half = _TEST_TOKENS // 2
-    batch = {name: value[:, half:] for name, value in _test_batch().items() if name != DOCUMENTS}
     with _small_limits_and_evaluation_mode_until_end(model):
-        logits: Tensor = model(**batch, attention_mask=None).logits
+        # The model's own positions, which those of packs must be.
+        logits: Tensor = model(_test_batch(model)["input_ids"][:, half:]).logits
     return logits
 
 
@@ -276,7 +325,7 @@ def _differences_beside_first_document(
     replace_ids: Callable[[Mapping[str, Tensor]], dict[str, Any]],
 ) -> tuple[float, float]:
     """Return the differences of the second documents' logits: documents apart, and joined."""
-    batch = _test_batch()
+    batch = _test_batch(model)
     joined_batch = {**batch, DOCUMENTS: torch.zeros_like(batch[DOCUMENTS])}
     with _small_limits_and_evaluation_mode_until_end(model):
         separate, joined = (

@@ -23,6 +23,7 @@ from ortlaunch.worker.data import (
     collate,
 )
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.masked_packs import MaskedPacks
 from ortlaunch.worker.data.mixture import split_held_out_samples
 from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.token_cache import Documents
@@ -46,6 +47,13 @@ class Words:
 
     def __len__(self) -> int:
         return WORDS
+
+
+class Pieces(Words):
+    """Every third token continues a word."""
+
+    def convert_ids_to_tokens(self, ids: Any) -> list[str]:
+        return [f"##{number}" if number % 3 == 0 else str(number) for number in ids]
 
 
 def corpus(tokens: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -73,6 +81,53 @@ def documents_of(sizes: list[int], seed: int = 0, masking: Any = None) -> Senten
 def original(sample: Any) -> torch.Tensor:
     """Return the input before masking."""
     return torch.where(sample["labels"] == IGNORED, sample["input_ids"], sample["labels"])
+
+
+def test_masked_packs_hold_documents_with_their_marks() -> None:
+    """Each piece is [CLS] piece [SEP] with positions of its own; every token is in one pack."""
+    sizes = [40, 0, 1, 62, 130, 7]
+    tokens = corpus(sum(sizes))
+    packs = MaskedPacks(Documents(tokens, np.cumsum(sizes)), 64, Masking(Words(), MaskedLm()), 0, 0)
+    batch = packs.batch([SampleEpoch(index, 0) for index in range(len(packs))])
+    pieces = []
+    for row in range(len(packs)):
+        ids = torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])[row]
+        documents = batch["document_ids"][row]
+        for document in range(int(documents.max()) + 1):
+            place = documents == document
+            positions = batch["position_ids"][row][place]
+            assert positions.tolist() == [*range(int(place.sum()))]
+            piece = ids[place].tolist()
+            if piece[0] == 0:
+                assert not any(piece)
+                assert (batch["labels"][row][place] == IGNORED).all()
+                continue
+            assert (piece[0], piece[-1]) == (CLS, SEP)
+            assert not {CLS, SEP} & {*batch["labels"][row][place].tolist()}
+            pieces.append(piece[1:-1])
+    begins = np.cumsum([0, *sizes])
+    expected = [
+        tokens[at : min(at + 62, end)].tolist()
+        for begin, end in zip(begins, begins[1:])
+        for at in range(begin, end, 62)
+    ]
+    assert sorted(pieces) == sorted(expected)
+    assert len(packs) == 4
+    again = packs.sample(1, 0)
+    assert all(torch.equal(again[name], batch[name][1]) for name in batch)
+    assert not torch.equal(packs.sample(1, 1)["input_ids"], again["input_ids"])
+
+
+def test_whole_words_end_with_their_piece() -> None:
+    """A word that a pack's next piece seems to continue is not masked with it."""
+    documents = Documents(np.array([20, 201, 204, 205], np.uint32), np.array([2, 4]))
+    masking = Masking(Pieces(), MaskedLm(whole_words=True, probability=0.25))
+    packs = MaskedPacks(documents, 16, masking, 0, 0)
+    found = [packs.sample(0, epoch)["labels"].tolist() for epoch in range(20)]
+    assert {tuple(labels[1:7]) for labels in found} == {
+        (20, 201, IGNORED, IGNORED, IGNORED, IGNORED),
+        (IGNORED, IGNORED, IGNORED, IGNORED, 204, 205),
+    }
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -176,11 +231,6 @@ def test_masking_is_a_function_of_seed_epoch_and_index(pairs: bool) -> None:
 
 def whole_words() -> Any:
     """Return windows with whole-word masking, in which every third token id continues a word."""
-
-    class Pieces(Words):
-        def convert_ids_to_tokens(self, ids: Any) -> list[str]:
-            return [f"##{number}" if number % 3 == 0 else str(number) for number in ids]
-
     return MaskedBlocks(corpus(60_000), 64, Masking(Pieces(), MaskedLm(whole_words=True)), 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,15 +11,21 @@ from torch import nn
 from torch.nn import functional
 
 from ortlaunch.base.errors import InputError
-from ortlaunch.worker.data import IGNORED, collate
+from ortlaunch.recipe.fields.data import MaskedLm
+from ortlaunch.tables.model_tasks import MODEL_TASKS
+from ortlaunch.worker.data import IGNORED, Masking, collate
+from ortlaunch.worker.data.masked_packs import MaskedPacks
+from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.data.windows import SeparateDocuments
 from ortlaunch.worker.model import document_attention
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.packing import (
     choose_document_form_or_refuse,
+    pack_traits_of_model,
     replace_document_ids_by_mask,
     require_model_separates_documents,
+    split_packed_documents_into_rows_or_copy_unpacked,
 )
 from tests.makers import recipe as recipe_of_sections
 from tests.ort import needs_ort
@@ -127,11 +133,13 @@ def test_losses_are_those_of_documents_alone(family: str, attention: str) -> Non
     assert mixed != pytest.approx(found, rel=1e-3)
 
 
-def recipe(length: int = LENGTH, engine: str = "eager") -> Any:
+def recipe(
+    length: int = LENGTH, engine: str = "eager", task_name: str = "causal-lm", family: str = "llama"
+) -> Any:
     """Return a recipe that keeps documents apart."""
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": length,
             "attend_across_documents": False}  # fmt: skip
-    task = {"task": "causal-lm", "config": {"model_type": "llama"}}
+    task = {"task": task_name, "config": {"model_type": family}}
     return recipe_of_sections(model=task, data=data, engine={"name": engine})
 
 
@@ -162,6 +170,101 @@ def test_attention_within_documents_is_that_of_the_mask(
     largest = (gradients_by_number - masked_gradients).abs().max()
     assert largest <= 5e-6 * masked_gradients.abs().max()
     assert not torch.equal(gradients_by_number, masked_gradients)
+
+
+class Marks:
+    """The part of a tokenizer that masking uses."""
+
+    cls_token = sep_token = mask_token = "mark"
+    cls_token_id, sep_token_id, mask_token_id, pad_token_id = 1, 2, 3, 0
+
+    def __len__(self) -> int:
+        return 64
+
+
+def encoder_and_batch(family: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a module for masked tokens, and a batch of packed documents."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64,
+             "intermediate_size": 64, "initializer_range": 0.5, "hidden_dropout_prob": 0.0,
+             "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}  # fmt: skip
+    if family == "modernbert":
+        # A layer sees all, the others two tokens on either side; documents are longer.
+        sizes |= {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}
+    config = AutoConfig.for_model(family, **sizes)
+    net = AutoModelForMaskedLM.from_config(config, attn_implementation=attention).eval()
+    module = LossModule(net)
+    module.pack_traits = pack_traits_of_model(net, MODEL_TASKS["masked-lm"])
+    tokens = np.random.default_rng(0).integers(4, 64, sum(SIZES)).astype(np.uint32)
+    masking = Masking(cast("Any", Marks()), MaskedLm())
+    packs = MaskedPacks(Documents(tokens, np.cumsum(SIZES)), LENGTH, masking, 0, 0)
+    return module, packs.batch([SampleEpoch(index, 0) for index in range(len(packs))])
+
+
+def loss_and_gradients(module: nn.Module, batch: Any) -> tuple[float, torch.Tensor]:
+    module.zero_grad()
+    loss = module(**batch)
+    loss.backward()
+    gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+    return float(loss), torch.cat(gradients)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("bert", "eager"),
+        ("bert", "sdpa"),
+        # Positions begin after that of padding.
+        ("roberta", "sdpa"),
+        ("modernbert", "eager"),
+        ("modernbert", "sdpa"),
+    ],
+)
+def test_encoders_read_documents_alone(
+    monkeypatch: pytest.MonkeyPatch, family: str, attention: str
+) -> None:
+    """Loss and gradients of masked packs are those of each document in a row of its own."""
+    monkeypatch.setattr(document_attention, "_BLOCK", 4)
+    module, batch = encoder_and_batch(family, attention)
+    rows = split_packed_documents_into_rows_or_copy_unpacked(batch)
+    expected_loss, expected_gradients = loss_and_gradients(module, rows)
+    reason = choose_document_form_or_refuse(
+        module.model, recipe(task_name="masked-lm", family=family)
+    )
+    assert ("has no sdpa attention" in reason) == (attention == "eager")
+    loss, gradients = loss_and_gradients(module, batch)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert (gradients - expected_gradients).abs().max() <= 5e-6 * expected_gradients.abs().max()
+    joined = {**batch, "document_ids": torch.zeros_like(batch["document_ids"])}
+    assert loss_and_gradients(module, joined)[0] != pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_compiled_encoders_read_documents_alone() -> None:
+    """The same under torch.compile."""
+    module, batch = encoder_and_batch("modernbert", "sdpa")
+    expected = loss_and_gradients(module, split_packed_documents_into_rows_or_copy_unpacked(batch))
+    assert not choose_document_form_or_refuse(
+        module.model, recipe(task_name="masked-lm", family="modernbert", engine="inductor")
+    )
+    loss, gradients = loss_and_gradients(torch.compile(module), batch)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert (gradients - expected[1]).abs().max() <= 2e-5 * expected[1].abs().max()
+
+
+@needs_ort
+@pytest.mark.parametrize("family", ["bert", pytest.param("modernbert", marks=pytest.mark.slow)])
+def test_encoders_of_onnx_runtime_read_documents_alone(witness: Any, family: str) -> None:
+    """ORT's graph has the mask: loss and gradients are those of rows in plain PyTorch."""
+    from ortmodule import ORTModule
+
+    module, batch = encoder_and_batch(family, "sdpa")
+    expected = loss_and_gradients(module, split_packed_documents_into_rows_or_copy_unpacked(batch))
+    loss, gradients = loss_and_gradients(ORTModule(module), batch)
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert (gradients - expected[1]).abs().max() <= 1e-4 * expected[1].abs().max()
 
 
 def test_a_mask_remains_where_attention_cannot_separate() -> None:
@@ -220,7 +323,9 @@ def test_a_model_that_sees_through_the_mask_is_refused() -> None:
             super().__init__()
             self.words = nn.Embedding(9, 4)
 
-        def forward(self, input_ids: Any, position_ids: Any, attention_mask: Any) -> Any:
+        def forward(
+            self, input_ids: Any, position_ids: Any = None, attention_mask: Any = None
+        ) -> Any:
             # The sum over earlier words ignores the mask.
             class Output:
                 logits = self.words(input_ids).cumsum(1)

@@ -208,7 +208,9 @@ def _checked_message_with_standard_keys(source: Corpus, message_name: str, messa
                 f"{message_name} has no {key!r}; it has {', '.join(message) or 'nothing'}"
             )
         if not isinstance(message[key], str):
-            raise DataError(f"{message_name}: {key} is {message[key]!r:.80}; it must be text")
+            raise DataError(
+                f"{message_name}: {key} is {message[key]!r:.80}; it must be text; leave the row out"
+            )
     named_values = {names.get(key, key): item for key, item in message.items()}
     role = source.roles.get(named_values["role"], named_values["role"])
     is_trained_on = named_values.get(source.train_key or "")
