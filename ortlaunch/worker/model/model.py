@@ -124,7 +124,8 @@ class LossModule(nn.Module):
     def _loss_or_dict_of_loss_and_values(
         self, batch: dict[str, torch.Tensor]
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        if packing.DOCUMENTS in batch:
+        document_ids = batch.get(packing.DOCUMENTS)
+        if document_ids is not None:
             batch = packing.batch_with_documents_apart(batch, self.model, self.pack_traits)
         if self.chunked is not None:
             loss, output = self.chunked.chunked_loss_and_output(self.model, batch, self.training)
@@ -136,7 +137,10 @@ class LossModule(nn.Module):
         if torch.jit.is_tracing():
             other_values = {name: value + 0 * loss.detach() for name, value in other_values.items()}
         if self.evaluates_with_scores and not self.training:
-            other_values |= {name: output[name] for name in _SCORES if name in output}
+            scores = {name: output[name] for name in _SCORES if name in output}
+            if document_ids is not None and len(batch["input_ids"]) != len(document_ids):
+                scores = packing.values_of_rows_as_packed(scores, document_ids)
+            other_values |= scores
         return {LOSS: loss, **other_values} if other_values else loss
 
     def _output_with_loss(self, batch: dict[str, torch.Tensor]) -> Any:

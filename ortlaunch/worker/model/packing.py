@@ -100,6 +100,19 @@ def split_packed_documents_into_rows_or_copy_unpacked(
     }
 
 
+def values_of_rows_as_packed(
+    values_by_name: Mapping[str, Tensor], document_ids: Tensor
+) -> dict[str, Tensor]:
+    """Return values of documents in rows of their own, (documents, longest, ...), as packed."""
+    sizes = torch.cat([row.bincount() for row in document_ids]).tolist()
+    return {
+        name: torch.cat([row[:size] for row, size in zip(rows, sizes)]).unflatten(
+            0, document_ids.shape
+        )
+        for name, rows in values_by_name.items()
+    }
+
+
 def replace_document_ids_by_mask(
     batch: Mapping[str, Tensor],
     dtype: torch.dtype,

@@ -241,6 +241,23 @@ def test_encoders_read_documents_alone(
     assert loss_and_gradients(module, joined)[0] != pytest.approx(loss, rel=1e-3)
 
 
+def test_an_exported_encoder_has_scores_at_packed_places() -> None:
+    """A graph gets documents in rows; its logits are given at the places of the labels."""
+    module, batch = encoder_and_batch("bert", "eager")
+    graph = nn.Module()
+    # Not as a submodule: a graph has no parameters.
+    vars(graph)["forward"] = module.model
+    module.eval()
+    exported = LossModule(graph).eval()
+    exported.evaluates_with_scores = module.evaluates_with_scores = True
+    with torch.no_grad():
+        found, expected = exported(**batch), module(**batch)
+    is_labelled = batch["labels"] != IGNORED
+    torch.testing.assert_close(
+        found["logits"][is_labelled], expected["logits"][is_labelled], atol=1e-5, rtol=0
+    )
+
+
 @pytest.mark.slow
 def test_compiled_encoders_read_documents_alone() -> None:
     """The same under torch.compile."""
