@@ -20,17 +20,6 @@ class HostModelBytes(NamedTuple):
     likely: int
     content_text: str
     """Their content, for messages."""
-    while_built: int = 0
-    """Of all but rank 0, while that one builds the model."""
-    built_once: int = 0
-    """The whole model, on rank 0 alone."""
-
-    def least_of_host(self, host_node: Node) -> int:
-        """Return the least bytes of all ranks of a host."""
-        trained_bytes = host_node.slots * self.least
-        if host_node.first_rank > 0:
-            return trained_bytes
-        return max(trained_bytes, host_node.slots * self.while_built + self.built_once)
 
 
 def notes_or_refusal_for_crowding_of_this_host(
@@ -77,11 +66,7 @@ def _host_model_bytes(memory: Memory | None, device: str) -> HostModelBytes:
     content_text = (
         "of weights, gradients and optimizer state" if device == "cpu" else "of what is offloaded"
     )
-    built_once = host_memory.built if host_memory.is_built_on_rank_0_only else 0
-    while_built = stage_bytes.weights if built_once and device == "cpu" else 0
-    return HostModelBytes(
-        least_bytes, likely_bytes, content_text + save_text, while_built, built_once
-    )
+    return HostModelBytes(least_bytes, likely_bytes, content_text + save_text)
 
 
 def _memory_notes_or_refusal_for_host(
@@ -92,22 +77,17 @@ def _memory_notes_or_refusal_for_host(
 ) -> Iterator[str]:
     """Yield a note if the ranks of a host do not fit into its memory; raise PlanError for a run."""
     limit_name, limit_bytes, _ = smallest_memory_limit()
-    # The kernel can drop pages of files, so that only private bytes are needed at least.
-    least_model_bytes = model_bytes.least_of_host(host_node)
-    least_bytes = host_node.slots * process_memory.own + least_model_bytes
-    likely_bytes = process_memory.bytes_of_ranks(host_node.slots) + max(
-        least_model_bytes, host_node.slots * model_bytes.likely
+    # The kernel can drop pages of files, so that only private bytes are needed at least. Where FSDP2
+    # divides the model, rank 0's whole weights lie in files, as far as memory has no room.
+    least_bytes = host_node.slots * (process_memory.own + model_bytes.least)
+    likely_bytes = (
+        process_memory.bytes_of_ranks(host_node.slots) + host_node.slots * model_bytes.likely
     )
     if least_bytes > limit_bytes:
         rank_bytes_text = (
             f"({human_bytes(process_memory.own)} a process + "
             f"{human_bytes(model_bytes.least)} {model_bytes.content_text})"
         )
-        if least_model_bytes > host_node.slots * model_bytes.least:
-            rank_bytes_text = (
-                f"{human_bytes(process_memory.own + model_bytes.while_built)} + "
-                f"{human_bytes(model_bytes.built_once)} to build the model on rank 0"
-            )
         message = (
             f"{host_node.host}: {count_with_noun(host_node.slots, 'rank')} x {rank_bytes_text} = "
             f"{human_bytes(least_bytes)} "

@@ -245,7 +245,7 @@ def _gpu_start_and_host_memory_lines(memory: Memory, device: str) -> Iterator[st
             else ""
         )
         yield f"  at the start a GPU holds {human_bytes(memory.start)}, before optimizer state{other_text}"
-    rank_0_text = " on rank 0" if host_memory.is_built_on_rank_0_only else ""
+    rank_0_text = " on rank 0, or on its disk" if host_memory.is_built_on_rank_0_only else ""
     part_texts = (
         [f"{human_bytes(host_memory.built)} to build the model{rank_0_text}"]
         if device == "cuda" or rank_0_text

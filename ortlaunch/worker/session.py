@@ -51,6 +51,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.run_length import resolve_max_steps_and_write_length
 from ortlaunch.worker.supervision.gpus import onnxruntime_export_phase_text
 from ortlaunch.worker.supervision.progress import Progress
+from ortlaunch.worker.weight_memory import WeightMemory
 
 
 @dataclass(frozen=True)
@@ -153,13 +154,19 @@ def load_data_and_build_session(
     data.read_samples_needed_by(plan.traits)
     progress.begin_and_show_activity("building the model")
     # Where the model is divided, one rank has the memory for all of it, and sends the parts.
-    model = seed_and_build_loss_module_on_cpu(
-        recipe,
-        data,
-        has_weights=not group.has_fsdp2 or group.rank == 0,
-        # A comparison needs the whole model before.
-        is_divided_later=group.has_fsdp2 and not parity_step_count_and_reason(recipe).steps,
-    )
+    keeps_whole = group.has_fsdp2 and group.rank == 0
+    with (
+        WeightMemory(run.path).keep_registered_parameters()
+        if keeps_whole
+        else contextlib.nullcontext()
+    ):
+        model = seed_and_build_loss_module_on_cpu(
+            recipe,
+            data,
+            has_weights=not group.has_fsdp2 or keeps_whole,
+            # A comparison needs the whole model before.
+            is_divided_later=group.has_fsdp2 and not parity_step_count_and_reason(recipe).steps,
+        )
     # An evaluation needs no training data.
     is_evaluation = plan.traits.evaluates
     samples = data.evaluation if is_evaluation else data.train

@@ -371,6 +371,7 @@ FLOORS = {
         "patching",
         "call_types",
         "tensor_batch",
+        "weight_memory",
         "supervision",
         "process_group",
         "data",

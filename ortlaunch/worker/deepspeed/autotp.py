@@ -22,6 +22,7 @@ from ortlaunch.worker.model.tensor_parallel import (
     planned_model_and_style_by_name,
     slice_of_fused_layers,
 )
+from ortlaunch.worker.weight_memory import WeightMemory
 
 _LAYER_CLASS_BY_STYLE: dict[str, type[nn.Module]] = {
     "colwise": nn.Linear,
@@ -182,16 +183,23 @@ def slice_of_autotp_rank(parameter: torch.Tensor, tensor_index: int) -> TensorSl
 
 
 @torch.no_grad()
-def make_parameters_whole(model: nn.Module, keeps_values: bool) -> None:
+def make_parameters_whole(
+    model: nn.Module, keeps_values: bool, weight_memory: WeightMemory
+) -> None:
     """Gather one sliced parameter after another, on the host (collective).
 
     The model cannot be called until its layers have been put back, and only where values are kept.
 
     Args:
         keeps_values: whether this rank keeps the values; the others give theirs.
+        weight_memory: where.
     """
     for parameter in model.parameters():
         if autotp_slices_or_none(parameter) is not None:
             sliced: Any = parameter
             sliced.gather_params([sliced])
-            parameter.data = parameter.data.cpu() if keeps_values else parameter.data.new_empty(0)
+            parameter.data = (
+                weight_memory.tensor_in_memory_or_file(parameter.data.cpu())
+                if keeps_values
+                else parameter.data.new_empty(0)
+            )

@@ -59,6 +59,7 @@ from ortlaunch.worker.process_group.tensor_groups import (
 )
 from ortlaunch.worker.supervision.requests import RankRequests
 from ortlaunch.worker.tensor_batch import TensorBatch
+from ortlaunch.worker.weight_memory import WeightMemory
 from ortmodule.loops import float64_sum_of_squares
 
 if TYPE_CHECKING:
@@ -135,10 +136,12 @@ class Stepper(Protocol):
         A checkpoint is written from this state and read into it.
         """
 
-    def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
+    def gather_whole_weights(
+        self, weight_memory: WeightMemory
+    ) -> contextlib.AbstractContextManager[object]:
         """Gather whole parameters on rank 0 while the context is open (collective).
 
-        With `parallel` the model cannot be called afterwards.
+        With `parallel` the model cannot be called afterwards, and `weight_memory` keeps them.
         """
 
 
@@ -267,7 +270,9 @@ class TorchStepper:
             loss_scale=scaler_loss_scale_or_none(self.scaler),
         )
 
-    def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
+    def gather_whole_weights(
+        self, weight_memory: WeightMemory
+    ) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 
@@ -356,9 +361,9 @@ class ShardedStepper(TorchStepper):
         )
 
     @contextlib.contextmanager
-    def gather_whole_weights(self) -> Iterator[None]:
+    def gather_whole_weights(self, weight_memory: WeightMemory) -> Iterator[None]:
         free_gathered_weights_if_sharded(self.model)
-        replace_parts_by_whole_parameters(self.model, keeps_values=self.group.rank == 0)
+        replace_parts_by_whole_parameters(self.model, self.group.rank == 0, weight_memory)
         yield
 
 
@@ -573,13 +578,15 @@ class DeepSpeedStepper:
 
         return named_state_of_deepspeed_engine(self.engine, self.model, self.group)
 
-    def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
+    def gather_whole_weights(
+        self, weight_memory: WeightMemory
+    ) -> contextlib.AbstractContextManager[object]:
         import deepspeed
 
         if self._unsliced_layers:
             from ortlaunch.worker.deepspeed.autotp import make_parameters_whole
 
-            make_parameters_whole(self.model, keeps_values=self.group.rank == 0)
+            make_parameters_whole(self.model, self.group.rank == 0, weight_memory)
             for unsliced_layer in self._unsliced_layers:
                 unsliced_layer.put_back()
         sharded: contextlib.AbstractContextManager[object] = deepspeed.zero.GatheredParameters(

@@ -22,6 +22,7 @@ from ortlaunch.worker.model.adapters import merge_adapters
 from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.patching import hide_package_unless_loaded
 from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.weight_memory import WeightMemory
 
 
 def write_final_run_export_on_rank_0(
@@ -37,11 +38,14 @@ def write_final_run_export_on_rank_0(
     The model cannot be trained further afterwards, as LoRA may be merged into it.
     """
     # All ranks take part, as each may have only pieces of the weights (ZeRO 3); rank 0 writes.
-    with stepper.gather_whole_weights():
+    weight_memory = WeightMemory(run.path)
+    with stepper.gather_whole_weights(weight_memory):
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
             try:
-                write_transformers_or_peft_folder(recipe, run.export, trained_module, data)
+                write_transformers_or_peft_folder(
+                    recipe, run.export, trained_module, data, weight_memory
+                )
                 apply_umask_and_flush_files(run.export)
             # safetensors has an error of its own for a full disk, which names no file.
             except Exception as error:
@@ -53,15 +57,21 @@ def write_final_run_export_on_rank_0(
 
 
 def write_transformers_or_peft_folder(
-    recipe: Recipe, export_folder: Path, trained_module: LossModule, data: LoadedData
+    recipe: Recipe,
+    export_folder: Path,
+    trained_module: LossModule,
+    data: LoadedData,
+    weight_memory: WeightMemory | None = None,
 ) -> None:
     """Write the model for transformers or peft into an existing folder.
 
-    A model without `save_pretrained` is written as model.safetensors.
+    A model without `save_pretrained` is written as model.safetensors. New weights, such as merged
+    ones, go to `weight_memory`.
     """
     model: Any = trained_module.model
+    weight_memory = weight_memory or WeightMemory(export_folder)
     if recipe.model.lora and recipe.model.lora.merge:
-        model = merge_adapters(model)
+        model = merge_adapters(model, weight_memory)
     elif recipe.model.lora:
         # peft would write a template over the user's own model card; push.py writes the run's card.
         model.create_or_update_model_card = lambda export_folder: None
@@ -71,7 +81,7 @@ def write_transformers_or_peft_folder(
         logging.disable_progress_bar()
         restore_cache_setting(model, trained_module.generates_with_cache)
         # accelerate would import DeepSpeed, for seconds, to see whether the model is wrapped by it.
-        with hide_package_unless_loaded("deepspeed"):
+        with hide_package_unless_loaded("deepspeed"), weight_memory.keep_converted_weights():
             model.save_pretrained(export_folder)
         write_sentence_transformers_files(recipe, export_folder, model)
     else:

@@ -6,6 +6,7 @@ may be of any number of ranks and any ZeRO stage.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ortlaunch.recipe import Recipe
     from ortlaunch.worker.data import LoadedData
     from ortlaunch.worker.model.model import LossModule
+    from ortlaunch.worker.weight_memory import WeightMemory
 
 
 def run(request: ExportRequest) -> None:
@@ -55,6 +57,7 @@ def write_and_record_checkpoint_export(
     """
     from ortlaunch.worker.device.artifacts import unsharded_one_pass_recipe_for_device
     from ortlaunch.worker.export.export import FORMATS, apply_umask_and_flush_files
+    from ortlaunch.worker.weight_memory import WeightMemory
 
     recipe = _recipe_with_requested_lora_form(_read_run_recipe(run), export_format, lora_form)
     if export_format == "ondevice" and recipe.model.quantize:
@@ -66,14 +69,16 @@ def write_and_record_checkpoint_export(
         recipe = unsharded_one_pass_recipe_for_device(
             recipe, Plan.read(run.plan).batch.micro_samples
         )
-    recipe, model, data = load_recipe_trained_model_and_data_of_checkpoint(
-        run, checkpoint_step, recipe
-    )
     partial = export_folder.with_name(f"{export_folder.name}.partial")
     # An earlier export may have been killed.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        # A training on the device, and a graph, have the weights in memory.
+        weight_memory = WeightMemory(partial) if export_format == "huggingface" else None
+        recipe, model, data = load_recipe_trained_model_and_data_of_checkpoint(
+            run, checkpoint_step, recipe, weight_memory
+        )
         result = FORMATS[export_format](recipe, partial, model, data)
         apply_umask_and_flush_files(partial)
     # BaseException: an interrupt must not leave a partial folder either.
@@ -95,7 +100,10 @@ def write_and_record_checkpoint_export(
 
 
 def load_recipe_trained_model_and_data_of_checkpoint(
-    run: RunDir, checkpoint_step: int, recipe: Recipe | None = None
+    run: RunDir,
+    checkpoint_step: int,
+    recipe: Recipe | None = None,
+    weight_memory: WeightMemory | None = None,
 ) -> tuple[Recipe, LossModule, LoadedData]:
     """Return recipe, model with the weights of a checkpoint, and data of a run, on the CPU.
 
@@ -103,6 +111,7 @@ def load_recipe_trained_model_and_data_of_checkpoint(
         run: the folder of the run.
         checkpoint_step: the step of the checkpoint.
         recipe: a recipe in place of the run's.
+        weight_memory: keeps the weights; None: memory does.
 
     Raises:
         CheckpointError: the checkpoint is damaged or gone, or the frozen weights have changed.
@@ -137,13 +146,16 @@ def load_recipe_trained_model_and_data_of_checkpoint(
     data = load_data_and_print_notes(
         recipe, single_rank, vocabulary=read_run_vocabulary_or_none(run)
     )
-    model = seed_and_build_loss_module_on_cpu(recipe, data)
+    with weight_memory.keep_registered_parameters() if weight_memory else contextlib.nullcontext():
+        model = seed_and_build_loss_module_on_cpu(recipe, data)
     require_unchanged_frozen_weights(
         run.checkpoint_folder(checkpoint_step), frozen_weights_fingerprint_or_none(model)
     )
     load_weights_and_buffers_into_unsharded_model(run.checkpoint_folder(checkpoint_step), model)
     # DeepSpeed keeps the model in this precision, and so does the run's own export.
     if plan.deepspeed:
+        if weight_memory is not None:
+            weight_memory.cast_and_keep_parameters(model, dtype_of(recipe.precision))
         model.to(dtype_of(recipe.precision))
     return recipe, model, data
 

@@ -25,6 +25,8 @@ from ortlaunch.worker.model.quantized_weights import (
     quantized_layers,
     replace_quantized_layers_by_whole_ones,
 )
+from ortlaunch.worker.patching import replace_attribute_temporarily
+from ortlaunch.worker.weight_memory import WeightMemory
 
 # Samples whose layer inputs give the first values of adapters, and those of one pass.
 _EVA_SAMPLES = 32
@@ -249,28 +251,44 @@ def _load_published_adapters(model: nn.Module, source: str, has_new_head: bool) 
     return cast("nn.Module", adapted)
 
 
-def merge_adapters(adapted: Any) -> Any:
+def merge_adapters(adapted: Any, weight_memory: WeightMemory) -> Any:
     """Return the model with the adapters merged into its weights; `adapted` is used up.
 
     Quantized weights become whole ones first: peft would round the sum to the quantized form again.
+    Each new weight goes to `weight_memory` before the next one is made.
 
     Raises:
         ValueError: a merged weight has inf or nan.
     """
     if not any(quantized_layers(adapted)):
-        return adapted.merge_and_unload(safe_merge=True)
+        return _merge_and_keep_weights(adapted, weight_memory)
     import peft
 
     trained = {name: p.data for name, p in adapted.named_parameters() if p.requires_grad}
     config = copy.copy(adapted.peft_config["default"])
     # The values follow.
     config.init_lora_weights = True
-    whole = peft.get_peft_model(replace_quantized_layers_by_whole_ones(adapted.unload()), config)
+    with weight_memory.keep_registered_parameters():
+        base = replace_quantized_layers_by_whole_ones(adapted.unload())
+    whole = peft.get_peft_model(base, config)
     # One by one: FSDP2's layers have neither `load_state_dict` nor `to` any more.
     for name, parameter in whole.named_parameters():
         parameter.data = trained.get(name, parameter.data).float()
-    merged = whole.merge_and_unload(safe_merge=True)
+    merged = _merge_and_keep_weights(whole, weight_memory)
     dtype = next(iter(trained.values())).dtype
-    for parameter in merged.parameters():
-        parameter.data = parameter.data.to(dtype)
+    weight_memory.cast_and_keep_parameters(merged, dtype)
     return merged
+
+
+def _merge_and_keep_weights(adapted: Any, weight_memory: WeightMemory) -> Any:
+    tuner = adapted.base_model
+    replace_layer = tuner._replace_module
+
+    def replace_layer_and_keep_weights(
+        parent: nn.Module, name: str, merged_layer: nn.Module, adapted_layer: nn.Module
+    ) -> None:
+        weight_memory.cast_and_keep_parameters(merged_layer, None)
+        replace_layer(parent, name, merged_layer, adapted_layer)
+
+    with replace_attribute_temporarily(tuner, "_replace_module", replace_layer_and_keep_weights):
+        return adapted.merge_and_unload(safe_merge=True)

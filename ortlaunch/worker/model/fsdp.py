@@ -30,6 +30,7 @@ from ortlaunch.worker.process_group.distributed import (
     build_device_mesh,
     overwrite_by_values_of_rank_0,
 )
+from ortlaunch.worker.weight_memory import WeightMemory
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -252,13 +253,16 @@ def place_of_own_part(parameter: DTensor, group: DistributedContext) -> PlaceOfP
     )
 
 
-def replace_parts_by_whole_parameters(model: nn.Module, keeps_values: bool) -> None:
+def replace_parts_by_whole_parameters(
+    model: nn.Module, keeps_values: bool, weight_memory: WeightMemory
+) -> None:
     """Replace each divided parameter by a whole one in host memory, one after another (collective).
 
     The model cannot be called afterwards.
 
     Args:
         keeps_values: whether this rank keeps the values; the others give theirs.
+        weight_memory: where.
     """
     whole_by_part: dict[int, nn.Parameter] = {}
     for layer in model.modules():
@@ -267,7 +271,11 @@ def replace_parts_by_whole_parameters(model: nn.Module, keeps_values: bool) -> N
                 continue
             if id(parameter) not in whole_by_part:
                 whole = cast("DTensor", parameter.detach()).full_tensor()
-                values = whole.cpu() if keeps_values else whole.new_empty(0)
+                values = (
+                    weight_memory.tensor_in_memory_or_file(whole.cpu())
+                    if keeps_values
+                    else whole.new_empty(0)
+                )
                 whole_by_part[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
             # Tied parameters stay one.
             layer._parameters[name] = whole_by_part[id(parameter)]

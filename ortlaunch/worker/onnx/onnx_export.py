@@ -34,6 +34,7 @@ from ortlaunch.worker.onnx.user_model import (
     own_data_batches_of_three_two_and_one_samples,
 )
 from ortlaunch.worker.tensor_batch import TensorBatch
+from ortlaunch.worker.weight_memory import WeightMemory
 from ortmodule import export_onnx
 
 OPSET = 17
@@ -94,7 +95,7 @@ def write_and_check_onnx_folder(
     _require_onnx_packages()
     model: Any = trained_module.model.float()
     if recipe.model.lora:
-        model = merge_adapters(model)
+        model = merge_adapters(model, WeightMemory(export_folder))
     exported_module: ExportedModule
     if recipe.model.traits.is_own:
         exported_module, batches = model_with_row_outputs_and_batches(recipe, model, data)

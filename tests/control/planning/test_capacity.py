@@ -131,7 +131,7 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_divided_model_is_built_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host needs the whole model once; other hosts, and other ranks, only their parts."""
+    """Rank 0 keeps it in files, as far as memory has no room; hosts need their parts alone."""
     monkeypatch.setattr("ortlaunch.launch_plan.is_this_host", lambda name: True)
     eager = {"engine": {"name": "eager"}, "optimizer": {"name": "adamw", "learning_rate": 1e-3}}
     divided = bert(parallel={}, zero=None, checkpoint={"async": False}, **eager)
@@ -151,8 +151,8 @@ def test_a_divided_model_is_built_on_rank_0_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         "ortlaunch.planning.capacity.smallest_memory_limit", lambda: ("memory", built, "")
     )
-    with pytest.raises(PlanError, match=r"gpus: 8 ranks x .* to build the model on rank 0"):
-        list(notes_or_refusal_for_crowding_of_this_host(world, work, is_planned_only=False))
+    # Rank 0 has the whole model in files then.
+    assert not list(notes_or_refusal_for_crowding_of_this_host(world, work, is_planned_only=False))
 
 
 def test_the_nearest_limit() -> None:

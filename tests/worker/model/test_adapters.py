@@ -19,6 +19,7 @@ from ortlaunch.worker.model.adapters import (
     set_adapters_from_layer_inputs,
 )
 from ortlaunch.worker.model.model import seed_and_build_loss_module_on_cpu
+from ortlaunch.worker.weight_memory import WeightMemory
 from tests.worker.models import LLAMA, built, labels, recipe
 
 pytest.importorskip("peft")
@@ -60,7 +61,7 @@ def output(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_is_pefts(base: Any, name: str) -> None:
+def test_a_field_is_pefts(base: Any, name: str, tmp_path: Path) -> None:
     """Each field gives peft's parameters and logits, and its merged weights give the same ones."""
     import peft
 
@@ -78,7 +79,7 @@ def test_a_field_is_pefts(base: Any, name: str) -> None:
     logits = output(adapted)
     torch.testing.assert_close(logits, output(other))
     with torch.no_grad():
-        merged = merge_adapters(adapted)(input_ids=IDS).logits
+        merged = merge_adapters(adapted, WeightMemory(tmp_path))(input_ids=IDS).logits
     torch.testing.assert_close(merged, logits, rtol=1e-4, atol=1e-5)
 
 
