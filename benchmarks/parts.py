@@ -648,7 +648,7 @@ def tokenized_by(way: str) -> Step:
 
 def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     """Overflow check and gradient norm of BERT-base on two ranks, DeepSpeed's or ours."""
-    from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe
+    from ortlaunch.worker.allocator import make_malloc_keep_memory_and_describe
 
     make_malloc_keep_memory_and_describe(os.environ)
     two_ranks()
@@ -791,7 +791,7 @@ def attending(name: str, engine: str) -> Step:
     import transformers
 
     from ortlaunch.base import machine
-    from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe, trim_heap
+    from ortlaunch.worker.allocator import make_malloc_keep_memory_and_describe, trim_heap
     from ortlaunch.worker.model.model import LossModule
     from ortmodule import ORTModule, Settings
     from ortmodule._internal import options

@@ -112,7 +112,7 @@ def _tokens_to_write(recipe: Recipe) -> int:
     if not recipe.model.traits.leaves_spans_out:
         return recipe.data.target_length
     spans = recipe.data.span_corruption or SpanCorruption()
-    # For each token of the text; see worker/data/span_corruption.py.
+    # For each token of the text; see worker/data/masked/span_corruption.py.
     marks = spans.noise_density / spans.mean_span_length
     read_share = 1 - spans.noise_density + marks
     return (

@@ -14,7 +14,7 @@ from ortlaunch.base.file_errors import explain_errors_on_run_folder_or_cache_fil
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.engine.allocator import (
+from ortlaunch.worker.allocator import (
     make_malloc_keep_memory_and_describe,
     map_pages_of_files_as_before_fork,
 )

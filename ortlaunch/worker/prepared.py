@@ -31,7 +31,7 @@ from ortlaunch.recipe import Recipe, parse_resolved_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.user_modules import key_and_factory_pairs
 from ortlaunch.worker.__main__ import set_up_process_and_import_engine
-from ortlaunch.worker.engine.allocator import remember_mapped_pages_of_files
+from ortlaunch.worker.allocator import remember_mapped_pages_of_files
 from ortlaunch.worker.engine.garbage import raise_garbage_threshold
 
 # No import depends on these: they are ortlaunch's own and torchrun's, and CUDA's until its start.

@@ -18,6 +18,7 @@ from ortlaunch.recipe.rules.parity import is_divided_model_compared, parity_step
 from ortlaunch.run_folder.cached_process_memory import cache_process_memory_if_writable
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged
 from ortlaunch.run_folder.origin import may_fingerprints_be_of_same_data
+from ortlaunch.worker.allocator import trim_heap
 from ortlaunch.worker.checkpoint import (
     CompleteCheckpoint,
     print_training_changes_and_refuse_unallowed,
@@ -35,7 +36,6 @@ from ortlaunch.worker.data.vocabulary import (
     vocabulary_of_start_checkpoint_or_none,
     write_vocabulary_and_tokenizer_if_changed,
 )
-from ortlaunch.worker.engine.allocator import trim_heap
 from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
 from ortlaunch.worker.engine.memory_use import RankMemoryMeter
 from ortlaunch.worker.model.adapters import set_adapters_from_layer_inputs

@@ -371,6 +371,7 @@ FLOORS = {
         "patching",
         "call_types",
         "tensor_batch",
+        "allocator",
         "weight_memory",
         "supervision",
         "process_group",

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ortlaunch.run_folder.folder import RunDir, read_json_or_raise_damaged, write_json_atomically
 from ortlaunch.run_folder.records import EvaluationLine, MetricsLine
 from ortlaunch.tables.metrics import METRICS
-from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT
+from ortlaunch.worker.allocator import KEPT_MEMORY_TEXT
 from tests.e2e.runs import (
     BERT,
     COMMAND,

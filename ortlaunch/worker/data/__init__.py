@@ -50,8 +50,10 @@ from ortlaunch.worker.data.labelled_samples import (
     renumber_labels_by_class_names_or_numbers,
     set_class_count_of_label_sets,
 )
-from ortlaunch.worker.data.masked_packs import MaskedPacks
-from ortlaunch.worker.data.masking import MaskedBlocks, Masking
+from ortlaunch.worker.data.masked.masked_packs import MaskedPacks
+from ortlaunch.worker.data.masked.masking import MaskedBlocks, Masking
+from ortlaunch.worker.data.masked.sentence_pairs import SentencePairs
+from ortlaunch.worker.data.masked.span_corruption import CorruptedSpans
 from ortlaunch.worker.data.media.samples import MEDIA
 from ortlaunch.worker.data.mixture import (
     Mixture,
@@ -68,8 +70,6 @@ from ortlaunch.worker.data.samples import (
     collate,
     cut_padding_to_shortest_fitting_bucket,
 )
-from ortlaunch.worker.data.sentence_pairs import SentencePairs
-from ortlaunch.worker.data.span_corruption import CorruptedSpans
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import ChatCounts, StreamedCorpus
 from ortlaunch.worker.data.token_cache import (

@@ -17,7 +17,7 @@ from torch import nn
 
 from ortlaunch.base.errors import EngineError
 from ortlaunch.tables.precisions import PRECISIONS
-from ortlaunch.worker.engine.allocator import trim_heap
+from ortlaunch.worker.allocator import trim_heap
 from ortlaunch.worker.engine.differences import (
     Comparison,
     EvaluationLosses,

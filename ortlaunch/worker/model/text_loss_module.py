@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ortlaunch.base.errors import InputError
 from ortlaunch.tables.text_losses import TextLoss
-from ortlaunch.worker.engine.allocator import trim_heap
+from ortlaunch.worker.allocator import trim_heap
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 

@@ -46,7 +46,7 @@ class EngineFactors(NamedTuple):
     """The same of other tensors; less than 0: a compiled kernel makes fewer of them."""
 
 
-# A process on CPUs keeps freed blocks (worker/engine/allocator.py), in pieces that do not fit all
+# A process on CPUs keeps freed blocks (worker/allocator.py), in pieces that do not fit all
 # later tensors.
 ENGINES = {
     "eager": EngineFactors(1.0, 0, 0.2, 0.45),

@@ -16,7 +16,7 @@ from ortlaunch.recipe import parse_resolved_recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tables.tasks import PredictionRequest
 from ortlaunch.user_modules import append_factory_folders_to_sys_path
-from ortlaunch.worker.engine.allocator import make_malloc_keep_memory_and_describe
+from ortlaunch.worker.allocator import make_malloc_keep_memory_and_describe
 
 
 def run(request: PredictionRequest) -> None:

@@ -22,7 +22,7 @@ from ortlaunch.run_folder.folder import (
 )
 from ortlaunch.run_folder.lines import read_json_lines_with_keys
 from ortlaunch.run_folder.records import ParityLine, json_values_of_record
-from ortlaunch.worker.engine.allocator import trim_heap
+from ortlaunch.worker.allocator import trim_heap
 from ortlaunch.worker.engine.comparison import (
     compare_passes_replaying_random_numbers_if_drawn,
     evaluation_losses_or_none,

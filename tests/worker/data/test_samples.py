@@ -23,7 +23,7 @@ from ortlaunch.worker.data import (
     collate,
 )
 from ortlaunch.worker.data.file_rows import DataError
-from ortlaunch.worker.data.masked_packs import MaskedPacks
+from ortlaunch.worker.data.masked.masked_packs import MaskedPacks
 from ortlaunch.worker.data.mixture import split_held_out_samples
 from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.token_cache import Documents

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import SpanCorruption
 from ortlaunch.worker.data.file_rows import DataError
+from ortlaunch.worker.data.masked.span_corruption import CorruptedSpans, _random_segment_lengths
 from ortlaunch.worker.data.order import SampleEpoch
-from ortlaunch.worker.data.span_corruption import CorruptedSpans, _random_segment_lengths
 
 # As T5's: the marks are the last tokens, the first of them the very last.
 _VOCABULARY = 1000

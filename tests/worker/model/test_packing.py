@@ -14,7 +14,7 @@ from ortlaunch.base.errors import InputError
 from ortlaunch.recipe.fields.data import MaskedLm
 from ortlaunch.tables.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED, Masking, collate
-from ortlaunch.worker.data.masked_packs import MaskedPacks
+from ortlaunch.worker.data.masked.masked_packs import MaskedPacks
 from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.data.windows import SeparateDocuments

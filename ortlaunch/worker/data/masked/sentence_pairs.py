@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.worker.data.file_rows import DataError
-from ortlaunch.worker.data.masking import (
+from ortlaunch.worker.data.masked.masking import (
     MaskedSamples,
     Masking,
     random_values_of_samples,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT, make_malloc_keep_memory_and_describe
+from ortlaunch.worker.allocator import KEPT_MEMORY_TEXT, make_malloc_keep_memory_and_describe
 
 FAULTS = """
 import ctypes, resource, sys
-from ortlaunch.worker.engine.allocator import trim_heap, make_malloc_keep_memory_and_describe
+from ortlaunch.worker.allocator import trim_heap, make_malloc_keep_memory_and_describe
 if sys.argv[1] != "plain":
     make_malloc_keep_memory_and_describe({})
 def step():
@@ -77,7 +77,7 @@ def test_large_blocks_come_in_large_pages(
         told.write_text(f"{order}\n")
     code = f"""
 from pathlib import Path
-from ortlaunch.worker.engine import allocator
+from ortlaunch.worker import allocator
 allocator._REPORTING, environ = Path({str(told)!r}), {given}
 print(allocator.make_malloc_keep_memory_and_describe(environ))
 print(environ.get("THP_MEM_ALLOC_ENABLE"))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import SpanCorruption
 from ortlaunch.worker.data.file_rows import DataError
-from ortlaunch.worker.data.masking import MaskedSamples, random_values_of_samples
+from ortlaunch.worker.data.masked.masking import MaskedSamples, random_values_of_samples
 from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.shards import Tokens
 

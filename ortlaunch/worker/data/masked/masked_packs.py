@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ortlaunch.worker.data.masking import MaskedSamples, Masking, random_values_of_samples
+from ortlaunch.worker.data.masked.masking import MaskedSamples, Masking, random_values_of_samples
 from ortlaunch.worker.data.order import SampleEpoch
 from ortlaunch.worker.data.packed_samples import bin_by_item_of_first_fit_decreasing
 from ortlaunch.worker.data.samples import IGNORED
@@ -58,7 +58,8 @@ class MaskedPacks(MaskedSamples):
         ids, labels, positions, document_ids = arrays
         labels[:] = IGNORED
         token_counts = []
-        for row, (sample_index, _) in enumerate(sample_epochs):
+        for row, sample_epoch in enumerate(sample_epochs):
+            sample_index = sample_epoch.sample_index
             first_member = int(self.member_ends[sample_index - 1]) if sample_index else 0
             members = self.members[first_member : self.member_ends[sample_index]]
             begin = 0
@@ -75,5 +76,7 @@ class MaskedPacks(MaskedSamples):
             document_ids[row, begin:] = len(members)
             token_counts.append(begin)
         random_values = random_values_of_samples(self.seed, sample_epochs, 2 * self.length)
-        self.masking.choose_and_mask_tokens_in_place(ids, labels, token_counts, random_values)
+        self.masking.choose_and_mask_tokens_in_place(
+            ids, labels, token_counts, random_values, sample_epochs
+        )
         return dict(zip(_NAMES, torch.from_numpy(arrays)))
