@@ -76,7 +76,9 @@ class InOurOrder:
         first = self.epochs * self.samples
         self.epochs += 1
         for start in range(first, first + self.samples, 8):
-            yield [index for index, _ in self.order.sample_epochs_at(list(range(start, start + 8)))]
+            yield [
+                at.sample_index for at in self.order.sample_epochs_at([*range(start, start + 8)])
+            ]
 
 
 @functools.cache
