@@ -220,6 +220,18 @@ def test_narrow_weights_are_near_those_of_one_process(precision: str, train: Tra
 
 
 @pytest.mark.slow
+def test_narrow_weights_beside_inputs_in_float32(train: Train) -> None:
+    """An evaluation computes in 16 bits, as training does."""
+    recipe = merged(FULL, {"log": {"trackers": []}, "model": {"arguments": {"dropout": 0.0}}})
+    one = ended_well(train("wide-inputs", recipe))
+    narrow = {**recipe, "parallel": {}, "precision": "bf16"}
+    two = ended_well(train("wide-inputs-two", narrow, *TWO_RANKS))
+    for name in ("loss", "evaluation_loss"):
+        expected = [value for _, value in one.values(name)]
+        assert [value for _, value in two.values(name)] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.slow
 @pytest.mark.ci
 def test_a_module_of_ones_own_is_divided_by_its_lists(train: Train, home: Path) -> None:
     """A custom module, of which a rank has no row of a small parameter; named blocks, too."""

@@ -25,6 +25,7 @@ from ortlaunch.worker.evaluation.measure import SAMPLE_INDICES, create_measures_
 from ortlaunch.worker.evaluation.user_metric import UserMetric
 from ortlaunch.worker.evaluation.word_scores import language_model_metric_inputs
 from ortlaunch.worker.model.chunked_head import LABELS
+from ortlaunch.worker.model.precision import narrow_dtype_or_none
 from ortlaunch.worker.model.returned_values import ValueMeans, loss_of_engine_output
 from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -132,6 +133,8 @@ def seed_and_evaluate_model_unless_stopped(
     recipe, group, plain = evaluated_model.recipe, evaluated_model.group, evaluated_model.plain
     samples = evaluated_model.samples
     data_group = group.data_parallel
+    # FSDP2 gathers weights in 16 bits, in evaluations, too; inputs may be float32.
+    gathered_dtype = narrow_dtype_or_none(recipe.precision) if group.has_fsdp2 else None
     # The model's own random numbers are then those of any other evaluation of these weights.
     seed_all_random_generators(recipe.seed)
     own_metric = UserMetric(recipe.train.metric)
@@ -157,7 +160,10 @@ def seed_and_evaluate_model_unless_stopped(
             )
             evaluated_model.count_progress()
             device_batch = evaluated_model.to_device(batch)
-            module_output = _run_forward_filling_short_ort_batch(evaluated_model, device_batch)
+            with torch.autocast(
+                group.device.type, gathered_dtype, enabled=gathered_dtype is not None
+            ):
+                module_output = _run_forward_filling_short_ort_batch(evaluated_model, device_batch)
             loss = (
                 returned_values.add_values_and_return_loss(module_output, weight)
                 if plain.has_numbers
