@@ -25,6 +25,7 @@ from ortlaunch.worker.engine.engine import (
     _require_no_layerdrop,
 )
 from ortlaunch.worker.engine.stepping import ShardedStepper, TorchStepper
+from ortlaunch.worker.model.fsdp import shard_model_in_place
 from ortlaunch.worker.tasks.bench import compare_and_gather_worst_parity_verdict_json
 from tests.e2e.runs import (
     BERT,
@@ -105,6 +106,35 @@ class Ranked(nn.Module):
 
 def net(uses="same"):
     return Ranked(uses)
+"""
+
+SCALED = """
+import torch
+from torch import nn
+from toys import data
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.gate * self.down(nn.functional.gelu(self.up(x)))
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.out = nn.ModuleList(Layer() for _ in "ab"), nn.Linear(8, 1)
+        self.scale, self.fixed = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(2.0), False)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = layer(x)
+        return ((self.scale.exp() * self.out(x) / self.fixed - y) ** 2).mean()
+
+def net():
+    return Scaled()
 """
 
 
@@ -472,6 +502,43 @@ def test_a_plan_that_lacks_a_layer_is_found(train: Train) -> None:
     assert "engine eager and plain PyTorch differ by more than 0.0001 in step 1" in run.err
     assert re.search(r"layers.0.self_attn.[qk]_norm.weight +0.\d", run.err)
     assert "such as a norm of heads, is replicated_with_grad_allreduce" in run.err
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_parameters_without_a_dimension(train: Train, home: Path, ranked: dict[str, Any]) -> None:
+    """Each rank has them whole: they train, are counted, saved and read as in one process."""
+    (home / "scaled.py").write_text(SCALED)
+    changes = {"model": {"factory": "scaled:net"}, "train": {"max_grad_norm": 0.5}}
+    constant = {"checkpoint": {"every_steps": 2}, "schedule": {"name": "constant"}}
+    recipe = merged(ranked, {**changes, **constant})
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    one = ended_well(train("scaled-one", recipe))
+    two = ended_well(train("scaled-two", {**recipe, "parallel": {}}, *TWO_RANKS))
+    assert "the rest; whole on each: model.scale, model.fixed" in two.truth()["sharding"]
+    sliced = merged(recipe, {"parallel": {"tensor": 2, "tensor_plan": plan}})
+    four = ended_well(train("scaled-four", sliced, *FOUR_RANKS))
+    for run in (two, four):
+        require_same_training(run, one)
+    assert exported_again(two, home)
+    # Saved by two ranks, read by one, and the reverse.
+    for steps, sections, launcher in (
+        (2, {"parallel": {}}, TWO_RANKS),
+        (3, {}, ()),
+        (4, {"parallel": {}}, TWO_RANKS),
+    ):
+        lived = merged(recipe, {**sections, "train": {"max_steps": steps}})
+        lives = ended_well(train("scaled-lives", lived, *launcher))
+    assert lives.losses() == pytest.approx(one.losses(), rel=1e-6)
+
+
+def test_a_gradient_scaler_takes_divided_gradients_only() -> None:
+    """With fp16 a parameter without a dimension is refused by name."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    group: Any = SimpleNamespace()
+    with pytest.raises(InputError, match=r"cannot divide scale, .*, and precision: fp16 needs all"):
+        shard_model_in_place(model, Parallel(), group, torch.float16)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from ortlaunch.base.errors import InputError
 from ortlaunch.base.installed import installed_version_by_package_name
 from ortlaunch.base.machine import threads_per_rank
-from ortlaunch.base.units import count_with_noun
+from ortlaunch.base.units import count_with_noun, first_names_and_count_of_rest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
@@ -56,7 +56,7 @@ from ortlaunch.worker.engine.stepping import (
 )
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from ortlaunch.worker.model.chunked_head import chunk_head_if_trial_agrees_and_describe
-from ortlaunch.worker.model.fsdp import shard_model_in_place
+from ortlaunch.worker.model.fsdp import parameters_without_dimension, shard_model_in_place
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import (
     measure_matmul_precision_record,
@@ -310,7 +310,7 @@ def build_engine(
         threads_per_rank=torch.get_num_threads(),
         parameters=sum(size for size, _ in sizes),
         trained_parameters=sum(size for size, is_trained in sizes if is_trained),
-        sharding=_sharding_name(recipe, group, unit_count),
+        sharding=_sharding_name(recipe, group, unit_count, [*parameters_without_dimension(model)]),
         optimizer=OptimizerChoice(
             recipe.optimizer.name,
             built_optimizer.used,
@@ -475,7 +475,9 @@ def _chunk_head_on_all_ranks_or_none(
     return ChunkedLoss(chunked_loss.asked, None, reason) if reason else chunked_loss
 
 
-def _sharding_name(recipe: Recipe, group: DistributedContext, unit_count: int) -> str:
+def _sharding_name(
+    recipe: Recipe, group: DistributedContext, unit_count: int, scalar_names: Sequence[str]
+) -> str:
     mesh = group.mesh
     if recipe.zero:
         autotp_text = f", AutoTP: {mesh.tensor} ranks compute each layer" if mesh else ""
@@ -485,6 +487,11 @@ def _sharding_name(recipe: Recipe, group: DistributedContext, unit_count: int) -
         return (
             f"FSDP2: {mesh.replicate} x the model, each on {count_with_noun(mesh.shard, 'rank')}"
             f"{tensor_text}, gathered in {count_with_noun(unit_count, 'layer')} and the rest"
+            + (
+                f"; whole on each: {first_names_and_count_of_rest(scalar_names, 4)}"
+                if scalar_names
+                else ""
+            )
         )
     return "DistributedDataParallel" if group.size > 1 else "none"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ def build_optimizer(
     groups, notes = build_parameter_groups_and_notes(settings, model)
     records = parameter_group_records(groups, model, settings.learning_rate)
     by_name: dict[str, list[Json]] = {}
-    for group in groups:
+    for group in _groups_of_divided_or_whole_parameters(groups):
         by_name.setdefault(group.pop("optimizer"), []).append(group)
     built = []
     for name, optimizer_groups in by_name.items():
@@ -146,6 +146,18 @@ def build_optimizer(
             " and ".join(part.used for part in built),
         )
     return built_optimizer._replace(notes=(*notes, *built_optimizer.notes), groups=tuple(records))
+
+
+def _groups_of_divided_or_whole_parameters(groups: Sequence[Json]) -> Iterator[Json]:
+    """Yield each group, as two where FSDP2 divides a part of its parameters."""
+    for group in groups:
+        # torch's operators on lists of tensors take either.
+        parameters_by_kind: dict[bool, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            is_divided = hasattr(parameter, "full_tensor")
+            parameters_by_kind.setdefault(is_divided, []).append(parameter)
+        for parameters in parameters_by_kind.values():
+            yield {**group, "params": parameters}
 
 
 def lamb(inputs: OptimizerInputs) -> BuiltOptimizer:

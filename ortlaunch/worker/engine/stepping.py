@@ -32,6 +32,7 @@ from ortlaunch.worker.engine.gradient_averaging import (
 from ortlaunch.worker.model.fsdp import (
     copy_values_from_rank_0,
     free_gathered_weights_if_sharded,
+    parameters_without_dimension,
     part_of_this_rank,
     ranges_of_this_rank,
     replace_parts_by_whole_parameters,
@@ -56,6 +57,7 @@ from ortlaunch.worker.process_group.tensor_groups import (
     explain_errors_of_sliced_layers,
     require_alike_in_tensor_groups,
     sum_of_gradient_squares_over_ranks,
+    sum_of_squares,
 )
 from ortlaunch.worker.supervision.requests import RankRequests
 from ortlaunch.worker.tensor_batch import TensorBatch
@@ -293,7 +295,7 @@ class ShardedStepper(TorchStepper):
         explains_slices = self.mesh.tensor > 1
         try:
             with explain_errors_of_sliced_layers() if explains_slices else contextlib.nullcontext():
-                return super().run_micro_batch(batch, is_last_of_step, loss_factor)
+                loss = super().run_micro_batch(batch, is_last_of_step, loss_factor)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
@@ -302,6 +304,19 @@ class ShardedStepper(TorchStepper):
                 "the weights of a layer when it is called; give in parallel.blocks the classes of "
                 "layers that are called as a whole"
             ) from error
+        if is_last_of_step:
+            self._average_gradients_of_scalars()
+        return loss
+
+    def _average_gradients_of_scalars(self) -> None:
+        """Average the gradients of parameters that FSDP2 leaves whole (collective)."""
+        scalars = parameters_without_dimension(self.model).values()
+        gradients = [p.grad for p in scalars if p.grad is not None]
+        if gradients:
+            numbers = [float(gradient) for gradient in gradients]
+            numbers_by_rank = self.group.data_parallel.gather_numbers(numbers)
+            for gradient, *rank_numbers in zip(gradients, *numbers_by_rank):
+                gradient.fill_(sum(rank_numbers) / len(rank_numbers))
 
     def clip_step_and_clear_gradients(self, *learning_rates: float) -> StepOutcome:
         # Such as BatchNorm's statistics: evaluations have those that are saved and exported.
@@ -318,11 +333,13 @@ class ShardedStepper(TorchStepper):
         if self.mesh.tensor > 1 and self._compared_steps < _COMPARED_STEPS:
             self._compared_steps += 1
             require_alike_in_tensor_groups(whole_by_name, self.group)
+        divided = [gradient for gradient in gradients if gradient.dim()]
         squares = sum_of_gradient_squares_over_ranks(
-            gradients, [*whole_by_name.values()], self.group
+            divided, [whole for whole in whole_by_name.values() if whole.dim()], self.group
         )
-        # Each copy of the model has all gradients once.
-        norm = math.sqrt(squares / self.mesh.replicate)
+        scalars = [gradient for gradient in gradients if not gradient.dim()]
+        # Each copy of the model has all gradients once, and each rank those of scalars.
+        norm = math.sqrt(squares / self.mesh.replicate + sum_of_squares(scalars))
         # As torch's clip_grad_norm_.
         if self.max_norm is not None and norm > self.max_norm:
             torch._foreach_mul_(gradients, self.max_norm / (norm + 1e-6))
@@ -337,7 +354,9 @@ class ShardedStepper(TorchStepper):
         """Yield each trained parameter's name and whole gradient, one after another (collective)."""
         for name, p in self.model.named_parameters():
             if p.requires_grad:
-                yield name, None if p.grad is None else cast("DTensor", p.grad).full_tensor()
+                gradient: Any = p.grad
+                is_divided = hasattr(gradient, "full_tensor")
+                yield name, gradient.full_tensor() if is_divided else gradient
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (

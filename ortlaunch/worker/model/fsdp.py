@@ -7,6 +7,7 @@ are averaged and divided in the backward pass.
 
 from __future__ import annotations
 
+import inspect
 import math
 import zlib
 from collections import Counter
@@ -53,15 +54,15 @@ def shard_model_in_place(
         compile_options: torch.compile compiles each unit, with these options; None: nothing.
 
     Raises:
-        InputError: the model has no such layers, or a parameter without a dimension.
+        InputError: the model has no such layers, or a parameter without a dimension cannot be left whole.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
-    if scalars:
+    scalar_by_name = parameters_without_dimension(model)
+    if scalar_by_name and (reason := _reason_scalars_are_refused_or_empty(dtype)):
         raise InputError(
-            f"parallel: FSDP2 cannot divide {scalars[0]}, which has no dimension; use zero: {{stage: 3}}, "
-            "or give it the shape (1,) in a model of your own"
+            f"parallel: FSDP2 cannot divide {next(iter(scalar_by_name))}, which has no dimension, and "
+            f"{reason}; use zero: {{stage: 3}}, or give it the shape (1,) in a model of your own"
         )
     _require_same_parameters_on_all_ranks(model, group)
     values_by_name = {name: p.detach() for name, p in model.named_parameters()}
@@ -79,6 +80,8 @@ def shard_model_in_place(
             cast_forward_inputs=False,
         ),
         **({"offload_policy": CPUOffloadPolicy()} if settings.offload else {}),
+        # Each rank has them whole.
+        **({"ignored_params": {*scalar_by_name.values()}} if scalar_by_name else {}),
     }
     units = [*_layers_gathered_as_units(model, settings.blocks)]
     # From the inside out: a unit has the parameters that no unit within it has.
@@ -92,10 +95,22 @@ def shard_model_in_place(
         model.to_empty(device=torch.device("cpu") if settings.offload else group.device)
         for name, buffer in model.named_buffers():
             buffer.data = values_by_buffer.get(name, buffer.data).to(group.device)
+    for parameter in parameters_without_dimension(model).values():
+        parameter.data = parameter.data.to(group.device)
     # The initial values may depend on the rank. DistributedDataParallel has those of rank 0, too.
     _fill_parts_with_values_of_rank_0(model, values_by_name, group)
     copy_values_from_rank_0(model.buffers(), group.device)
     return len(units)
+
+
+def _reason_scalars_are_refused_or_empty(dtype: torch.dtype | None) -> str:
+    """Return why no parameter can be left whole beside the divided ones; empty if one can."""
+    from torch.distributed.fsdp import fully_shard
+
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        return "only torch 2.7 and newer can leave it whole on each rank"
+    # torch's gradient scaler takes either divided gradients or whole ones.
+    return "precision: fp16 needs all divided" if dtype == torch.float16 else ""
 
 
 def _require_same_parameters_on_all_ranks(model: nn.Module, group: DistributedContext) -> None:
@@ -140,7 +155,7 @@ def _fill_parts_with_values_of_rank_0(
             else torch.empty(values.numel(), dtype=values.dtype, device=group.device)
         )
         overwrite_by_values_of_rank_0(flat)
-        part = parameter.to_local()
+        part = part_of_this_rank(parameter)
         place = place_of_own_part(parameter, group)
         sliced = flat if place.runs is None else place.runs.view_of(flat).reshape(-1)
         part.view(-1).copy_(sliced[place.start :][: part.numel()])
@@ -193,6 +208,11 @@ def _layers_gathered_as_units(model: nn.Module, class_names: Sequence[str]) -> I
             yield layer
 
 
+def parameters_without_dimension(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that FSDP2 leaves whole on each rank, by name."""
+    return {name: p for name, p in model.named_parameters() if not p.dim()}
+
+
 def part_of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a divided tensor, and any other tensor as it is."""
     # DTensor is not imported: a model without FSDP2 does not need it, and it takes 0.1 s.
@@ -208,7 +228,7 @@ def ranges_of_this_rank(
     named_parts = cast("Iterable[tuple[str, DTensor]]", model.named_parameters())
     for name, parameter in named_parts:
         # A rank has no rows of a small parameter.
-        if not parameter.requires_grad or not (count := parameter.to_local().numel()):
+        if not parameter.requires_grad or not (count := part_of_this_rank(parameter).numel()):
             continue
         place = place_of_own_part(parameter, group)
         ranges.append(
@@ -234,7 +254,7 @@ class PlaceOfPart(NamedTuple):
     start: int
     """The first element of the part in its slice."""
     is_first_copy: bool
-    """Whether no rank before this one in its tensor group has the part, too."""
+    """Whether no rank before this one in its copy of the model has the part, too."""
 
 
 def place_of_own_part(parameter: DTensor, group: DistributedContext) -> PlaceOfPart:
@@ -242,6 +262,8 @@ def place_of_own_part(parameter: DTensor, group: DistributedContext) -> PlaceOfP
     assert group.mesh is not None
     mesh = group.mesh
     part_index, tensor_index = divmod(group.rank % mesh.ranks_of_copy, mesh.tensor)
+    if not parameter.dim():
+        return PlaceOfPart(None, 0, part_index == tensor_index == 0)
     tensor_slice = slice_of_tensor_rank(parameter, tensor_index, mesh.tensor)
     # FSDP2 divides the rows as torch.chunk does.
     row_count, *row_shape = tensor_slice.shape
