@@ -238,6 +238,7 @@ class Ranks:
         self.size = size
         self.rank = 0
         self.device = torch.device("cpu")
+        self.has_fsdp2 = False
         self.data_parallel = self
         self.sent = dict[tuple[int, int], list[float]]()
         self.call = 0
