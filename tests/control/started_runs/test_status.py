@@ -323,7 +323,8 @@ def test_cancel(
     monkeypatch.setattr(cancelling, "send_signal", lambda *sent: Timer(0.6, os.kill, sent).start())
     if how == "plain":
         # It ends by itself, on a busy machine after more than the little grace.
-        monkeypatch.setattr(cancelling, "GRACE_SECONDS", 20.0)
+        for module in (processes, cancelling):
+            monkeypatch.setattr(module, "GRACE_SECONDS", 20.0)
     with command(run, how) as process:
         answer = cancel_run_and_wait_for_its_end(run)
         assert answer.startswith(f"{said}{run}: cancelled"), answer
