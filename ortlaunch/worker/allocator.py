@@ -103,7 +103,7 @@ def host_reclaims_free_guest_pages() -> bool:
 
 
 def trim_heap() -> None:
-    """Trim the heap, after work that training does not repeat: an export, a comparison."""
+    """Return freed memory to the system: after an export or a comparison, or between parts of a step."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

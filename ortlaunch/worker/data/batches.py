@@ -238,13 +238,13 @@ class Batches:
         """
         if not self._are_user_samples:
             return self.stack_and_cut_padding(
-                [samples.sample(*sample_epoch[:2]) for sample_epoch in sample_epochs]
+                [samples.sample(index, epoch) for index, epoch, _ in sample_epochs]
             )
         with restore_cpu_generators_after():
             samples_read = []
-            for sample_epoch in sample_epochs:
-                seed_cpu_generators_for_sample(self.seed, *sample_epoch[:2])
-                samples_read.append(samples.sample(*sample_epoch[:2]))
+            for index, epoch, _ in sample_epochs:
+                seed_cpu_generators_for_sample(self.seed, index, epoch)
+                samples_read.append(samples.sample(index, epoch))
             return self.stack_and_cut_padding(samples_read)
 
     def stack_and_cut_padding(self, samples: list[Any]) -> dict[str, torch.Tensor]:

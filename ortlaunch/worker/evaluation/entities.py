@@ -57,20 +57,24 @@ def strict_entity_spans_of_tags(tags: Iterable[str], has_end_tags: bool) -> set[
             entity without L-TYPE or E-TYPE.
     """
     entities = set[EntitySpan]()
-    begun: tuple[int, str] | None = None
+    open_start_and_type: tuple[int, str] | None = None
     # The added O ends an entity at the end of the row.
     for word_index, tag in enumerate([*tags, "O"]):
         prefix, entity_type = tag[0], tag[2:]
-        continues = begun is not None and prefix in "ILE" and entity_type == begun[1]
+        continues = (
+            open_start_and_type is not None
+            and prefix in "ILE"
+            and entity_type == open_start_and_type[1]
+        )
         is_end = prefix in "LE" if continues else not has_end_tags
-        if begun is not None and is_end:
-            entities.add((begun[0], word_index + continues, begun[1]))
+        if open_start_and_type is not None and is_end:
+            entities.add((open_start_and_type[0], word_index + continues, open_start_and_type[1]))
         if prefix in "US":
             entities.add((word_index, word_index + 1, entity_type))
         if prefix == "B":
-            begun = word_index, entity_type
+            open_start_and_type = word_index, entity_type
         elif not continues or is_end:
-            begun = None
+            open_start_and_type = None
     return entities
 
 

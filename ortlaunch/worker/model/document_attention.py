@@ -80,7 +80,7 @@ def attend_within_documents(
         lengths = [len([*tokens]) for _, tokens in itertools.groupby(document_ids)]
         for queries, keys, values in zip(*(tensor.split(lengths, dim=2) for tensor in row_tensors)):
             blocks = (
-                _blocks_with_windows(queries, keys, values, window, sees_later_tokens)
+                _query_blocks_with_keys_in_window(queries, keys, values, window, sees_later_tokens)
                 if 0 < window < queries.shape[2]
                 else [(queries, keys, values, None)]
             )
@@ -92,7 +92,7 @@ def attend_within_documents(
     return torch.cat(outputs, dim=1).view(query.shape[0], -1, *outputs[0].shape[2:]), None
 
 
-def _blocks_with_windows(
+def _query_blocks_with_keys_in_window(
     query: Tensor, key: Tensor, value: Tensor, window: int, sees_later_tokens: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield a document's queries in blocks, the keys and values that each sees, and the mask."""

@@ -137,7 +137,7 @@ class TextLossModule(LossModule):
                 "attention_mask of (texts, length), and text_ids (texts,), equal for equal texts; or the "
                 "labels that the loss needs"
             )
-        self._require_shapes(batch)
+        self._require_shapes_of_custom_batch(batch)
         outputs = self.outputs_of_texts(batch)
         # Ranks may have unequal batches in an evaluation; metrics join the outputs of all ranks.
         with contextlib.nullcontext() if self.training else self.compute_loss_of_own_rank():
@@ -146,7 +146,7 @@ class TextLossModule(LossModule):
             return {"loss": loss, self.output_name: outputs}
         return loss
 
-    def _require_shapes(self, batch: dict[str, Tensor]) -> None:
+    def _require_shapes_of_custom_batch(self, batch: dict[str, Tensor]) -> None:
         """Refuse custom samples of another form.
 
         Raises:

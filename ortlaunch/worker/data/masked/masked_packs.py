@@ -47,11 +47,11 @@ class MaskedPacks(MaskedSamples):
         self.stops = np.minimum(self.begins + body, np.asarray(ends)[document_by_piece])
         packs = bin_by_item_of_first_fit_decreasing(self.stops - self.begins + 2, length)
         # (pieces,): those of the first pack, then those of the second one, and so on.
-        self.members = np.argsort(packs, kind="stable")
-        self.member_ends = np.cumsum(np.bincount(packs))
+        self.piece_by_pack_place = np.argsort(packs, kind="stable")
+        self.pack_ends = np.cumsum(np.bincount(packs))
 
     def __len__(self) -> int:
-        return len(self.member_ends)
+        return len(self.pack_ends)
 
     def batch(self, sample_epochs: Sequence[SampleEpoch]) -> dict[str, torch.Tensor]:
         arrays: _Ints = np.zeros((4, len(sample_epochs), self.length), dtype=np.int64)
@@ -60,21 +60,21 @@ class MaskedPacks(MaskedSamples):
         token_counts = []
         for row, sample_epoch in enumerate(sample_epochs):
             sample_index = sample_epoch.sample_index
-            first_member = int(self.member_ends[sample_index - 1]) if sample_index else 0
-            members = self.members[first_member : self.member_ends[sample_index]]
-            begin = 0
-            for number, piece in enumerate(members):
+            first_place = int(self.pack_ends[sample_index - 1]) if sample_index else 0
+            pieces = self.piece_by_pack_place[first_place : self.pack_ends[sample_index]]
+            filled_length = 0
+            for document_id, piece in enumerate(pieces):
                 body = self.tokens[self.begins[piece] : self.stops[piece]]
-                place = slice(begin, begin + len(body) + 2)
-                ids[row, place] = [self.masking.cls, *body, self.masking.sep]
-                positions[row, place] = np.arange(len(body) + 2)
-                document_ids[row, place] = number
-                begin = place.stop
+                columns = slice(filled_length, filled_length + len(body) + 2)
+                ids[row, columns] = [self.masking.cls, *body, self.masking.sep]
+                positions[row, columns] = np.arange(len(body) + 2)
+                document_ids[row, columns] = document_id
+                filled_length = columns.stop
             # Padding is one more document, without labels.
-            ids[row, begin:] = self.pad
-            positions[row, begin:] = np.arange(self.length - begin)
-            document_ids[row, begin:] = len(members)
-            token_counts.append(begin)
+            ids[row, filled_length:] = self.pad
+            positions[row, filled_length:] = np.arange(self.length - filled_length)
+            document_ids[row, filled_length:] = len(pieces)
+            token_counts.append(filled_length)
         random_values = random_values_of_samples(self.seed, sample_epochs, 2 * self.length)
         self.masking.choose_and_mask_tokens_in_place(
             ids, labels, token_counts, random_values, sample_epochs

@@ -39,9 +39,9 @@ class SpanCounts(NamedTuple):
 
 def counts_of_window(token_count: int, settings: SpanCorruption) -> SpanCounts:
     """Return how many tokens and spans of a window are left out."""
-    noise = min(max(round(token_count * settings.noise_density), 1), token_count - 1)
-    spans = round(min(noise, token_count - noise) / settings.mean_span_length)
-    return SpanCounts(token_count, noise, max(spans, 1))
+    noise_tokens = min(max(round(token_count * settings.noise_density), 1), token_count - 1)
+    spans = round(min(noise_tokens, token_count - noise_tokens) / settings.mean_span_length)
+    return SpanCounts(token_count, noise_tokens, max(spans, 1))
 
 
 class CorruptedSpans(MaskedSamples):
@@ -82,15 +82,15 @@ class CorruptedSpans(MaskedSamples):
         return len(self.tokens) // self.counts.tokens
 
     def batch(self, sample_epochs: Sequence[SampleEpoch]) -> dict[str, torch.Tensor]:
-        count, noise, spans = self.counts
-        draws = random_values_of_samples(self.seed, sample_epochs, count - 2)
+        token_count, noise_tokens, spans = self.counts
+        random_values = random_values_of_samples(self.seed, sample_epochs, token_count - 2)
         rows = []
-        for sample_epoch, row_draws in zip(sample_epochs, draws):
-            start = sample_epoch.sample_index * count
-            ids = self.tokens[start : start + count].astype(np.int64)
+        for sample_epoch, values in zip(sample_epochs, random_values):
+            start = sample_epoch.sample_index * token_count
+            ids = self.tokens[start : start + token_count].astype(np.int64)
             lengths = np.empty(2 * spans, np.int64)
-            lengths[::2] = _random_segment_lengths(row_draws[noise - 1 :], spans)
-            lengths[1::2] = _random_segment_lengths(row_draws[: noise - 1], spans)
+            lengths[::2] = _random_segment_lengths(values[noise_tokens - 1 :], spans)
+            lengths[1::2] = _random_segment_lengths(values[: noise_tokens - 1], spans)
             parts = np.split(ids, lengths.cumsum()[:-1])
             marks = np.split(self._mark_ids, spans)
             rows.append(
@@ -103,15 +103,17 @@ class CorruptedSpans(MaskedSamples):
         return {"input_ids": inputs, "labels": labels}
 
 
-def _random_segment_lengths(draws: NDArray[np.float64], segments: int) -> NDArray[np.int64]:
+def _random_segment_lengths(
+    random_values: NDArray[np.float64], segment_count: int
+) -> NDArray[np.int64]:
     """Divide items into segments of one item or more, all divisions being equally likely.
 
     Args:
-        draws: random values, one less than there are items.
-        segments: number of segments.
+        random_values: one less than there are items.
+        segment_count: number of segments.
 
     Returns:
-        (segments,), their lengths.
+        (segment_count,), their lengths.
     """
-    ends = np.sort(draws.argsort()[: segments - 1]) + 1
-    return np.diff(ends, prepend=0, append=len(draws) + 1)
+    ends = np.sort(random_values.argsort()[: segment_count - 1]) + 1
+    return np.diff(ends, prepend=0, append=len(random_values) + 1)
